@@ -1,0 +1,57 @@
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+RUN := outputs/quickstart
+
+.PHONY: help install quickstart test lint build clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+
+install: .venv/.installed ## create .venv with everything pinned in constraints.txt
+
+# The stamp is the last thing written: a run that was cut short doesn't count, and the next one goes on where it stopped.
+.venv/.installed: pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer: make install PYTHON=python3.11")'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo "Installing into .venv (a few minutes the first time)"
+	@# torch alone and pinned: a newer one would bring gigabytes of CUDA where a build for the CPU is at hand.
+	@$(PIP) install -qq -c constraints.txt torch==2.13.0
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@$(PIP) check
+	@touch $@
+
+quickstart: $(RUN)/eval/report.json ## train a small model that skips layers, measure it at 1x to 4x, print the report
+	@cat $(RUN)/eval/report.md
+	@echo
+	@echo "Picture: $(RUN)/eval/frontier.png"
+	@echo "To run it anew: rm -r $(RUN)"
+
+$(RUN)/model.safetensors: | .venv/.installed
+	$(PY) train.py --recipe quickstart
+
+$(RUN)/eval/report.json: $(RUN)/model.safetensors | .venv/.installed
+	$(PY) -m eval --checkpoint $(RUN) --task departures --speedup 1 2 3 4 --output $(RUN)/eval
+
+# The tests' models are tiny: more threads than this only wait for each other.
+test: install ## run the tests and the library's doctests
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m pytest
+
+lint: install ## check style, formatting and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -m mypy train.py
+
+# setuptools would pack whatever an earlier build left in build/.
+build: install ## build the wheel into dist/
+	rm -rf build
+	$(PY) -m build --wheel
+	rm -rf build
+
+clean: ## remove build results and caches; .venv and outputs stay
+	rm -rf build dist skipdecode.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

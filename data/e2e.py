@@ -1,0 +1,164 @@
+"""E2E NLG: restaurant meaning representations and their descriptions (Novikova, Dušek, Rieser, SIGDIAL 2017)."""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from data.task import Example, Split, Task
+from skipdecode.errors import ConfigError, unknown
+
+# In the order in which prompts name them, whatever order a row has.
+SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
+HUB_REPOSITORY, HUB_REVISION = "tuetschek/e2e_nlg", "refs/convert/parquet"
+
+_SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+
+
+class E2E(Task):
+    """E2E NLG from a folder of its CSV files, or from the Hub where no folder is given.
+
+    Args:
+        path: a folder with `devset.csv` and `testset_w_refs.csv` (columns `mr`, `ref`). With `trainset.csv` beside them
+            that is the training data and `devset.csv` the validation data; without it `devset.csv` is trained on.
+        delexicalise: slots whose value is replaced by a placeholder in prompts and targets, and put back into
+            predictions before they are scored: a model trained from scratch can't write names that it never saw.
+    """
+
+    name: ClassVar[str] = "e2e"
+    columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
+    max_prompt_tokens: ClassVar[int] = 128
+    max_new_tokens: ClassVar[int] = 96
+    horizon: ClassVar[int] = 32
+
+    def __init__(self, path: str | None = None, delexicalise: Sequence[str] = ()) -> None:
+        self.path = Path(path) if path is not None else None
+        for slot in delexicalise:
+            if slot not in SLOTS:
+                raise unknown("slot in delexicalise", slot, SLOTS)
+        self.delexicalise = tuple(delexicalise)
+
+    def load(self, split: Split) -> list[Example]:
+        """A split as one example per meaning representation, in the order of their first rows."""
+        rows = self._hub_rows(split) if self.path is None else _csv_rows(self._file(split))
+        grouped: dict[str, list[str]] = {}
+        for mr, ref in rows:
+            grouped.setdefault(mr, []).append(ref)
+        return [
+            self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
+            for n, (mr, references) in enumerate(grouped.items())
+        ]
+
+    def restore(self, example: Example, text: str) -> str:
+        """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        for placeholder, value in example.substitutions:
+            article = "an" if value[:1].lower() in "aeiou" else "a"
+            text = re.sub(rf"\b([Aa])n? (?={placeholder})", rf"\g<1>{article[1:]} ", text)
+            text = text.replace(placeholder, value)
+        text = re.sub(r"\b(food) food\b", r"\1", text, flags=re.IGNORECASE)  # "Fast food" and "<food> food"
+        return re.sub(r"(^|[.!?] )([a-z])", lambda m: m[1] + m[2].upper(), text.strip())
+
+    def _example(self, name: str, slots: dict[str, str], references: list[str]) -> Example:
+        hidden = {slot: value for slot, value in slots.items() if slot in self.delexicalise}
+        shown = " | ".join(f"{slot}: {_placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
+        return Example(
+            id=name,
+            prompt=shown + "\n",
+            references=tuple(references),
+            targets=_targets(references, hidden),
+            substitutions=tuple((_placeholder(slot), value) for slot, value in hidden.items()),
+        )
+
+    def _file(self, split: Split) -> Path:
+        assert self.path is not None
+        if not self.path.is_dir():
+            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        if (self.path / "trainset.csv").exists():
+            names = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
+        else:
+            names = {"train": "devset.csv", "test": "testset_w_refs.csv"}
+        if split not in names:
+            raise ConfigError(f"split {split!r} of E2E needs trainset.csv in {self.path}: there is none")
+        file = self.path / names[split]
+        if not file.exists():
+            raise ConfigError(f"data.path is {str(self.path)!r}: it has no {file.name}")
+        return file
+
+    def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
+        import datasets  # here, since it takes seconds and a local folder doesn't need it
+
+        try:
+            rows = datasets.load_dataset(HUB_REPOSITORY, revision=HUB_REVISION, split=split)
+        except Exception as error:  # no network shows as any of a dozen types
+            raise ConfigError(
+                f"{HUB_REPOSITORY} can't be read from the Hub ({type(error).__name__}): "
+                "name a local folder with data.path=FOLDER (--data-dir FOLDER in the evaluation)"
+            ) from error
+        return ((row["meaning_representation"], row["human_reference"]) for row in rows)
+
+
+def parse_mr(mr: str) -> dict[str, str]:
+    """The slots of a meaning representation such as `name[Aromi], area[riverside]`, in the order of SLOTS.
+
+    Raises ConfigError where the text isn't one.
+    """
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(mr):
+        match = _SLOT.match(mr, at)
+        if match is None or match[1] not in SLOTS or match[1] in found or not match[2].strip():
+            raise ConfigError(f"not a meaning representation, near {mr[at : at + 40]!r}: expected slot[value], …")
+        found[match[1]] = match[2].strip()
+        at = match.end()
+    if not found:
+        raise ConfigError("an empty meaning representation")
+    return {slot: found[slot] for slot in SLOTS if slot in found}
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
+    """Rows of a CSV with columns `mr` and `ref`. Raises ConfigError that names the file and the line."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream, strict=True)
+            if reader.fieldnames is None or not {"mr", "ref"} <= set(reader.fieldnames):
+                raise ConfigError(f"{file}: the first line must name the columns mr and ref, got {reader.fieldnames}")
+            for row in reader:
+                where = f"{file}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ConfigError(f"{where}: expected {len(reader.fieldnames)} fields; quote texts with commas")
+                if not row["mr"].strip() or not row["ref"].strip():
+                    raise ConfigError(f"{where}: mr and ref must not be empty")
+                try:
+                    parse_mr(row["mr"])
+                except ConfigError as error:
+                    raise ConfigError(f"{where}: {error}") from error
+                yield row["mr"].strip(), row["ref"].strip()
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error
+
+
+def _placeholder(slot: str) -> str:
+    """One word of letters alone, so that a tokenizer trained on the text learns it as one token."""
+    return f"X{slot}"
+
+
+def _targets(references: Sequence[str], hidden: dict[str, str]) -> tuple[str, ...]:
+    """References with placeholders, without those that word a hidden value in their own way ("British", "coffee bar").
+
+    A placeholder in the prompt that the target doesn't repeat would teach the model to state a fact that it can't see.
+    """
+    texts = [_hide(reference, hidden) for reference in references]
+    faithful = [text for text in texts if all(_placeholder(slot) in text for slot in hidden)]
+    return tuple(faithful or texts)
+
+
+def _hide(text: str, values: dict[str, str]) -> str:
+    """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
+    for slot, value in _longest_first(values.items()):
+        text = re.sub(rf"\b{re.escape(value)}\b", _placeholder(slot), text, flags=re.IGNORECASE)
+    return text
+
+
+def _longest_first(items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted(items, key=lambda item: len(item[1]), reverse=True)

@@ -1,0 +1,1 @@
+"""Evaluation: decoding a test set at several speeds, scores, wall clock, the report."""

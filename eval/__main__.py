@@ -1,0 +1,7 @@
+"""`python -m eval`."""
+
+import sys
+
+from eval.cli import main
+
+sys.exit(main())

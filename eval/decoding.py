@@ -1,0 +1,107 @@
+"""Decoding a test set at several speeds, the speeds taking turns on each batch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from data import Example, Task
+from data.columns import encode_prompt
+from eval.clock import StepClock
+from skipdecode import SkipSchedule, skip_generate
+from skipdecode.decode import GenerativeModel
+from skipdecode.families import text_config
+
+
+@dataclass
+class Decoded:
+    """What one schedule made of the test set: predictions in its order, and the clock of every batch."""
+
+    schedule: SkipSchedule
+    predictions: list[str]
+    layers: int = 0  # layers that generated tokens ran as inputs, over all decode steps
+    tokens: int = 0  # generated tokens after the first of each row, end tokens included, padding not
+    prefill_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+    decode_steps: list[int] = field(default_factory=list)
+
+    @property
+    def seconds_per_step(self) -> list[float | None]:
+        """For each batch; None where it ended with its first token."""
+        return [s / n if n else None for s, n in zip(self.decode_seconds, self.decode_steps, strict=True)]
+
+    @property
+    def mean_layers(self) -> float:
+        """Layers per decode step of a row that isn't done."""
+        return self.layers / self.tokens if self.tokens else float(self.schedule.budget(0))
+
+
+def decode_test_set(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    examples: Sequence[Example],
+    schedules: Sequence[SkipSchedule],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Iterator[list[Decoded]]:
+    """Decode `examples` greedily under each schedule; yields the results so far after every batch of prompts.
+
+    Batches hold prompts of like length, padded on the left. In each batch the schedules take turns, in an order that
+    rotates, so that a machine whose speed drifts treats them alike. One batch is decoded untimed first.
+    """
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    limit = positions - max_new_tokens + 1 if positions is not None else 2**31
+    advice = (
+        f"the model has {positions} positions and max_new_tokens is {max_new_tokens}: lower it or shorten the prompt"
+    )
+    prompts = [encode_prompt(tokenizer, example, limit, advice) for example in examples]
+    order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
+    batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
+    results = [Decoded(schedule, [""] * len(examples)) for schedule in schedules]
+    for result in results:
+        _decode_batch(model, tokenizer, [prompts[n] for n in batches[0]], result.schedule, min(8, max_new_tokens))
+    for number, batch in enumerate(batches):
+        turn = number % len(results)
+        for result in [*results[turn:], *results[:turn]]:
+            rows, clock = _decode_batch(model, tokenizer, [prompts[n] for n in batch], result.schedule, max_new_tokens)
+            result.prefill_seconds.append(clock.prefill_seconds)
+            result.decode_seconds.append(clock.decode_seconds)
+            result.decode_steps.append(clock.steps)
+            for n, row in zip(batch, rows, strict=True):
+                steps = max(0, len(row) - 1)
+                result.tokens += steps
+                result.layers += sum(result.schedule.budget(i) for i in range(steps))
+                text = str(tokenizer.decode(row, skip_special_tokens=True))
+                result.predictions[n] = task.restore(examples[n], text)
+        yield results
+
+
+def _decode_batch(
+    model: GenerativeModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    schedule: SkipSchedule,
+    max_new_tokens: int,
+) -> tuple[list[list[int]], StepClock]:
+    """Token ids that each prompt was continued with, up to and with the end token, and the clock."""
+    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)  # [batch, columns]
+    clock = StepClock(model.device)
+    output = model.generate(
+        **inputs,
+        custom_generate=skip_generate,
+        schedule=schedule,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    assert isinstance(output, torch.Tensor)
+    rows: list[list[int]] = []
+    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+        end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+        rows.append(row[:end])
+    return rows, clock

@@ -1,0 +1,81 @@
+"""The picture of quality against measured speed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from eval.report import Report
+
+# Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well.
+STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v")]
+
+
+def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:
+    """Draw BLEU against the measured wall-clock speedup, a line for each named report, into a PNG.
+
+    The first report's points carry their target and mean layers; horizontal bars are the speed's quartiles.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), dpi=160, layout="constrained")
+    for number, (name, report) in enumerate(reports.items()):
+        colour, marker = STYLES[number % len(STYLES)]
+        rows = sorted(report.rows, key=lambda row: row.wall_clock_speedup)
+        speeds, quality = [row.wall_clock_speedup for row in rows], [row.bleu for row in rows]
+        below = [max(0.0, row.wall_clock_speedup - row.wall_clock_quartiles[0]) for row in rows]
+        above = [max(0.0, row.wall_clock_quartiles[1] - row.wall_clock_speedup) for row in rows]
+        axes.errorbar(
+            speeds,
+            quality,
+            xerr=[below, above],
+            color=colour,
+            marker=marker,
+            markersize=6,
+            capsize=3,
+            lw=1.8,
+            label=name,
+        )
+        if number == 0:
+            full = next(row for row in report.rows if row.speedup_target == 1)
+            axes.axhline(full.bleu, color=colour, lw=0.8, ls=":", zorder=0)
+            for row in rows:
+                axes.annotate(
+                    f"target {row.speedup_target:g}x\n{row.mean_layers:.1f} layers",
+                    (row.wall_clock_speedup, row.bleu),
+                    xytext=(0, 10),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color="#333333",
+                )
+    values = [row.bleu for report in reports.values() for row in report.rows]
+    # At least twelve points of BLEU in sight, so that a difference of noise doesn't look like a cliff.
+    middle, half = (max(values) + min(values)) / 2, max(6.0, (max(values) - min(values)) * 0.62)
+    axes.set_ylim(max(0.0, middle - half), max(0.0, middle - half) + 2 * half)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low - 0.08 * (high - low), high + 0.08 * (high - low))
+    axes.set_xlabel("measured decode speed, times full depth on the wall clock")
+    axes.set_ylabel("BLEU (all references)")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(reports) > 1:
+        axes.legend(frameon=False, loc="lower left")
+    first = next(iter(reports.values()))
+    figure.text(
+        0.995,
+        0.002,
+        f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.date}",
+        ha="right",
+        va="bottom",
+        fontsize=6,
+        color="#777777",
+    )
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    pyplot.close(figure)
+    os.replace(partial, path)

@@ -1,0 +1,170 @@
+"""The report of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eval.decoding import Decoded
+from eval.scores import Scores
+from skipdecode import ConfigError
+
+FILE_NAME = "report.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One speed.
+
+    Attributes:
+        speedup_target: what the schedule was solved for.
+        schedule: its fields.
+        mean_layers: layers per generated token, over the tokens that were generated.
+        bleu, rouge1, rouge2, rougeL: 0 to 100.
+        prefill_seconds, decode_seconds: over the whole test set.
+        decode_steps: batch steps after prefill.
+        tokens: generated tokens after each row's first, without padding.
+        tokens_per_second: of these, over decode_seconds.
+        wall_clock_speedup: the 1x row's seconds per decode step over this row's: the median over batches.
+        wall_clock_quartiles: the quartiles of the same.
+    """
+
+    speedup_target: float
+    schedule: dict[str, Any]
+    mean_layers: float
+    bleu: float
+    rouge1: float
+    rouge2: float
+    rougeL: float
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int
+    tokens: int
+    tokens_per_second: float
+    wall_clock_speedup: float
+    wall_clock_quartiles: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """An evaluation: where and how it ran, and a row for each speed."""
+
+    checkpoint: str
+    task: str
+    examples: int
+    batch_size: int
+    max_new_tokens: int
+    dtype: str
+    device: str
+    date: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    rows: list[Row]
+
+    def save(self, folder: Path) -> None:
+        """Write `report.json` and `report.md`, each whole or not at all."""
+        write_whole(folder / "report.md", self.to_markdown())
+        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Report":
+        """The report of a `report.json`. Raises ConfigError where it can't be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            rows = [
+                Row(**{**row, "wall_clock_quartiles": tuple(row["wall_clock_quartiles"])}) for row in values["rows"]
+            ]
+            return cls(**{**values, "rows": rows})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
+
+    def to_markdown(self) -> str:
+        """The table, and below it what it was measured with."""
+        header = [name for name, _ in COLUMNS]
+        lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in self._cells()]
+        return "\n".join([*lines, "", *self.notes(), ""])
+
+    def to_table(self) -> Table:
+        """The same for the terminal."""
+        table = Table(title=f"{self.task}: {self.checkpoint}", title_justify="left")
+        for name, _ in COLUMNS:
+            table.add_column(name, justify="right")
+        for cells in self._cells():
+            table.add_row(*cells)
+        return table
+
+    def notes(self) -> list[str]:
+        """How the figures were measured, a line each."""
+        return [
+            f"{self.examples} prompts, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
+            f"{self.dtype} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
+            "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "
+            "ROUGE: F1 of the best reference.",
+            f"Command: `{self.command}`",
+        ]
+
+    def _cells(self) -> list[list[str]]:
+        return [[cell(row) for _, cell in COLUMNS] for row in self.rows]
+
+
+# Column heads and what stands below them.
+COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
+    ("target", lambda r: f"{r.speedup_target:g}x"),
+    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+    ("max to min", lambda r: f"{r.schedule['max_layers']} to {r.schedule['min_layers']}"),
+    (
+        "measured speed",
+        lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
+    ),
+    ("BLEU", lambda r: f"{r.bleu:.2f}"),
+    ("ROUGE-1", lambda r: f"{r.rouge1:.2f}"),
+    ("ROUGE-2", lambda r: f"{r.rouge2:.2f}"),
+    ("ROUGE-L", lambda r: f"{r.rougeL:.2f}"),
+    ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
+    ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
+    ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
+]
+
+
+def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scores) -> Row:
+    """The row of one speed, with its wall clock beside that of `full_depth`, which took turns with it."""
+    ratios = [
+        full / step
+        for full, step in zip(full_depth.seconds_per_step, decoded.seconds_per_step, strict=True)
+        if full is not None and step is not None
+    ]
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios or [1.0]) * 3
+    seconds = sum(decoded.decode_seconds)
+    return Row(
+        speedup_target=speedup,
+        schedule=decoded.schedule.to_dict(),
+        mean_layers=decoded.mean_layers,
+        **asdict(scores),
+        prefill_seconds=sum(decoded.prefill_seconds),
+        decode_seconds=seconds,
+        decode_steps=sum(decoded.decode_steps),
+        tokens=decoded.tokens,
+        tokens_per_second=decoded.tokens / seconds if seconds else 0.0,
+        wall_clock_speedup=quartiles[1],
+        wall_clock_quartiles=(quartiles[0], quartiles[2]),
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_predictions(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Write JSON lines, whole or not at all."""
+    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -1,0 +1,144 @@
+"""An evaluation, from a checkpoint to report, predictions and picture."""
+
+import datetime
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data import Example, Task, load_task
+from eval.decoding import Decoded, decode_test_set
+from eval.frontier import draw_frontier
+from eval.machine import describe_machine, versions
+from eval.report import FILE_NAME, Report, make_row, write_predictions
+from eval.scores import score
+from skipdecode import ConfigError, CostModel
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.loading import load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `python -m eval` was asked for."""
+
+    checkpoint: str
+    output: Path
+    speedups: tuple[float, ...]
+    task: str | None = None
+    data_dir: str | None = None
+    limit: int | None = None
+    batch_size: int = 32
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    compare: Mapping[str, Path] | None = None
+
+
+def evaluate(request: Request) -> Report:
+    """Decode the test set at every speed and write `report.json`, `report.md`, `predictions/` and `frontier.png`.
+
+    Raises ConfigError, before anything is written, for a request that can't be met.
+    """
+    console = Console()
+    _check(request)
+    others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
+    model = load_model(request.checkpoint, dtype=getattr(torch, request.dtype) if request.dtype else None)
+    tokenizer = load_tokenizer(request.checkpoint)
+    config = SkipConfig.load(request.checkpoint)
+    task = _task(request, config)
+    config = config or SkipConfig(solver={"horizon": task.horizon})
+    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    cost = CostModel.of(model)
+    speedups = request.speedups
+    if 1 not in speedups:
+        console.print("adding 1x, which the others are measured against")
+        speedups = (1.0, *speedups)
+    schedules = [config.schedule_for(cost, speedup) for speedup in speedups]
+    examples = task.load("test")[: request.limit]
+    max_new_tokens = request.max_new_tokens or task.max_new_tokens
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("batches"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        batches = -(-len(examples) // request.batch_size)
+        bar = progress.add_task(f"{task.name} at {', '.join(f'{s:g}x' for s in speedups)}", total=batches)
+        results: list[Decoded] = []
+        for results in decode_test_set(  # noqa: B007
+            model, tokenizer, task, examples, schedules, batch_size=request.batch_size, max_new_tokens=max_new_tokens
+        ):
+            progress.advance(bar)
+
+    references = [example.references for example in examples]
+    full_depth = results[speedups.index(1)]
+    report = Report(
+        checkpoint=request.checkpoint,
+        task=task.name,
+        examples=len(examples),
+        batch_size=request.batch_size,
+        max_new_tokens=max_new_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
+        machine=describe_machine(device),
+        versions=versions(),
+        rows=[
+            make_row(speedup, result, full_depth, score(result.predictions, references))
+            for speedup, result in zip(speedups, results, strict=True)
+        ],
+    )
+    _write(request.output, report, examples, results, others)
+    console.print(report.to_table())
+    for line in report.notes():
+        console.print(line, style="dim", highlight=False)
+    console.print(f"picture: {request.output / 'frontier.png'}", highlight=False, soft_wrap=True)
+    return report
+
+
+def _check(request: Request) -> None:
+    for name, value in (("--limit", request.limit), ("--max-new-tokens", request.max_new_tokens)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: it must be at least 1")
+    if request.batch_size < 1:
+        raise ConfigError(f"--batch-size is {request.batch_size}: it must be at least 1")
+    if not request.speedups or min(request.speedups) < 1 or len(set(request.speedups)) != len(request.speedups):
+        raise ConfigError(f"--speedup is {list(request.speedups)}: name different targets of 1 or more, such as 1 2 4")
+    if request.output.is_file():
+        raise ConfigError(f"--output {request.output} is a file: name a folder")
+    if (request.output / FILE_NAME).exists():
+        raise ConfigError(f"--output {request.output} already holds a report: name another folder, or remove it")
+
+
+def _task(request: Request, config: SkipConfig | None) -> Task:
+    """The task asked for, with the options that the checkpoint was trained with where it is the same task."""
+    trained = dict(config.task) if config is not None else {}
+    name = request.task or trained.get("name")
+    if name is None:
+        raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
+    options = trained.get("options", {}) if trained.get("name") == name else {}
+    return load_task(name, path=request.data_dir, **options)
+
+
+def _write(
+    folder: Path,
+    report: Report,
+    examples: Sequence[Example],
+    results: Sequence[Decoded],
+    others: Mapping[str, Report],
+) -> None:
+    (folder / "predictions").mkdir(parents=True, exist_ok=True)
+    for row, result in zip(report.rows, results, strict=True):
+        lines = [
+            {"id": e.id, "prompt": e.prompt, "prediction": text, "references": list(e.references)}
+            for e, text in zip(examples, result.predictions, strict=True)
+        ]
+        write_predictions(folder / "predictions" / f"{row.speedup_target:g}x.jsonl", lines)
+    name = Path(report.checkpoint).name
+    draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
+    report.save(folder)

@@ -1,0 +1,159 @@
+"""Attaching a schedule to a model: each layer runs on the columns that the schedule gives it, and on no other.
+
+One mechanism serves teacher forcing, prefill and decoding. For the time of a context, the `forward` of every decoder
+layer goes through a gate that knows how many of the columns at hand the layer runs: all, a prefix (law 3), or none.
+What a layer doesn't run passes by unchanged. No model code is copied, no module is added, no key of the state dict
+changes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from skipdecode.errors import ConfigError
+from skipdecode.families import decoder_layers
+from skipdecode.schedule import SkipSchedule
+
+# columns at hand -> for each layer, how many of them it runs, counted from the first
+ColumnPlan = Callable[[int], tuple[int, ...]]
+
+
+def whole_columns(num_layers: int, layers: tuple[int, ...]) -> ColumnPlan:
+    """The plan in which `layers` run every column and the others none: prefill, and a step of decoding."""
+    active = frozenset(layers)
+    on = tuple(int(layer in active) for layer in range(num_layers))
+    return lru_cache(maxsize=2)(lambda columns: tuple(columns * flag for flag in on))
+
+
+class LayerGate:
+    """Says to every layer of one attached model how many columns it runs, and counts what was run.
+
+    Attributes:
+        plan: what the next forward pass obeys.
+        layer_columns: layer-columns run so far (a batch of any size counts as one).
+        layer_columns_skipped: layer-columns passed by so far.
+    """
+
+    def __init__(self, plan: ColumnPlan) -> None:
+        self.plan = plan
+        self.layer_columns = 0
+        self.layer_columns_skipped = 0
+        self._returns_tuple = False  # as layer 0, which always runs, last answered
+
+    def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The gated `forward` of layer `index`, whose own is `run`."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
+            columns = hidden_states.shape[1]  # hidden_states: [batch, columns, hidden]
+            cutoff = self.plan(columns)[index]
+            self.layer_columns += cutoff
+            self.layer_columns_skipped += columns - cutoff
+            if cutoff == columns:
+                output = run(hidden_states, *args, **kwargs)
+                self._returns_tuple = isinstance(output, tuple)
+                return output
+            if cutoff == 0:
+                return (hidden_states,) if self._returns_tuple else hidden_states
+            if args:
+                raise ConfigError(f"layer {index} got positional arguments: a schedule can't tell which have columns")
+            kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
+            output = run(hidden_states[:, :cutoff], **kwargs)
+            prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+            # [batch, cutoff, hidden] and [batch, columns - cutoff, hidden] -> [batch, columns, hidden]
+            whole = torch.cat([prefix, hidden_states[:, cutoff:]], dim=1)
+            return whole if rest is None else (whole, *rest)
+
+        return forward
+
+
+def _first_columns(name: str, value: Any, cutoff: int, columns: int) -> Any:
+    """An argument of a layer, cut to the first `cutoff` columns where it has a dimension of columns."""
+    if name in ("past_key_values", "past_key_value", "layer_past") and value is not None:
+        if value.get_seq_length() > columns:
+            raise ConfigError("skip_layers runs whole sequences: pass no past_key_values that already holds tokens")
+        return value
+    if name in ("attention_mask", "causal_mask") and value is not None:
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"a {type(value).__name__} can't be cut to a prefix of columns: "
+                "load the model with attn_implementation='sdpa' or 'eager'"
+            )
+        # [batch, 1, queries, keys], or [batch, keys] (flash attention)
+        return value[..., :cutoff, :cutoff] if value.dim() == 4 else value[:, :cutoff]
+    if name in ("position_ids", "cache_position") and value is not None:
+        return value[..., :cutoff]  # [batch, columns] or [columns]
+    if name == "position_embeddings" and value is not None:
+        return tuple(part[..., :cutoff, :] for part in value)  # cos and sin: [batch, columns, head_dim]
+    return value
+
+
+def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
+    """Raise ConfigError unless `schedule` was made for as many layers as there are."""
+    if not isinstance(schedule, SkipSchedule):
+        raise ConfigError(f"schedule is a {type(schedule).__name__}: pass a SkipSchedule, such as solve_schedule gives")
+    if schedule.num_layers != len(layers):
+        raise ConfigError(
+            f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}: "
+            "make one with num_layers equal to the model's"
+        )
+
+
+@contextmanager
+def gated_layers(model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan) -> Iterator[LayerGate]:
+    """Put every decoder layer of `model` behind a gate that obeys `plan`, and take the gate away at the end."""
+    layers = decoder_layers(model)
+    check_schedule(schedule, layers)
+    gate = LayerGate(plan)
+    if any(hasattr(layer.forward, "_skipdecode_gate") for layer in layers):
+        raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
+    # An instance attribute may hide the class's forward already (accelerate's hooks do so): it is put back as it was.
+    hidden = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            forward = gate.wrap(index, layer.forward)
+            forward._skipdecode_gate = gate  # type: ignore[attr-defined]
+            layer.forward = forward
+        yield gate
+    finally:
+        for layer, before in zip(layers, hidden, strict=True):
+            if before is not None:
+                layer.forward = before
+            else:
+                layer.__dict__.pop("forward", None)
+
+
+@contextmanager
+def skip_layers(model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int) -> Iterator[LayerGate]:
+    """Teacher forcing under a schedule: layer l of `model` runs the first c(l) columns of a batch alone (law 3).
+
+    The batch must be laid out in columns: prompts padded on the left to `prompt_columns`, completions starting in
+    column `prompt_columns`, padded on the right. Works with gradient checkpointing, peft-wrapped models and
+    inference mode.
+
+    Args:
+        model: a causal language model of transformers, wrapped or not.
+        schedule: which layers each generated token runs.
+        prompt_columns: how many columns, from the left, belong to the prompt; column `prompt_columns + i` holds
+            generated token i.
+
+    Yields:
+        The gate, which counts the layer-columns that were run.
+
+    Raises:
+        ConfigError: for a schedule of another depth, a family that isn't known, or a model attached already; in a
+            forward pass, for fewer columns than the prompt's.
+    """
+    if not isinstance(prompt_columns, int) or isinstance(prompt_columns, bool) or prompt_columns < 1:
+        raise ConfigError(f"prompt_columns is {prompt_columns!r}: it must be an integer of at least 1")
+
+    @lru_cache(maxsize=8)
+    def plan(columns: int) -> tuple[int, ...]:
+        return schedule.column_cutoffs(prompt_columns, columns)
+
+    with gated_layers(model, schedule, plan) as gate:
+        yield gate

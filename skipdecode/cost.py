@@ -1,0 +1,134 @@
+"""What a decode step costs: the bytes it must read and the operations it must do, and the time that follows.
+
+A step at batch size 1 is bound by the weights and the cache that it reads; at a large batch by its arithmetic. Both are
+counted for everything that a step touches: the layers that run, the LM head, the embeddings and the cache, so that a
+target speedup is one for the wall clock and not for the number of layers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from skipdecode.errors import ConfigError
+from skipdecode.families import decoder_layers, text_config, unwrap
+from skipdecode.schedule import SkipSchedule
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine sustains. The default is the datasheet of an A100 80GB; only the ratio of the two matters here."""
+
+    bytes_per_second: float = 2.0e12
+    operations_per_second: float = 312e12
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The sizes of a model that a decode step touches.
+
+    Attributes:
+        num_layers: decoder layers.
+        layer_parameters: parameters of one layer.
+        head_parameters: parameters of the LM head, which every step reads whole (also where it is tied).
+        other_parameters: parameters outside layers, head and embeddings: final norm, projections.
+        embedding_values: values of embedding rows that one token reads.
+        cache_values: keys and values that one layer holds for one token.
+        value_bytes: bytes of a weight and of a cached value.
+    """
+
+    num_layers: int
+    layer_parameters: int
+    head_parameters: int
+    other_parameters: int
+    embedding_values: int
+    cache_values: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module | PretrainedConfig, dtype: torch.dtype | None = None) -> "CostModel":
+        """Count a model, or the model that a config describes (built without memory).
+
+        Args:
+            model: a causal language model, wrapped or not, or a config.
+            dtype: of weights and cache; by default the model's or the config's own, else float32.
+        """
+        if isinstance(model, PretrainedConfig):
+            with torch.device("meta"):
+                built: nn.Module = AutoModelForCausalLM.from_config(model)
+            return cls.of(built, dtype or getattr(model, "dtype", None) or torch.float32)
+        inner: PreTrainedModel = unwrap(model)
+        layers = decoder_layers(inner)
+        config = text_config(inner.config)
+        head = inner.get_output_embeddings()
+        if head is None:
+            raise ConfigError(f"{type(inner).__name__} has no LM head: pass the causal language model itself")
+        embeddings = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
+        in_layers = _count(layers.parameters())
+        everything = _count(inner.parameters())  # a tied head counts once, as the embedding that it is
+        apart = _count([*(e.weight for e in embeddings), *head.parameters()])
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            num_layers=len(layers),
+            layer_parameters=in_layers // len(layers),
+            head_parameters=_count(head.parameters()),
+            other_parameters=everything - in_layers - apart,
+            embedding_values=sum(e.embedding_dim for e in embeddings),
+            cache_values=2 * heads * head_dim,
+            value_bytes=(dtype or inner.dtype).itemsize,
+        )
+
+    def step_bytes(self, layers: int, context: int, batch_size: int = 1) -> int:
+        """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""
+        weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
+        for_each_row = self.embedding_values + layers * self.cache_values * (context + 1)
+        return self.value_bytes * (weights + batch_size * for_each_row)
+
+    def step_operations(self, layers: int, context: int, batch_size: int = 1) -> int:
+        """Multiplications and additions of a step: two for each weight and cached value, for each row."""
+        weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
+        return 2 * batch_size * (weights + layers * self.cache_values * (context + 1))
+
+    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
+        """The time of a step: the larger of what its bytes and what its operations take (the roofline)."""
+        machine = machine or Machine()
+        return max(
+            self.step_bytes(layers, context, batch_size) / machine.bytes_per_second,
+            self.step_operations(layers, context, batch_size) / machine.operations_per_second,
+        )
+
+    def decode_seconds(
+        self,
+        schedule: SkipSchedule,
+        steps: int,
+        prompt_length: int,
+        batch_size: int = 1,
+        machine: Machine | None = None,
+    ) -> float:
+        """The time of the first `steps` decode steps under `schedule`."""
+        return sum(self.step_seconds(schedule.budget(i), prompt_length + i, batch_size, machine) for i in range(steps))
+
+    def speedup(
+        self,
+        schedule: SkipSchedule,
+        *,
+        steps: int | None = None,
+        prompt_length: int = 64,
+        batch_size: int = 1,
+        machine: Machine | None = None,
+    ) -> float:
+        """How many times faster than full depth the first `steps` steps (the horizon by default) decode."""
+        steps = steps or schedule.horizon
+        full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
+        return self.decode_seconds(full, steps, prompt_length, batch_size, machine) / self.decode_seconds(
+            schedule, steps, prompt_length, batch_size, machine
+        )
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    """Elements of distinct parameters; ZeRO-3's empty shards are counted by their whole size."""
+    distinct = {id(p): p for p in parameters}
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in distinct.values())

@@ -1,0 +1,183 @@
+"""Decoding under a schedule: prefill, one step, the loop, behind `model.generate(custom_generate=skip_generate)`."""
+
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from skipdecode.attach import LayerGate, gated_layers, whole_columns
+from skipdecode.errors import ConfigError
+from skipdecode.families import text_config
+from skipdecode.schedule import SkipSchedule
+
+# A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
+GenerativeModel: TypeAlias = Any
+
+
+def skip_generate(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    schedule: SkipSchedule | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decode greedily or by sampling while step i runs `schedule.layers_at(i)` alone.
+
+    Pass it to transformers, which prepares everything and calls it:
+    `model.generate(**inputs, custom_generate=skip_generate, schedule=schedule, max_new_tokens=64)`. Prompts are
+    padded on the left. Sampling settings, stopping criteria, streamers and `return_dict_in_generate` are
+    generate's own.
+
+    Args:
+        schedule: which layers each generated token runs.
+
+    Returns:
+        Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
+
+    Raises:
+        ConfigError: without a schedule or with one of another depth; for beam search, `use_cache=False`, a cache that
+            already holds tokens, attention or hidden state outputs, or more tokens than the model has positions.
+    """
+    _check_request(model, input_ids, stopping_criteria, generation_config, schedule, model_kwargs)
+    assert schedule is not None  # checked above; for the type checker
+    prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
+    with gated_layers(model, schedule, prompt_plan) as gate:
+        return _decode_loop(
+            model,
+            gate,
+            schedule,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+        )
+
+
+def _prefill(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+    """Run the prompt [batch, columns] and fill the cache; the last column's logits are in the output."""
+    model_kwargs.setdefault("logits_to_keep", 1)
+    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+    return model(**inputs, return_dict=True)
+
+
+def _decode_step(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+    """Run the last token of each row of `input_ids` [batch, columns] on top of the cache."""
+    inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    return model(**inputs, return_dict=True)
+
+
+def _decode_loop(
+    model: GenerativeModel,
+    gate: LayerGate,
+    schedule: SkipSchedule,
+    input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    pad_token: Any = generation_config._pad_token_tensor
+    stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    plans = {
+        budget: whole_columns(schedule.num_layers, schedule.layers_for(budget))
+        for budget in range(schedule.min_layers, schedule.max_layers + 1)
+    }
+    scores: Any = ()
+    raw_logits: Any = ()
+    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
+    finished = False
+
+    outputs = _prefill(model, input_ids, model_kwargs)
+    step = 0
+    while True:
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
+            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
+            next_scores = logits_processor(input_ids, logits)
+            if generation_config.output_scores:
+                scores += (next_scores,)
+            if generation_config.output_logits:
+                raw_logits += (logits,)
+            next_tokens = _choose(next_scores, do_sample=bool(generation_config.do_sample))
+            if stops_at_eos:
+                next_tokens = next_tokens * unfinished + pad_token * (1 - unfinished)
+            input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
+            if streamer is not None:
+                streamer.put(next_tokens.cpu())
+            unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
+            finished = not bool(unfinished.any())
+        del outputs  # the logits of a prefill are large
+        if not model._has_unfinished_sequences(finished, synced_gpus, device=input_ids.device):
+            break
+        gate.plan = plans[schedule.budget(step)]
+        outputs = _decode_step(model, input_ids, model_kwargs)
+        step += 1
+
+    if streamer is not None:
+        streamer.end()
+    if not generation_config.return_dict_in_generate:
+        return cast(torch.Tensor, input_ids)
+    return GenerateDecoderOnlyOutput(
+        sequences=input_ids,
+        scores=scores if generation_config.output_scores else None,
+        logits=raw_logits if generation_config.output_logits else None,
+        past_key_values=model_kwargs.get("past_key_values"),
+    )
+
+
+def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:
+    """The next token of each row, from processed scores [batch, vocab]."""
+    if do_sample:
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    return torch.argmax(scores, dim=-1)
+
+
+def _check_request(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    schedule: SkipSchedule | None,
+    model_kwargs: dict[str, Any],
+) -> None:
+    if schedule is None:
+        raise ConfigError("schedule is missing: model.generate(..., custom_generate=skip_generate, schedule=...)")
+    if (generation_config.num_beams or 1) > 1:
+        raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
+    if not model_kwargs.get("use_cache", True):
+        raise ConfigError("use_cache is False: skip_generate needs the cache")
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and cache.get_seq_length() > 0:
+        raise ConfigError("past_key_values already holds tokens: skip_generate starts from a prompt and an empty cache")
+    if generation_config.output_attentions or generation_config.output_hidden_states:
+        raise ConfigError("output_attentions and output_hidden_states are not given: layers differ from step to step")
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    max_length = stopping_criteria.max_length
+    if positions is not None:
+        mask = model_kwargs.get("attention_mask")
+        prompt = int(mask.sum(dim=-1).max()) if mask is not None else input_ids.shape[1]
+        # The last new token is never an input, so it needs no position.
+        needed = prompt + (max_length - input_ids.shape[1] - 1 if max_length is not None else 0)
+        if needed > positions:
+            raise ConfigError(
+                f"the longest prompt has {prompt} tokens, {needed} positions are needed and the model has {positions}: "
+                "shorten the prompt or lower max_new_tokens"
+            )

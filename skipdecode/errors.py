@@ -1,0 +1,23 @@
+"""The one exception that a user's mistake raises."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A setting, a file or an argument that can't be used; the message says what to do instead.
+
+    The command lines print it as one line and exit with status 2.
+    """
+
+
+def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
+    """The error for a name that isn't one of `allowed`, with the nearest valid one where there is one.
+
+    >>> str(unknown("decay", "linaer", ["linear", "cosine"]))
+    "unknown decay 'linaer': did you mean 'linear'? Allowed: cosine, linear"
+    """
+    names = sorted(allowed)
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"unknown {kind} {value!r}: {hint}Allowed: {', '.join(names)}")

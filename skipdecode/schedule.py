@@ -1,0 +1,267 @@
+"""Skip schedules: which layers each generated token runs, as a pure function of its position.
+
+No tensor, no model and no device appear here (and neither torch nor transformers is imported): a schedule is made of
+integers, so the object that trains a model is the object that decodes with it, is saved with it and is benchmarked.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from skipdecode.errors import ConfigError, unknown
+
+Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
+Placement = Literal["top", "bottom", "even", "ends"]
+PromptPolicy = Literal["full", "max"]
+
+# What `decay_rate` means to a decay, and what it is when it isn't given. A decay that isn't here has no rate.
+DEFAULT_RATES: dict[str, float] = {
+    "power": 2.0,  # the exponent: below 1 the budget falls early, above 1 late
+    "exponential": 4.0,  # how many times e the budget's excess over min shrinks within the horizon
+    "step": 4.0,  # the number of plateaus
+}
+
+
+def _step_progress(t: float, plateaus: float) -> float:
+    return min(math.floor(t * plateaus), plateaus - 1) / (plateaus - 1)
+
+
+# How far the budget has come from max (0) to min (1) at the share t of the horizon, 0 <= t < 1. Linear is not here: it
+# is computed in the paper's own order of operations (see `SkipSchedule.budget`), so that rounding agrees with it.
+_PROGRESS: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda t, rate: 0.0,
+    "power": lambda t, rate: t**rate,
+    "exponential": lambda t, rate: math.expm1(-rate * t) / math.expm1(-rate),
+    "cosine": lambda t, rate: (1 - math.cos(math.pi * t)) / 2,
+    "step": _step_progress,
+}
+
+
+@dataclass(frozen=True)
+class SkipSchedule:
+    """The layers that each generated token runs (SkipDecode, arXiv 2307.02628, section 3).
+
+    Step i takes generated token i (0-based) as its input and runs `budget(i)` layers: `max_layers` at i = 0, falling
+    along `decay` to `min_layers` at i = horizon - 1, and `min_layers` from there on. The first `warmup_layers` layers
+    always run; `placement` says where the others lie.
+
+    Args:
+        num_layers: layers of the model (L).
+        max_layers: budget of the first step.
+        min_layers: budget from the end of the horizon on.
+        warmup_layers: layers at the bottom that every token runs (w; 1 in the paper).
+        horizon: generated tokens over which the budget falls (H), about the median length of a completion. With
+            H = 1 the budget is `min_layers` throughout.
+        decay: "linear" (the paper's); "constant" (max_layers up to the horizon's end); "power", "exponential",
+            "cosine", "step" (plateaus of equal length).
+        placement: "top", the first w and the last k - w (the paper's); "bottom", the first k (early termination);
+            "even", spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends", half of the budget at
+            either end (D3, arXiv 2503.08524).
+        prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers.
+        decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
+            of "step" (default 4); no other decay takes one.
+
+    Raises:
+        ConfigError: unless 1 <= warmup_layers <= min_layers <= max_layers <= num_layers, and every field is valid.
+
+    >>> schedule = SkipSchedule(num_layers=6, max_layers=5, min_layers=2, horizon=4)
+    >>> [schedule.budget(i) for i in range(6)]
+    [5, 4, 3, 2, 2, 2]
+    >>> [schedule.layers_at(i) for i in (0, 1, 5)]
+    [(0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 5)]
+    >>> schedule.cutoffs(6)
+    (6, 0, 1, 2, 3, 6)
+    >>> schedule.mean_budget(6)
+    3.0
+    >>> SkipSchedule(num_layers=12, max_layers=4, min_layers=8)
+    Traceback (most recent call last):
+        ...
+    skipdecode.errors.ConfigError: min_layers is 8: it must lie between warmup_layers (1) and max_layers (4)
+    """
+
+    num_layers: int
+    max_layers: int
+    min_layers: int
+    warmup_layers: int = 1
+    horizon: int = 64
+    decay: Decay = "linear"
+    placement: Placement = "top"
+    prompt: PromptPolicy = "full"
+    decay_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
+        if self.max_layers > self.num_layers:
+            raise ConfigError(
+                f"max_layers is {self.max_layers}: it must lie between min_layers ({self.min_layers}) "
+                f"and num_layers ({self.num_layers})"
+            )
+        if self.min_layers > self.max_layers:
+            raise ConfigError(
+                f"min_layers is {self.min_layers}: it must lie between warmup_layers ({self.warmup_layers}) "
+                f"and max_layers ({self.max_layers})"
+            )
+        if self.warmup_layers > self.min_layers:
+            raise ConfigError(
+                f"warmup_layers is {self.warmup_layers}: it must lie between 1 and min_layers ({self.min_layers})"
+            )
+        for name, allowed in (("decay", Decay), ("placement", Placement), ("prompt", PromptPolicy)):
+            if getattr(self, name) not in get_args(allowed):
+                raise unknown(name, str(getattr(self, name)), get_args(allowed))
+        self._check_rate()
+        # Law 1. Every combination above obeys it; a later decay or placement that doesn't is refused right here.
+        budgets = dict.fromkeys((*self._budgets, self.min_layers))  # distinct, in the order in which they come
+        sets = [set(self.layers_for(budget)) for budget in budgets]
+        if sorted(budgets, reverse=True) != list(budgets) or any(not b <= a for a, b in pairwise(sets)):
+            raise ConfigError(f"decay {self.decay!r} with placement {self.placement!r} is not nested (law 1): {self}")
+
+    def _check_rate(self) -> None:
+        rate = self.decay_rate
+        if rate is None:
+            return
+        if self.decay not in DEFAULT_RATES:
+            raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes none; leave it out")
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate <= 0:
+            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0")
+        if self.decay == "step" and (rate < 2 or rate != int(rate)):
+            raise ConfigError(f"decay_rate is {rate!r}: decay 'step' takes a whole number of plateaus, 2 or more")
+        if self.decay == "exponential" and rate > 100:
+            raise ConfigError(f"decay_rate is {rate!r}: decay 'exponential' takes at most 100")
+
+    @classmethod
+    def full_depth(cls, num_layers: int, horizon: int = 64) -> "SkipSchedule":
+        """The schedule that skips nothing."""
+        return cls(num_layers=num_layers, max_layers=num_layers, min_layers=num_layers, horizon=horizon)
+
+    @cached_property
+    def _budgets(self) -> tuple[int, ...]:
+        """Budgets of the steps before the end of the horizon."""
+        last = self.horizon - 1
+        spread = self.max_layers - self.min_layers
+        if self.decay == "linear":
+            return tuple(round(self.max_layers - spread * i / last) for i in range(last))
+        rate = self.decay_rate if self.decay_rate is not None else DEFAULT_RATES.get(self.decay, 0.0)
+        progress = _PROGRESS[self.decay]
+        return tuple(round(self.max_layers - spread * progress(i / last, rate)) for i in range(last))
+
+    def budget(self, i: int) -> int:
+        """How many layers generated token `i` (0-based) runs."""
+        if i < 0:
+            raise ValueError(f"step is {i}: steps count from 0")
+        return self._budgets[i] if i < len(self._budgets) else self.min_layers
+
+    def layers_at(self, i: int) -> tuple[int, ...]:
+        """Indices of the layers that generated token `i` (0-based) runs, ascending."""
+        return self.layers_for(self.budget(i))
+
+    @property
+    def prompt_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that the prompt runs, ascending."""
+        return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers_for(self.max_layers)
+
+    def layers_for(self, budget: int) -> tuple[int, ...]:
+        """Indices of the layers of a budget between min_layers and max_layers, ascending."""
+        layers, warmup = range(self.num_layers), self.warmup_layers
+        if self.placement == "even":
+            return self._even_layers[budget]
+        if self.placement == "bottom":
+            lower = budget
+        elif self.placement == "ends":
+            lower = warmup + (budget - warmup) // 2
+        else:
+            lower = warmup
+        return tuple(layers[:lower]) + tuple(layers[self.num_layers - (budget - lower) :])
+
+    @cached_property
+    def _even_layers(self) -> dict[int, tuple[int, ...]]:
+        """Layers of each budget under even placement.
+
+        The largest budget is spread exactly evenly; each smaller one drops the layer whose neighbours are closest, so
+        that the sets are nested (law 1), which sets spread evenly one by one are not.
+        """
+        free, last = self.max_layers - self.warmup_layers, self.num_layers - 1
+        span = last - (self.warmup_layers - 1)
+        kept = list(range(self.warmup_layers)) + [
+            last - (span * (free - j) + free // 2) // free for j in range(1, free + 1)
+        ]
+        sets = {self.max_layers: tuple(kept)}
+        while len(kept) > self.min_layers:
+            # The topmost layer stays while any other free one is left: it feeds the head.
+            candidates = range(self.warmup_layers, max(len(kept) - 1, self.warmup_layers + 1))
+            gap = {at: kept[min(at + 1, len(kept) - 1)] - kept[at - 1] for at in candidates}
+            del kept[min(candidates, key=lambda at: (gap[at], at))]
+            sets[len(kept)] = tuple(kept)
+        return sets
+
+    def mean_budget(self, n: int) -> float:
+        """Layers per generated token, over the first `n` steps."""
+        if n < 1:
+            raise ValueError(f"n is {n}: a mean needs at least one step")
+        before = self._budgets[:n]
+        return (sum(before) + self.min_layers * (n - len(before))) / n
+
+    def cutoffs(self, n: int) -> tuple[int, ...]:
+        """For each layer, how many of the first `n` steps run it: c(l) of law 3, without the prompt's columns."""
+        counts = [0] * self.num_layers
+        for i in range(min(n, len(self._budgets))):
+            for layer in self.layers_at(i):
+                counts[layer] += 1
+        for layer in self.layers_for(self.min_layers):
+            counts[layer] += max(0, n - len(self._budgets))
+        return tuple(counts)
+
+    def column_cutoffs(self, prompt_columns: int, columns: int) -> tuple[int, ...]:
+        """For each layer, how many columns of a batch run it (law 3), the first `prompt_columns` being the prompt's.
+
+        Column `prompt_columns + i` holds generated token i. The columns that run a layer are always a prefix.
+
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, horizon=2).column_cutoffs(5, 8)
+        (8, 5, 6, 8)
+        """
+        if not 0 < prompt_columns <= columns:
+            raise ConfigError(f"prompt_columns is {prompt_columns}: it must lie between 1 and the {columns} columns")
+        on_prompt = set(self.prompt_layers)
+        generated = self.cutoffs(columns - prompt_columns)
+        return tuple(prompt_columns * (layer in on_prompt) + count for layer, count in enumerate(generated))
+
+    def column_share(self, prompt_columns: int, columns: int) -> float:
+        """The share of layer-columns that a training step computes: 1.0 at full depth."""
+        return sum(self.column_cutoffs(prompt_columns, columns)) / (self.num_layers * columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values; `from_dict` makes an equal schedule of them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SkipSchedule":
+        """The schedule that `to_dict` described. Raises ConfigError for an unknown or a missing field."""
+        names = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise unknown("schedule field", str(key), names)
+        for key in ("num_layers", "max_layers", "min_layers"):
+            if key not in values:
+                raise ConfigError(f"schedule field {key!r} is missing")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "SkipSchedule":
+        """The schedule that `to_json` wrote. Raises ConfigError where the text isn't one."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not a schedule: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"not a schedule: expected a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)

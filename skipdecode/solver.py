@@ -1,0 +1,88 @@
+"""From a target speedup to a schedule: `solve_schedule`."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from skipdecode.cost import CostModel, Machine
+from skipdecode.errors import ConfigError
+from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
+
+# Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
+TOLERANCE = 0.03
+
+
+def solve_schedule(
+    model: nn.Module | PretrainedConfig | CostModel,
+    speedup: float,
+    *,
+    horizon: int = 64,
+    warmup_layers: int = 1,
+    decay: Decay = "linear",
+    placement: Placement = "top",
+    prompt: PromptPolicy = "full",
+    decay_rate: float | None = None,
+    spread: float = 0.5,
+    prompt_length: int = 64,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    machine: Machine | None = None,
+) -> SkipSchedule:
+    """The schedule whose predicted decode wall clock, over the horizon, is `speedup` times shorter than full depth's.
+
+    The prediction counts the bytes and operations of layers, LM head, embeddings and cache (`skipdecode.cost`), so a
+    target of 3 leaves less than a third of the layers. The schedule is never predicted slower than the target; it is
+    the nearest that integers of layers allow, which on a model of few layers can be well above it.
+
+    Args:
+        model: a causal language model, its config, or a CostModel.
+        speedup: the target, at least 1. 1 is full depth.
+        horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
+        warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
+        spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
+            max of three times the min. It is kept as nearly as the target allows.
+        prompt_length: columns in the cache when decoding starts.
+        batch_size: rows that decode together.
+        dtype: of weights and cache; by default the model's own.
+        machine: what the machine sustains.
+
+    Raises:
+        ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is.
+    """
+    if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
+        raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
+    if not 0 <= spread <= 1:
+        raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
+    for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value!r}: it must be at least 1")
+    cost = model if isinstance(model, CostModel) else CostModel.of(model, dtype)
+    depth = cost.num_layers
+
+    def schedule(most: int, least: int) -> SkipSchedule:
+        return SkipSchedule(depth, most, least, warmup_layers, horizon, decay, placement, prompt, decay_rate)
+
+    def predicted(candidate: SkipSchedule) -> float:
+        return cost.speedup(candidate, prompt_length=prompt_length, batch_size=batch_size, machine=machine)
+
+    if speedup == 1:
+        return schedule(depth, depth)
+    reachable = predicted(schedule(warmup_layers, warmup_layers))
+    if speedup > reachable:
+        raise ConfigError(
+            f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
+            f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
+        )
+    candidates: dict[SkipSchedule, float] = {}
+    for most in range(warmup_layers, depth + 1):
+        if predicted(schedule(most, warmup_layers)) < speedup:
+            break  # a higher max is slower still
+        low, high = warmup_layers, most  # the largest min that is fast enough lies in between
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)
+        candidates[schedule(most, low)] = predicted(schedule(most, low))
+    near = [candidate for candidate, value in candidates.items() if value <= min(candidates.values()) * (1 + TOLERANCE)]
+    return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))

@@ -1,0 +1,169 @@
+"""The laws of a schedule, for all schedules."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import ConfigError, SkipSchedule
+
+DECAYS = ["linear", "constant", "power", "exponential", "cosine", "step"]
+PLACEMENTS = ["top", "bottom", "even", "ends"]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> SkipSchedule:
+    depth = draw(st.integers(1, 40))
+    most = draw(st.integers(1, depth))
+    least = draw(st.integers(1, most))
+    decay = draw(st.sampled_from(DECAYS))
+    rate = None
+    if decay == "step":
+        rate = draw(st.none() | st.integers(2, 9))
+    elif decay in ("power", "exponential"):
+        rate = draw(st.none() | st.floats(0.05, 20, allow_nan=False))
+    return SkipSchedule(
+        num_layers=depth,
+        max_layers=most,
+        min_layers=least,
+        warmup_layers=draw(st.integers(1, least)),
+        horizon=draw(st.integers(1, 80)),
+        decay=decay,
+        placement=draw(st.sampled_from(PLACEMENTS)),
+        prompt=draw(st.sampled_from(["full", "max"])),
+        decay_rate=rate,
+    )
+
+
+@given(schedules())
+def test_layers_of_a_token_are_a_subset_of_those_of_the_token_before(schedule: SkipSchedule) -> None:
+    before = set(schedule.prompt_layers)
+    for i in range(schedule.horizon + 3):
+        layers = set(schedule.layers_at(i))
+        assert layers <= before
+        before = layers
+
+
+@given(schedules())
+def test_budgets_lie_between_min_and_max_and_count_the_layers(schedule: SkipSchedule) -> None:
+    for i in range(schedule.horizon + 3):
+        layers = schedule.layers_at(i)
+        assert schedule.min_layers <= schedule.budget(i) == len(layers) == len(set(layers)) <= schedule.max_layers
+        assert list(layers) == sorted(layers)
+        assert layers[0] >= 0
+        assert layers[-1] < schedule.num_layers
+        assert layers[: schedule.warmup_layers] == tuple(range(schedule.warmup_layers))
+        if i >= schedule.horizon - 1:
+            assert schedule.budget(i) == schedule.min_layers
+
+
+@given(schedules(), st.integers(1, 120))
+def test_cutoffs_and_mean_equal_counting(schedule: SkipSchedule, n: int) -> None:
+    ran = [schedule.layers_at(i) for i in range(n)]
+    assert schedule.cutoffs(n) == tuple(sum(layer in layers for layers in ran) for layer in range(schedule.num_layers))
+    assert schedule.mean_budget(n) == pytest.approx(sum(map(len, ran)) / n)
+
+
+@given(schedules(), st.integers(1, 50), st.integers(0, 80))
+def test_columns_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: int, generated: int) -> None:
+    columns = prompt + generated
+    cutoffs = schedule.column_cutoffs(prompt, columns)
+    for layer in range(schedule.num_layers):
+        runs = [layer in schedule.prompt_layers] * prompt + [layer in schedule.layers_at(i) for i in range(generated)]
+        assert runs == [True] * cutoffs[layer] + [False] * (columns - cutoffs[layer])
+    assert schedule.column_share(prompt, columns) == pytest.approx(sum(cutoffs) / (columns * schedule.num_layers))
+
+
+@given(schedules())
+def test_dict_and_json_round_trips_are_exact(schedule: SkipSchedule) -> None:
+    again = SkipSchedule.from_json(json.dumps(json.loads(schedule.to_json())))
+    assert SkipSchedule.from_dict(schedule.to_dict()) == schedule == again
+    assert [again.layers_at(i) for i in range(90)] == [schedule.layers_at(i) for i in range(90)]
+
+
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 300))
+def test_linear_decay_is_the_papers_formula(least: int, extra: int, horizon: int) -> None:
+    most = least + extra
+    schedule = SkipSchedule(num_layers=most, max_layers=most, min_layers=least, horizon=horizon)
+    for i in range(horizon + 2):
+        expected = least if i >= horizon - 1 else round(most - (most - least) * i / (horizon - 1))
+        assert schedule.budget(i) == expected
+
+
+@given(schedules())
+def test_top_placement_is_the_first_w_and_the_last_k_minus_w(schedule: SkipSchedule) -> None:
+    top = SkipSchedule.from_dict({**schedule.to_dict(), "placement": "top"})
+    depth, warmup = top.num_layers, top.warmup_layers
+    for i in range(top.horizon):
+        rest = top.budget(i) - warmup
+        assert top.layers_at(i) == (*range(warmup), *range(depth - rest, depth))
+
+
+def test_placements_of_a_budget_of_four_in_twelve() -> None:
+    def layers(placement: str) -> tuple[int, ...]:
+        return SkipSchedule(12, 4, 4, horizon=5, placement=placement).layers_at(0)  # type: ignore[arg-type]
+
+    assert layers("top") == (0, 9, 10, 11)
+    assert layers("bottom") == (0, 1, 2, 3)
+    assert layers("ends") == (0, 1, 10, 11)
+    assert layers("even") == (0, 4, 7, 11)
+
+
+def test_decays_start_at_max_and_differ_in_between() -> None:
+    def budgets(decay: str) -> list[int]:
+        schedule = SkipSchedule(24, 24, 4, horizon=21, decay=decay)  # type: ignore[arg-type]
+        return [schedule.budget(i) for i in (0, 5, 10, 15, 20)]
+
+    assert budgets("linear") == [24, 19, 14, 9, 4]
+    assert budgets("constant") == [24, 24, 24, 24, 4]
+    assert budgets("power") == [24, 23, 19, 13, 4]
+    assert budgets("cosine") == [24, 21, 14, 7, 4]
+    assert budgets("exponential") == [24, 11, 6, 5, 4]
+    assert budgets("step") == [24, 17, 11, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"warmup_layers": 0}, "warmup_layers is 0"),
+        ({"warmup_layers": 5}, "warmup_layers is 5: it must lie between 1 and min_layers"),
+        ({"min_layers": 9}, "min_layers is 9: it must lie between warmup_layers"),
+        ({"max_layers": 13}, "max_layers is 13: it must lie between min_layers"),
+        ({"min_layers": 2.0}, "min_layers is 2.0: it must be an integer"),
+        ({"horizon": 0}, "horizon is 0"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"decay": "linaer"}, "did you mean 'linear'"),
+        ({"placement": "middle"}, "unknown placement 'middle'"),
+        ({"prompt": "none"}, "unknown prompt 'none'"),
+        ({"decay_rate": 2.0}, "decay 'linear' takes none"),
+        ({"decay": "power", "decay_rate": 0}, "decay_rate is 0"),
+        ({"decay": "power", "decay_rate": float("nan")}, "decay_rate is nan"),
+        ({"decay": "step", "decay_rate": 2.5}, "whole number of plateaus"),
+    ],
+)
+def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    fields = {"num_layers": 12, "max_layers": 8, "min_layers": 3, **change}
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        SkipSchedule(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"num_layers": 4, "max_layers": 4}', "'min_layers' is missing"),
+        ('{"num_layers": 4, "max_layers": 4, "min_layres": 1}', "did you mean 'min_layers'"),
+        ("[1, 2]", "expected a JSON object"),
+        ("{", "not a schedule"),
+    ],
+)
+def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SkipSchedule.from_json(text)
+
+
+def test_schedule_module_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, skipdecode.schedule; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

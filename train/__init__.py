@@ -1,0 +1,1 @@
+"""Training under sampled skip schedules."""

@@ -1,0 +1,45 @@
+"""The command line of training: `python train.py --recipe NAME [key=value …]`, or under torchrun."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from skipdecode.errors import ConfigError
+from train.recipe import Recipe, load_recipe, recipe_names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a recipe. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Fine-tune a decoder under sampled skip schedules, so that it decodes faster on the clock.",
+        epilog=_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.overrides)
+        from train.run import run  # here: it takes seconds, and a mistyped key should not
+
+        run(recipe, options.recipe)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _keys() -> str:
+    """Every key of a recipe with its default and what it means."""
+    lines = ["keys of a recipe:"]
+    for section_name, section in Recipe.model_fields.items():
+        kind = section.annotation
+        assert kind is not None
+        lines.append(f"\n  {section_name}: {' '.join((kind.__doc__ or '').split())}")
+        for key, field in kind.model_fields.items():
+            default = "(required)" if field.is_required() else f"= {field.default!r}"
+            lines.append(f"    {section_name}.{key} {default}  {field.description or ''}".rstrip())
+    return "\n".join(lines)

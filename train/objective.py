@@ -1,0 +1,93 @@
+"""The training objective: next-token loss on completions, under a schedule, seen band by band of depth."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from data.columns import IGNORED
+from skipdecode import SkipSchedule
+
+BANDS = 4  # the depth is cut into as many bands for logging
+
+
+def predicting_budgets(schedule: SkipSchedule, new_tokens: int) -> list[int]:
+    """How many layers ran in the column that predicts each of the first `new_tokens` generated tokens.
+
+    Token 0 is predicted by the prompt's last column, token i + 1 by step i.
+    """
+    return [len(schedule.prompt_layers), *(schedule.budget(i) for i in range(new_tokens - 1))]
+
+
+@dataclass
+class DepthBands:
+    """Sums of token losses by how deep the token's column ran, over the steps since the last `take`."""
+
+    num_layers: int
+    sums: list[float] = field(default_factory=lambda: [0.0] * BANDS)
+    counts: list[int] = field(default_factory=lambda: [0] * BANDS)
+
+    def band(self, budget: int) -> int:
+        return min(BANDS - 1, (budget - 1) * BANDS // self.num_layers)
+
+    def name(self, band: int) -> str:
+        """Such as `loss_layers_1_to_3`: the budgets that belong to the band."""
+        inside = [k for k in range(1, self.num_layers + 1) if self.band(k) == band]
+        return f"loss_layers_{inside[0]}_to_{inside[-1]}" if inside else f"loss_band_{band}"
+
+    def add(self, losses: torch.Tensor, counted: torch.Tensor, budgets: list[int]) -> None:
+        """Count token losses [batch, new tokens] where `counted` holds; `budgets` is one number a column."""
+        by_column = (losses.detach() * counted).sum(dim=0).tolist()  # one transfer from the device
+        tokens = counted.sum(dim=0).tolist()
+        for total, count, budget in zip(by_column, tokens, budgets, strict=True):
+            self.sums[self.band(budget)] += total
+            self.counts[self.band(budget)] += int(count)
+
+    def take(self) -> dict[str, float]:
+        """The mean loss of each band since the last call; bands without a token are left out."""
+        means = {self.name(b): s / n for b, (s, n) in enumerate(zip(self.sums, self.counts, strict=True)) if n}
+        self.sums, self.counts = [0.0] * BANDS, [0] * BANDS
+        return means
+
+
+def completion_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    budgets: list[int],
+    *,
+    num_layers: int,
+    num_items: torch.Tensor | int | None = None,
+    depth_weight_power: float = 0.0,
+    label_smoothing: float = 0.0,
+    bands: DepthBands | None = None,
+) -> torch.Tensor:
+    """The mean next-token loss over the tokens of completions; prompts and padding don't count.
+
+    A token's loss flows into the layers that its own column ran, and through attention into those that computed the
+    keys and values which these layers read; that is the exact gradient of the masked model, and nothing is cut off.
+
+    Args:
+        logits: of the columns that predict the completion, [batch, new tokens, vocabulary].
+        labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none.
+        budgets: layers that ran in each predicting column, as `predicting_budgets` gives them.
+        num_layers: layers of the model.
+        num_items: tokens to divide by, where a batch is accumulated in parts; by default this batch's own.
+        depth_weight_power: weight of a token ~ (budget / num_layers) ** power, with mean 1 over the batch. Above 0
+            favours tokens that run deep, below 0 those that run few layers.
+        label_smoothing: share of the target probability spread over the vocabulary.
+        bands: where to count losses by depth (without smoothing's share or weights).
+    """
+    flat = logits.float().reshape(-1, logits.shape[-1])  # [batch * new tokens, vocabulary]
+    target = labels.reshape(-1)
+    counted = labels != IGNORED
+    losses = functional.cross_entropy(
+        flat, target, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
+    ).view_as(labels)
+    if bands is not None:
+        bands.add(losses, counted, budgets)
+    if depth_weight_power:
+        depth = torch.tensor(budgets, dtype=losses.dtype, device=losses.device) / num_layers
+        weights = (depth**depth_weight_power).expand_as(losses) * counted  # [batch, new tokens]
+        losses = losses * weights * (counted.sum() / weights.sum())
+    items = counted.sum() if num_items is None else num_items
+    return losses.sum() / items

@@ -1,0 +1,207 @@
+"""Recipes: one YAML file a complete run, made of typed sections."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from yaml import YAMLError  # OmegaConf lets the parser's own errors through
+
+from skipdecode.errors import ConfigError, unknown
+from skipdecode.schedule import Decay, Placement, PromptPolicy
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+SHAPES = ROOT / "configs" / "model"
+DEEPSPEED = ROOT / "configs" / "deepspeed"
+
+
+class Section(BaseModel):
+    """A section of a recipe: strict types, no unknown key, not to be changed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(Section):
+    """What is trained: a pretrained model, or a shape with random weights."""
+
+    name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
+    shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
+    config: dict[str, Any] = Field({}, description="values of the model's config to change, such as dropout")
+    tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
+    vocab_size: int = Field(512, description="tokens of the tokenizer that is trained for a shape")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    task: str = Field(description="the task's name")
+    path: str | None = Field(None, description="a local folder; null reads the Hub, or is right for a built-in task")
+    options: dict[str, Any] = Field({}, description="the task's own options, such as delexicalise")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="null: the task's default; a longer one is an error")
+    max_completion_tokens: int | None = Field(None, ge=1, description="null: the task's default; longer ones are cut")
+
+
+class ScheduleSection(Section):
+    """The schedules that training draws from, one for each optimiser step."""
+
+    speedups: list[float] | None = Field(None, description="target speedups to draw from; [1] trains at full depth")
+    weights: list[float] | None = Field(None, description="how often each of speedups is drawn; null: equally")
+    speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
+    horizon: int | None = Field(None, ge=1, description="tokens over which the budget falls; null: the task's")
+    decay: Decay = Field("linear", description="how the budget falls")
+    decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")
+    placement: Placement = Field("top", description="where the layers that run lie")
+    prompt: PromptPolicy = Field("full", description="full: prompts run every layer; max: those of the largest budget")
+    warmup_layers: int = Field(1, ge=1, description="layers at the bottom that always run")
+    spread: float = Field(0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is constant")
+
+
+class OptimSection(Section):
+    """The optimiser (AdamW) and the loss."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="its peak")
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field("cosine")
+    warmup_steps: int = Field(0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    depth_weight_power: float = Field(0.0, description="weight of a token ~ (its layers / all layers) ** power")
+
+
+class TrainSection(Section):
+    """How long, in what batches, how often to log and save."""
+
+    epochs: float = Field(1.0, gt=0, description="passes over the data, unless max_steps is given")
+    max_steps: int | None = Field(None, ge=1, description="optimiser steps; overrides epochs")
+    per_device_batch_size: int = Field(16, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_checkpointing: bool = Field(False)
+    precision: Literal["float32", "bf16", "fp16"] = Field("float32", description="of the computation (autocast)")
+    logging_steps: int = Field(10, ge=1)
+    save_steps: int = Field(500, ge=1, description="a checkpoint to resume from, every so many steps")
+    save_total_limit: int = Field(2, ge=1)
+    seed: int = Field(0, ge=0, description="weights, data order, dropout and schedule draws follow from it")
+
+
+class DeepSpeedSection(Section):
+    """DeepSpeed."""
+
+    config: str | None = Field(None, description="a name in configs/deepspeed/, or a JSON file; null: none")
+
+
+class TrackingSection(Section):
+    """Weights & Biases. The same figures always go to metrics.jsonl in the output folder."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = Field("auto", description="auto: online where a key is set")
+    project: str = Field("skipdecode")
+    name: str | None = Field(None, description="of the run; null: the recipe's")
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+
+class OutputSection(Section):
+    """Where the run goes."""
+
+    dir: str | None = Field(None, description="a folder that holds no other run; null: outputs/RECIPE")
+
+
+class Recipe(Section):
+    """A complete run."""
+
+    model: ModelSection
+    data: DataSection
+    schedule: ScheduleSection
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
+    tracking: TrackingSection = TrackingSection()
+    output: OutputSection = OutputSection()
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every key of it, as `--recipe` reads it back."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
+
+
+def recipe_names() -> list[str]:
+    """The recipes that `--recipe NAME` finds."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """The recipe of a name in recipes/ or of a YAML file, with overrides such as `optim.learning_rate=1e-4`.
+
+    Raises ConfigError that names the unknown recipe or key and the nearest valid one, or the value and what is allowed.
+    """
+    path = named_file(name, RECIPES, ".yaml", "recipe")
+    values = read_yaml(path)
+    for override in overrides or []:
+        key, equals, _ = override.partition("=")
+        if not equals or not key or "." not in key:
+            raise ConfigError(f"override {override!r}: expected section.key=value, such as train.max_steps=100")
+    try:
+        changes = OmegaConf.from_dotlist(overrides or [])
+        merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(f"overrides {overrides}: {first_line(error)}") from error
+    try:
+        recipe = Recipe.model_validate(merged)
+    except ValidationError as error:
+        raise _as_config_error(error, path) from error
+    if recipe.output.dir is None:
+        output = OutputSection(dir=os.path.join("outputs", path.stem))
+        recipe = recipe.model_copy(update={"output": output})
+    return recipe
+
+
+def named_file(name: str, folder: Path, suffix: str, kind: str) -> Path:
+    """The file that a name in a folder, or a path, means. Raises ConfigError with the nearest name."""
+    if (folder / f"{name}{suffix}").is_file():
+        return folder / f"{name}{suffix}"
+    if Path(name).is_file():
+        return Path(name)
+    if name.endswith(suffix) or "/" in name:
+        raise ConfigError(f"{kind} {name!r}: no such file")
+    raise unknown(kind, name, [path.stem for path in folder.glob(f"*{suffix}")])
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping. Raises ConfigError where it doesn't."""
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} can't be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return {str(key): value for key, value in values.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split())[:300]
+
+
+def _as_config_error(error: ValidationError, path: Path) -> ConfigError:
+    """pydantic's first complaint as one line: the dotted key, the value, what is allowed."""
+    first = error.errors()[0]
+    keys = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        section: Any = Recipe
+        for key in keys[:-1]:
+            section = section.model_fields[key].annotation
+        return unknown(
+            f"key in {path.name} or the overrides",
+            ".".join(keys),
+            [".".join([*keys[:-1], name]) for name in section.model_fields],
+        )
+    if first["type"] == "missing":
+        return ConfigError(f"{path.name}: {'.'.join(keys)} is missing")
+    return ConfigError(f"{path.name}: {'.'.join(keys)} is {first['input']!r}: {first['msg']}")

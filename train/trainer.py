@@ -1,0 +1,117 @@
+"""Hugging Face's Trainer with a sampled schedule in each step and the completion loss."""
+
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from skipdecode import ConfigError, skip_layers
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.families import decoder_layers, text_config
+from train.objective import DepthBands, completion_loss, predicting_budgets
+from train.sampling import ScheduleSampler
+
+
+class SkipTrainer(Trainer):
+    """Trains under the schedules of a sampler; expects batches as `data.columns.ColumnCollator` lays them out.
+
+    Beside the Trainer's own, it logs over the steps since the last log: `layers_per_token`, `layer_column_share` (the
+    layer-columns computed, as a share of full depth's), `speedup_target` (means), `tokens_per_second` (of completions)
+    and the loss by band of depth (`loss_layers_1_to_3`, …).
+    """
+
+    def __init__(
+        self,
+        *,
+        sampler: ScheduleSampler,
+        skip_config: SkipConfig,
+        depth_weight_power: float = 0.0,
+        label_smoothing: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.sampler = sampler
+        self.skip_config = skip_config
+        self.depth_weight_power = depth_weight_power
+        self.smoothing = label_smoothing
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
+        self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
+        self._reset_window()
+
+    def _reset_window(self) -> None:
+        self._window_start = time.perf_counter()
+        self._run_columns = self._skipped_columns = 0
+        self._target_sum = self._budget_sum = 0.0
+        self._batches = self._tokens = 0
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The completion loss of a batch under the schedule of this optimiser step."""
+        target, schedule = self.sampler.at(self.state.global_step)
+        prompt_columns: int = inputs["prompt_columns"]
+        labels = inputs["labels"][:, prompt_columns:]  # [batch, new tokens]
+        new_tokens = labels.shape[1]
+        with skip_layers(model, schedule, prompt_columns=prompt_columns) as gate:
+            outputs = model(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                position_ids=inputs["position_ids"],
+                logits_to_keep=new_tokens + 1,  # from the prompt's last column on
+                use_cache=False,
+            )
+        budgets = predicting_budgets(schedule, new_tokens)
+        loss = completion_loss(
+            outputs.logits[:, :-1],
+            labels,
+            budgets,
+            num_layers=schedule.num_layers,
+            num_items=num_items_in_batch,
+            depth_weight_power=self.depth_weight_power,
+            label_smoothing=self.smoothing,
+            bands=self.bands,
+        )
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+        self._run_columns += gate.layer_columns
+        self._skipped_columns += gate.layer_columns_skipped
+        self._target_sum += target
+        self._budget_sum += schedule.mean_budget(new_tokens)
+        self._batches += 1
+        self._tokens += int((labels >= 0).sum())
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the figures of the steps since the last log."""
+        if "loss" in logs and self._batches:
+            elapsed = time.perf_counter() - self._window_start
+            logs = {
+                **logs,
+                "speedup_target": self._target_sum / self._batches,
+                "layers_per_token": self._budget_sum / self._batches,
+                "layer_column_share": self._run_columns / (self._run_columns + self._skipped_columns),
+                "tokens_per_second": self._tokens / elapsed,
+                **self.bands.take(),
+            }
+            self._reset_window()
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Every saved checkpoint carries the schedules that trained it (law 4)."""
+        super()._save(output_dir, state_dict)
+        self.skip_config.save(output_dir or str(self.args.output_dir))
+
+
+def check_positions(model: PreTrainedModel, needed: int) -> None:
+    """Raise ConfigError where a batch of `needed` columns has more positions than the model."""
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    if positions is not None and needed > positions:
+        raise ConfigError(
+            f"the longest prompt and completion need {needed} positions, the model has {positions}: "
+            "lower data.max_prompt_tokens or data.max_completion_tokens, or take a model with more positions"
+        )
