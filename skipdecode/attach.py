@@ -6,6 +6,7 @@ What a layer doesn't run passes by unchanged. No model code is copied, no module
 changes.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -46,6 +47,7 @@ class LayerGate:
 
     def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         """The gated `forward` of layer `index`, whose own is `run`."""
+        names = list(inspect.signature(run).parameters)[1:]  # after hidden_states
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
@@ -59,8 +61,7 @@ class LayerGate:
                 return output
             if cutoff == 0:
                 return (hidden_states,) if self._returns_tuple else hidden_states
-            if args:
-                raise ConfigError(f"layer {index} got positional arguments: a schedule can't tell which have columns")
+            kwargs.update(zip(names, args, strict=False))  # GPT-2 passes some by position
             kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
             output = run(hidden_states[:, :cutoff], **kwargs)
             prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)

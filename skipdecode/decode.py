@@ -1,5 +1,6 @@
 """Decoding under a schedule: prefill, one step, the loop, behind `model.generate(custom_generate=skip_generate)`."""
 
+import inspect
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from transformers import (
     Cache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
@@ -53,6 +55,7 @@ def skip_generate(
     _check_request(model, input_ids, stopping_criteria, generation_config, schedule, model_kwargs)
     assert schedule is not None  # checked above; for the type checker
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
+    streamer = streamer or _streamer_of_generate()
     with gated_layers(model, schedule, prompt_plan) as gate:
         return _decode_loop(
             model,
@@ -70,7 +73,6 @@ def skip_generate(
 
 def _prefill(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
     """Run the prompt [batch, columns] and fill the cache; the last column's logits are in the output."""
-    model_kwargs.setdefault("logits_to_keep", 1)
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     return model(**inputs, return_dict=True)
 
@@ -141,6 +143,19 @@ def _decode_loop(
         logits=raw_logits if generation_config.output_logits else None,
         past_key_values=model_kwargs.get("past_key_values"),
     )
+
+
+def _streamer_of_generate() -> BaseStreamer | None:
+    """The streamer that `generate` was called with.
+
+    `generate` hands it to its own decoding loops but drops it on the way to a callable (transformers 5.17 to 5.23,
+    `_extract_generation_mode_kwargs`), after having put the prompt into it: whoever reads the stream would wait for ever.
+    """
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return frame.f_locals.get("streamer") if frame is not None else None
 
 
 def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -51,6 +52,10 @@ def run(recipe: Recipe, name: str) -> Path:
         (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     _introduce(console, name, model, encoded, sampler, arguments)
     tracked = start_wandb(recipe, name, folder)
+    if recipe.train.gradient_checkpointing:
+        # Renamed in transformers 5.23; the old name goes in 6.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     trainer = SkipTrainer(
         model=model,
         args=arguments,
@@ -144,7 +149,6 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             max_steps=section.max_steps or -1,
             per_device_train_batch_size=section.per_device_batch_size,
             gradient_accumulation_steps=section.gradient_accumulation_steps,
-            gradient_checkpointing=section.gradient_checkpointing,
             bf16=section.precision == "bf16",
             fp16=section.precision == "fp16",
             logging_steps=section.logging_steps,
@@ -155,7 +159,8 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             remove_unused_columns=False,
             report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
             deepspeed=deepspeed,
-            disable_tqdm=not sys.stderr.isatty() and not os.environ.get("SKIPDECODE_PROGRESS"),
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=not sys.stderr.isatty(),
         )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error

@@ -35,10 +35,10 @@ class MetricsFile(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
+        if not state.is_world_process_zero or "loss" not in (logs or {}):
+            return  # the Trainer's closing summary is no step
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            stream.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 

@@ -1,0 +1,212 @@
+"""Attaching changes what runs and nothing else, whatever wraps the model."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from naive_opt import naive_logits, up_to_end
+from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
+from skipdecode.families import LAYER_PATHS, decoder_layers
+from tiny_models import END, PAD, VOCABULARY, ragged_prompts, randomised, tiny_opt
+
+SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 96},
+    "gpt_neox": {"intermediate_size": 48},
+    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 8},
+    "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma": {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
+    "phi": {"intermediate_size": 48},
+}
+
+
+def tiny_family(model_type: str) -> torch.nn.Module:
+    general = {} if model_type == "gpt2" else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    special = {"pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
+    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **special, **general, **FAMILIES[model_type])
+    return randomised(config, seed=1)
+
+
+def test_every_family_in_the_table_is_tested() -> None:
+    assert set(FAMILIES) | {"opt"} == set(LAYER_PATHS)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_cached_equals_uncached_for_every_family(model_type: str) -> None:
+    model = tiny_family(model_type)
+    ids, mask = ragged_prompts([3, 7, 5], 4)
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    cached = model.generate(**request, custom_generate=skip_generate, schedule=SCHEDULE)
+    sequence, seen = ids, mask
+    with torch.inference_mode(), skip_layers(model, SCHEDULE, prompt_columns=ids.shape[1]):
+        for _ in range(12):
+            positions = (seen.cumsum(1) - 1).clamp(min=0)
+            logits = model(sequence, attention_mask=seen, position_ids=positions, use_cache=False).logits
+            chosen = logits[:, -1:].argmax(-1)
+            sequence, seen = torch.cat([sequence, chosen], 1), torch.cat([seen, torch.ones_like(chosen)], 1)
+    start = ids.shape[1]
+    assert [up_to_end(row, END) for row in cached[:, start:].tolist()] == [
+        up_to_end(row, END) for row in sequence[:, start:].tolist()
+    ]
+    full = model.generate(**request, custom_generate=skip_generate, schedule=SkipSchedule.full_depth(6))
+    assert torch.equal(full, model.generate(**request))
+    assert not torch.equal(full[:, : cached.shape[1]], cached[:, : full.shape[1]])  # skipping does something
+
+
+def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    prompt, mask = ragged_prompts([4, 6], 0)
+    completion, _ = ragged_prompts([8, 8], 1)
+    return torch.cat([prompt, completion], 1), torch.cat([mask, torch.ones_like(completion)], 1)
+
+
+def test_the_model_is_as_before_afterwards_also_after_an_error() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    keys = list(model.state_dict())
+    before = model(ids, attention_mask=mask).logits
+    with pytest.raises(RuntimeError, match="on purpose"), skip_layers(model, SCHEDULE, prompt_columns=6):
+        assert list(model.state_dict()) == keys
+        assert not torch.allclose(model(ids, attention_mask=mask).logits, before)
+        raise RuntimeError("on purpose")
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+    assert all("forward" not in layer.__dict__ for layer in decoder_layers(model))
+
+
+def test_a_forward_that_somebody_else_hid_is_put_back() -> None:
+    model = tiny_opt("opt", 6)
+    layer = decoder_layers(model)[2]
+    original, calls = layer.forward, []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0].shape[1])
+        return original(*args, **kwargs)
+
+    layer.forward = theirs
+    try:
+        ids, mask = whole_batch()
+        with skip_layers(model, SCHEDULE, prompt_columns=6), torch.no_grad():
+            model(ids, attention_mask=mask)
+        assert calls == [SCHEDULE.column_cutoffs(6, 14)[2]]
+        assert layer.forward is theirs
+    finally:
+        del layer.forward
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_gradient_checkpointing_changes_no_gradient(attention: str) -> None:
+    ids, mask = whole_batch()
+
+    def gradients(checkpointing: bool) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config, attn_implementation=attention)
+        model.load_state_dict(tiny_opt("opt", 6).state_dict())
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with skip_layers(model, SCHEDULE, prompt_columns=6) as gate:
+            loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
+        loss.backward()  # layers are run again here, outside of the context
+        assert gate.layer_columns == sum(SCHEDULE.column_cutoffs(6, 14))
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for with_it, without in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(with_it, without)
+
+
+def test_a_peft_wrapped_model_runs_the_schedule_and_trains_its_adapters() -> None:
+    plain = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config).eval()
+    plain.load_state_dict(tiny_opt("opt", 6).state_dict())
+    ids, mask = whole_batch()
+    expected = naive_logits(plain, ids, mask, 6, SCHEDULE).detach()
+    wrapped = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True))
+    keys = list(wrapped.state_dict())
+    with skip_layers(wrapped, SCHEDULE, prompt_columns=6):
+        logits = wrapped(input_ids=ids, attention_mask=mask).logits
+        assert list(wrapped.state_dict()) == keys
+    torch.testing.assert_close(logits * mask[..., None], expected * mask[..., None], atol=1e-4, rtol=1e-4)
+    logits.logsumexp(-1).mean().backward()
+    assert all(p.grad is not None for name, p in wrapped.named_parameters() if "lora_B" in name)
+    decoded = wrapped.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        do_sample=False,
+        custom_generate=skip_generate,
+        schedule=SCHEDULE,
+    )
+    assert decoded.shape[1] > ids.shape[1]
+
+
+def test_dropout_and_cutoffs_leave_the_untouched_columns_alone() -> None:
+    """In training mode too, a column that doesn't run a layer passes by it bit for bit."""
+    model = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config)
+    model.train()
+    ids, mask = whole_batch()
+    layer = decoder_layers(model)[1]
+    seen: list[torch.Tensor] = []
+    schedule = SkipSchedule(6, 2, 2, horizon=1)  # layer 1 runs on the prompt alone
+    with skip_layers(model, schedule, prompt_columns=6):
+        gated = layer.forward
+
+        def spy(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = gated(hidden, *args, **kwargs)
+            seen.extend([hidden, output])
+            return output
+
+        layer.forward = spy
+        model(ids, attention_mask=mask)
+    assert torch.equal(seen[0][:, 6:], seen[1][:, 6:])
+    assert not torch.allclose(seen[0][:, :6], seen[1][:, :6])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": SkipSchedule(24, 8, 4)}, "the schedule is for 24 layers, the model has 6"),
+        ({"schedule": "3x"}, "schedule is a str"),
+        ({"prompt_columns": 0}, "prompt_columns is 0"),
+        ({"prompt_columns": 15}, "must lie between 1 and the 14 columns"),
+        ({"model": torch.nn.Linear(2, 2)}, "Linear is not a transformers model"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused_with_a_reason(change: dict[str, Any], message: str) -> None:
+    request = {"model": tiny_opt("opt", 6), "schedule": SCHEDULE, "prompt_columns": 6, **change}
+    ids, mask = whole_batch()
+    with pytest.raises(ConfigError, match=message), skip_layers(**request):
+        request["model"](ids, attention_mask=mask)
+
+
+def test_attaching_twice_is_refused() -> None:
+    model = tiny_opt("opt", 6)
+    with (
+        skip_layers(model, SCHEDULE, prompt_columns=6),
+        pytest.raises(ConfigError, match="already"),
+        skip_layers(model, SCHEDULE, prompt_columns=6),
+    ):
+        pass
+
+
+def test_an_unknown_family_and_prompt_tuning_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "xglm", vocab_size=VOCABULARY, d_model=16, num_layers=2, ffn_dim=16, attention_heads=2
+    )
+    with pytest.raises(ConfigError, match="model_type 'xglm' is not known"):
+        decoder_layers(AutoModelForCausalLM.from_config(config))
+    plain = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config)
+    tuned = get_peft_model(plain, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ConfigError, match="prompt tuning"):
+        decoder_layers(tuned)
+
+
+def test_a_cache_that_holds_tokens_is_refused_in_teacher_forcing() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    twice = torch.cat([mask, mask], 1)
+    with pytest.raises(ConfigError, match="past_key_values"), skip_layers(model, SCHEDULE, prompt_columns=6):
+        model(ids, attention_mask=twice, past_key_values=cache, use_cache=True)

@@ -1,0 +1,157 @@
+"""Decoding through generate: sampling, stopping, streaming, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from naive_opt import naive_logits
+from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.families import decoder_layers
+from tiny_models import END, PAD, ragged_prompts, tiny_opt
+
+SCHEDULE = SkipSchedule(6, 5, 2, horizon=6)
+
+
+def generate(schedule: SkipSchedule | None = SCHEDULE, lengths: tuple[int, ...] = (3, 7, 5), **changes: Any) -> Any:
+    model = tiny_opt("opt", 6)
+    ids, mask = ragged_prompts(list(lengths), 3)
+    request = {"max_new_tokens": 12, "do_sample": False, "schedule": schedule, **changes}
+    return model.generate(input_ids=ids, attention_mask=mask, custom_generate=skip_generate, **request)
+
+
+def test_sampling_with_a_seed_equals_transformers_at_full_depth() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = ragged_prompts([3, 7, 5], 3)
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
+    torch.manual_seed(7)
+    theirs = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, **settings)
+    torch.manual_seed(7)
+    ours = generate(SkipSchedule.full_depth(6), **settings)
+    assert torch.equal(ours, theirs)
+
+
+def test_sampling_draws_from_the_masked_models_distribution() -> None:
+    """The scores that are sampled from are the naive masked model's, step by step, for the tokens that were drawn."""
+    torch.manual_seed(3)
+    output = generate(do_sample=True, top_k=0, return_dict_in_generate=True, output_logits=True)
+    ids, mask = ragged_prompts([3, 7, 5], 3)
+    generated = output.sequences[:, ids.shape[1] :]
+    seen = torch.cat([mask, torch.ones_like(generated)], 1)
+    logits = naive_logits(tiny_opt("opt", 6), output.sequences, seen, ids.shape[1], SCHEDULE)
+    unfinished = torch.ones(3, dtype=torch.bool)
+    for step, raw in enumerate(output.logits):
+        expected = logits[:, ids.shape[1] - 1 + step]
+        torch.testing.assert_close(raw[unfinished], expected[unfinished], atol=1e-4, rtol=1e-4)
+        unfinished &= generated[:, step] != END
+
+
+def test_rows_that_ended_are_padded_and_decoding_ends_when_all_have() -> None:
+    long = generate(max_new_tokens=60, lengths=(3, 7, 5, 4, 9, 2))
+    rows = long[:, 9:].tolist()
+    ended = [row.index(END) for row in rows if END in row]
+    assert ended, "the seed must be one in which a row ends"
+    for row in rows:
+        if END in row:
+            assert set(row[row.index(END) + 1 :]) <= {PAD}
+    if len(ended) == len(rows):
+        assert long.shape[1] == 9 + max(ended) + 1
+    one = next(n for n, row in enumerate(rows) if END in row)
+    alone_ids, alone_mask = ragged_prompts([3, 7, 5, 4, 9, 2], 3)
+    alone = tiny_opt("opt", 6).generate(
+        input_ids=alone_ids[one : one + 1],
+        attention_mask=alone_mask[one : one + 1],
+        custom_generate=skip_generate,
+        schedule=SCHEDULE,
+        max_new_tokens=60,
+        do_sample=False,
+    )
+    assert alone.shape[1] == 9 + rows[one].index(END) + 1
+
+
+def test_each_step_runs_the_layers_of_its_budget_alone() -> None:
+    model = tiny_opt("opt", 6)
+    ran: list[list[int]] = []
+    hooks = []
+    for index, layer in enumerate(decoder_layers(model)):
+
+        def note(module: Any, args: Any, index: int = index) -> None:
+            if index == 0:
+                ran.append([])
+            ran[-1].append(index)
+
+        # In the attention, which a layer that is passed by never reaches.
+        hooks.append(layer.self_attn.q_proj.register_forward_pre_hook(note))
+    try:
+        generate(eos_token_id=None, max_new_tokens=10)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert ran[0] == [0, 1, 2, 3, 4, 5]  # prefill
+    assert [tuple(layers) for layers in ran[1:]] == [SCHEDULE.layers_at(i) for i in range(9)]
+
+
+def test_a_streamer_gets_every_token_in_order() -> None:
+    class Collector(BaseStreamer):
+        def __init__(self) -> None:
+            self.pieces: list[torch.Tensor] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.pieces.append(value)
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Collector()
+    output = generate(streamer=streamer)
+    assert streamer.ended
+    assert torch.equal(streamer.pieces[0], output[:, :7])  # generate itself puts the prompt
+    assert torch.equal(torch.stack(streamer.pieces[1:], dim=1), output[:, 7:])
+
+
+def test_a_stopping_criterion_stops() -> None:
+    class AfterThree(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 10)
+
+    output = generate(stopping_criteria=StoppingCriteriaList([AfterThree()]))
+    assert output.shape[1] == 10
+
+
+def test_several_sequences_for_a_prompt_and_a_static_cache() -> None:
+    torch.manual_seed(0)
+    assert generate(do_sample=True, num_return_sequences=2, lengths=(4,)).shape[0] == 2
+    assert torch.equal(generate(cache_implementation="static"), generate())
+
+
+def test_the_result_holds_scores_and_cache_when_asked() -> None:
+    output = generate(return_dict_in_generate=True, output_scores=True, eos_token_id=None)
+    assert len(output.scores) == 12
+    assert torch.equal(output.sequences, generate(eos_token_id=None))
+    # Law 6: layer l holds the prompt and c(l) more tokens; the last new token is never an input.
+    held = [output.past_key_values.get_seq_length(layer) for layer in range(6)]
+    assert held == [7 + count for count in SCHEDULE.cutoffs(11)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": None}, "schedule is missing"),
+        ({"schedule": SkipSchedule(24, 8, 4)}, "the schedule is for 24 layers, the model has 6"),
+        ({"num_beams": 2}, "num_beams is 2"),
+        ({"use_cache": False}, "use_cache is False"),
+        ({"max_new_tokens": 300}, "positions are needed and the model has 96"),
+        ({"lengths": (97,), "max_new_tokens": 1}, "the longest prompt has 97 tokens"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generate(**change)
+
+
+def test_the_models_last_position_can_be_used() -> None:
+    assert generate(lengths=(90,), max_new_tokens=7, eos_token_id=None).shape[1] == 97  # 96 positions are inputs
