@@ -134,6 +134,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
                 except ConfigError as error:
                     raise ConfigError(f"{where}: {error}") from error
                 yield row["mr"].strip(), row["ref"].strip()
+            if reader.line_num < 2:
+                raise ConfigError(f"{file} has no rows")
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error
 

@@ -149,7 +149,7 @@ def _streamer_of_generate() -> BaseStreamer | None:
     """The streamer that `generate` was called with.
 
     `generate` hands it to its own decoding loops but drops it on the way to a callable (transformers 5.17 to 5.23,
-    `_extract_generation_mode_kwargs`), after having put the prompt into it: whoever reads the stream would wait for ever.
+    `_extract_generation_mode_kwargs`), after having put the prompt into it: a reader would wait for ever.
     """
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()

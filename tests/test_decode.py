@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from naive_opt import naive_logits
+from tiny_models import END, PAD, ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from naive_opt import naive_logits
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
-from tiny_models import END, PAD, ragged_prompts, tiny_opt
 
 SCHEDULE = SkipSchedule(6, 5, 2, horizon=6)
 

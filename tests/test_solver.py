@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_opt
 from transformers import AutoConfig
 
 from skipdecode import ConfigError, CostModel, Machine, SkipSchedule, solve_schedule
-from tiny_models import tiny_opt
 
 OPT_1_3B = CostModel(
     num_layers=24,

@@ -1,0 +1,105 @@
+"""How much faster a training step gets under a schedule, beside the share of layer-columns that is left.
+
+    python scripts/benchmark_training_step.py --shape opt-tiny --speedup 2 3 4
+
+Random weights and tokens; forward, loss and backward, without the optimiser's step. In each repeat the schedules take
+turns with full depth, so a machine whose speed drifts treats them alike; ratios are medians over repeats [quartiles].
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data.columns import lay_out
+from skipdecode import ConfigError, CostModel, SkipSchedule, skip_layers, solve_schedule
+from train.objective import completion_loss, predicting_budgets
+from train.recipe import SHAPES, named_file, read_yaml
+
+
+def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:
+    """The time of forward, loss and backward of one batch under a schedule."""
+    start_column = batch["prompt_columns"]
+    labels = batch["labels"][:, start_column:]
+    on_cuda = labels.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    with skip_layers(model, schedule, prompt_columns=start_column):
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            position_ids=batch["position_ids"],
+            logits_to_keep=labels.shape[1] + 1,
+            use_cache=False,
+        ).logits
+    budgets = predicting_budgets(schedule, labels.shape[1])
+    completion_loss(logits[:, :-1], labels, budgets, num_layers=schedule.num_layers).backward()
+    model.zero_grad(set_to_none=True)
+    if on_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
+    parser.add_argument("--layers", type=int, help="as many layers instead of the shape's")
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--speedup", type=float, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--prompt-length", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    try:
+        shape = read_yaml(named_file(options.shape, SHAPES, ".yaml", "--shape"))
+        if options.layers:
+            shape["num_hidden_layers"] = options.layers
+        config = AutoConfig.for_model(shape.pop("model_type"), **{"vocab_size": options.vocab_size, **shape})
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device).train()
+        cost = CostModel.of(model)
+        schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    full = SkipSchedule.full_depth(cost.num_layers, options.new_tokens)
+
+    def ids(length: int) -> list[list[int]]:
+        return torch.randint(4, options.vocab_size, (options.batch_size, length)).tolist()
+
+    batch = lay_out(ids(options.prompt_length), ids(options.new_tokens), pad_token=1)
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    ratios: list[list[float]] = [[] for _ in schedules]
+    for repeat in track(range(options.repeats + 2), "steps", console=Console(stderr=True)):
+        base = step_seconds(model, batch, full)
+        for number, schedule in enumerate(schedules):
+            ratio = step_seconds(model, batch, schedule) / base
+            if repeat >= 2:  # the first two warm up
+                ratios[number].append(ratio)
+
+    table = Table(title=f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}")
+    for name in ("target", "mean layers", "layer-columns left", "step time left", "quartiles"):
+        table.add_column(name, justify="right")
+    for speedup, schedule, found in zip(options.speedup, schedules, ratios, strict=True):
+        low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
+        share = schedule.column_share(options.prompt_length, options.prompt_length + options.new_tokens)
+        mean = schedule.mean_budget(options.new_tokens)
+        table.add_row(f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

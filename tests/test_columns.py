@@ -1,0 +1,73 @@
+"""Batches are laid out as law 3 needs them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import Example
+from data.columns import IGNORED, ColumnCollator, encode_pairs, encode_prompt, lay_out
+from data.vocabulary import SMALLEST, train_tokenizer
+from skipdecode import ConfigError
+from skipdecode.loading import load_tokenizer
+
+tokens = st.lists(st.integers(3, 60), min_size=1, max_size=12)
+EXAMPLES = [Example(str(n), f"slot: value {n}\n", (f"The value is {n}.", f"It says {n} – café")) for n in range(20)]
+
+
+@given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5))
+def test_prompts_end_and_completions_start_in_one_column(rows: list[tuple[list[int], list[int]]]) -> None:
+    prompts, completions = [p for p, _ in rows], [c for _, c in rows]
+    batch = lay_out(prompts, completions, pad_token=1)
+    start = batch["prompt_columns"]
+    assert start == max(map(len, prompts))
+    assert batch["input_ids"].shape == (len(rows), start + max(map(len, completions)))
+    for n, (prompt, completion) in enumerate(rows):
+        before, end = start - len(prompt), start + len(completion)
+        assert batch["input_ids"][n].tolist() == (
+            [1] * before + prompt + completion + [1] * (batch["input_ids"].shape[1] - end)
+        )
+        assert batch["attention_mask"][n].nonzero().flatten().tolist() == list(range(before, end))
+        assert batch["position_ids"][n, before:end].tolist() == list(range(end - before))
+        counted = batch["labels"][n] != IGNORED
+        assert counted.nonzero().flatten().tolist() == list(range(start, end))
+        assert batch["labels"][n][counted].tolist() == completion
+
+
+def test_pairs_of_an_example_are_its_targets_with_an_end_token() -> None:
+    tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
+    encoded = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=64)
+    assert len(encoded.rows) == 40
+    assert encoded.completions_cut == 0
+    row = encoded.rows[3]
+    assert tokenizer.decode(row["prompt_ids"]) == EXAMPLES[1].prompt
+    assert row["completion_ids"][-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(row["completion_ids"][:-1]) == EXAMPLES[1].targets[1]
+    assert row["length"] == len(row["prompt_ids"]) + len(row["completion_ids"])
+    batch = ColumnCollator(tokenizer.pad_token_id)(encoded.rows[:5])
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.long
+
+
+def test_long_completions_are_cut_and_counted_and_long_prompts_refused() -> None:
+    tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
+    encoded = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
+    assert encoded.completions_cut == 40
+    assert {len(row["completion_ids"]) for row in encoded.rows} == {4}
+    with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 fit: do this"):
+        encode_prompt(tokenizer, EXAMPLES[0], 2, "do this")
+
+
+def test_a_trained_tokenizer_writes_any_text_and_survives_saving(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
+    assert len(tokenizer) == 300
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (1, 2)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    again = load_tokenizer(str(tmp_path))
+    for text in ("The value is 3.", "naïve — 日本 €20\n", " two  spaces "):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert again(text)["input_ids"] == ids
+    assert again.padding_side == "left"
+    with pytest.raises(ConfigError, match=f"at least {SMALLEST}"):
+        train_tokenizer(EXAMPLES, 100, max_length=64)

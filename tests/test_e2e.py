@@ -1,0 +1,136 @@
+"""E2E NLG: reading, delexicalising, putting back, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import load_task
+from data.e2e import E2E, SLOTS, parse_mr
+from skipdecode import ConfigError
+
+HEADER = "mr,ref\n"
+
+
+def folder_with(tmp_path: Path, train: str, test: str | None = None) -> E2E:
+    (tmp_path / "devset.csv").write_text(train, encoding="utf-8")
+    (tmp_path / "testset_w_refs.csv").write_text(test or train, encoding="utf-8")
+    return E2E(str(tmp_path), delexicalise=["name", "near", "eatType", "food"])
+
+
+@given(st.dictionaries(st.sampled_from(SLOTS), st.text("abc £-é'", min_size=1).filter(str.strip), min_size=1))
+def test_a_meaning_representation_parses_to_its_slots_in_one_order(slots: dict[str, str]) -> None:
+    text = ", ".join(f"{slot}[{value}]" for slot, value in slots.items())
+    parsed = parse_mr(text)
+    assert parsed == {slot: value.strip() for slot, value in slots.items()}
+    assert list(parsed) == [slot for slot in SLOTS if slot in slots]
+
+
+def test_rows_of_one_mr_are_one_example_with_all_references(tmp_path: Path) -> None:
+    rows = (
+        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Aromi is an Italian pub near The Mill."\n'
+        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Near the mill there is a pub: Aromi. Italian."\n'
+        '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Aromi is a bar near The Mill with pasta."\n'
+        '"name[Zizzi], area[riverside]","Zizzi is by the river."\n'
+    )
+    task = folder_with(tmp_path, HEADER + rows)
+    first, second = task.load("test")
+    assert (first.id, second.id) == ("e2e-test-0", "e2e-test-1")
+    assert first.prompt == "name: Xname | eatType: XeatType | food: Xfood | near: Xnear\n"
+    assert len(first.references) == 3
+    assert first.references[0] == "Aromi is an Italian pub near The Mill."
+    # The third words its kind and its food in its own way: no target, but a reference all the same.
+    assert first.targets == (
+        "Xname is an Xfood XeatType near Xnear.",
+        "Near Xnear there is a XeatType: Xname. Xfood.",
+    )
+    assert second.prompt == "name: Xname | area: riverside\n"
+
+
+def test_restoring_puts_words_articles_and_capitals_right(tmp_path: Path) -> None:
+    rows = '"name[aromi], eatType[pub], food[Italian], near[The Mill]","aromi Italian pub The Mill"\n'
+    (example,) = folder_with(tmp_path, HEADER + rows).load("test")
+    task = E2E(str(tmp_path))
+    assert task.restore(example, " Xname is a Xfood XeatType. a XeatType near Xnear! ") == (
+        "Aromi is an Italian pub. A pub near The Mill!"
+    )
+    fast = '"name[Aromi], food[Fast food]","Aromi Fast food"\n'
+    (example,) = folder_with(tmp_path, HEADER + fast).load("test")
+    assert task.restore(example, "Xname serves Xfood food. It has an Xfood menu.") == (
+        "Aromi serves Fast food. It has a Fast food menu."
+    )
+
+
+def test_without_delexicalising_prompts_and_targets_are_in_real_words(tmp_path: Path) -> None:
+    (tmp_path / "devset.csv").write_text(HEADER + '"area[riverside], name[Aromi]",Aromi.\n', encoding="utf-8")
+    (example,) = E2E(str(tmp_path)).load("train")
+    assert example.prompt == "name: Aromi | area: riverside\n"
+    assert example.targets == example.references == ("Aromi.",)
+
+
+def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
+    task = folder_with(tmp_path, HEADER + '"name[Aromi]",dev\n', HEADER + '"name[Aromi]",test\n')
+    assert task.load("train")[0].references == ("dev",)
+    with pytest.raises(ConfigError, match=r"needs trainset\.csv"):
+        task.load("validation")
+    (tmp_path / "trainset.csv").write_text(HEADER + '"name[Aromi]",train\n', encoding="utf-8")
+    texts = [task.load(split)[0].references[0] for split in ("train", "validation", "test")]
+    assert texts == ["train", "dev", "test"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must name the columns mr and ref"),
+        ("meaning,text\na,b\n", "must name the columns mr and ref"),
+        (HEADER, "has no rows"),
+        (HEADER + '"name[A]",ok\n,empty\n', "line 3: mr and ref must not be empty"),
+        (HEADER + '"name[A]",\n', "line 2: mr and ref must not be empty"),
+        (HEADER + '"name[A]"\n', "line 2: expected 2 fields"),
+        (HEADER + '"name[A]",a, b\n', "line 2: expected 2 fields"),
+        (HEADER + '"name(A)",text\n', "line 2: not a meaning representation"),
+        (HEADER + '"nmae[A]",text\n', "line 2: not a meaning representation"),
+        (HEADER + '"name[A], name[B]",text\n', "line 2: not a meaning representation"),
+        (HEADER + '"name[A]","no end\n', "not a CSV file"),
+    ],
+)
+def test_an_empty_or_malformed_row_is_named_by_file_and_line(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        folder_with(tmp_path, content).load("train")
+    assert "devset.csv" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "devset.csv").write_bytes(HEADER.encode() + b'"name[Caf\xe9]",text\n')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        E2E(str(tmp_path)).load("train")
+
+
+def test_unknown_tasks_options_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown task 'e2ee': did you mean 'e2e'"):
+        load_task("e2ee")
+    with pytest.raises(ConfigError, match=r"task 'e2e'.*colour"):
+        load_task("e2e", colour="red")
+    with pytest.raises(ConfigError, match="did you mean 'name'"):
+        load_task("e2e", delexicalise=["nme"])
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_task("e2e", path=str(tmp_path / "nowhere")).load("train")
+    with pytest.raises(ConfigError, match=r"it has no devset\.csv"):
+        load_task("e2e", path=str(tmp_path)).load("train")
+
+
+def test_the_real_data_has_its_known_sizes_and_restores_exactly(shared_data: Path) -> None:
+    task = E2E(str(shared_data / "e2e"), delexicalise=["name", "near", "eatType", "food"])
+    train, test = task.load("train"), task.load("test")
+    assert (len(train), sum(len(e.references) for e in train)) == (547, 4672)
+    assert (len(test), sum(len(e.references) for e in test)) == (630, 4693)
+    assert all("Xname" in e.prompt and dict(e.substitutions)["Xname"] for e in test)
+    # A target put back is its reference again, but for capitals, spaces at the ends and a/an.
+    same = total = 0
+    for example in train:
+        restored = {task.restore(example, t).lower() for t in example.targets}
+        same += len(restored & {r.strip().lower() for r in example.references})
+        total += len(restored)
+    assert same / total > 0.97

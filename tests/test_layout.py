@@ -1,0 +1,63 @@
+"""The layout that the design lays down."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = {
+    "skipdecode": {"skipdecode"},
+    "data": {"skipdecode", "data"},
+    "eval": {"skipdecode", "data", "eval"},
+    "train": {"skipdecode", "data", "eval", "train"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_imports_go_one_way(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for file in files:
+        assert imported(file) & ({*ALLOWED, "scripts", "tests"}) <= ALLOWED[package], file
+
+
+def test_the_library_needs_torch_and_transformers_alone() -> None:
+    used = set().union(*(imported(file) for file in (ROOT / "skipdecode").rglob("*.py")))
+    assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
+
+
+def test_nothing_imports_scripts_and_train_py_calls_the_command_line_alone() -> None:
+    assert imported(ROOT / "train.py") == {"sys", "train"}
+
+
+def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
+    # Built from a copy, without isolation: no network, and nothing left behind in the checkout.
+    import shutil
+
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for package in ALLOWED:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"skipdecode", "skipdecode-0.1.0.dist-info"}
+    for module in (ROOT / "skipdecode").glob("*.py"):
+        assert f"skipdecode/{module.name}" in names
+    assert "skipdecode/py.typed" in names

@@ -1,0 +1,81 @@
+"""Recipes resolve, and a mistake in one is named with what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from skipdecode import ConfigError
+from train.recipe import load_recipe, recipe_names
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_resolves_and_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert recipe.output.dir == f"outputs/{name}"
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+
+
+def test_the_named_recipes_are_there() -> None:
+    assert {"quickstart", "e2e-tiny"} <= set(recipe_names())
+
+
+def test_overrides_are_typed_and_dotted() -> None:
+    recipe = load_recipe(
+        "e2e-tiny",
+        [
+            "data.path=/some/where",
+            "optim.learning_rate=1e-4",
+            "train.max_steps=7",
+            "schedule.speedups=[1,2.5]",
+            "tracking.wandb=off",
+            "model.config.dropout=0.2",
+            "output.dir=here",
+        ],
+    )
+    assert recipe.data.path == "/some/where"
+    assert recipe.optim.learning_rate == 1e-4
+    assert recipe.train.max_steps == 7
+    assert recipe.schedule.speedups == [1, 2.5]
+    assert recipe.tracking.wandb == "off"
+    assert recipe.model.config == {"dropout": 0.2}
+    assert recipe.output.dir == "here"
+    assert recipe.model.shape == "opt-tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("e2e-tny", [], "unknown recipe 'e2e-tny': did you mean 'e2e-tiny'"),
+        ("nowhere/r.yaml", [], "no such file"),
+        ("e2e-tiny", ["optim.learning_rte=1"], "optim.learning_rte.*did you mean 'optim.learning_rate'"),
+        ("e2e-tiny", ["optimiser.lr=1"], "unknown key.*optimiser"),
+        ("e2e-tiny", ["train.max_steps=many"], "train.max_steps is 'many'"),
+        ("e2e-tiny", ["train.max_steps=0"], "train.max_steps is 0: .*greater than or equal to 1"),
+        ("e2e-tiny", ["train.max_steps=1.5"], "train.max_steps is 1.5"),
+        ("e2e-tiny", ["schedule.decay=linaer"], "schedule.decay is 'linaer': Input should be 'linear'"),
+        ("e2e-tiny", ["schedule.warmup_layers=0"], "schedule.warmup_layers is 0"),
+        ("e2e-tiny", ["tracking.wandb=perhaps"], "tracking.wandb is 'perhaps'"),
+        ("e2e-tiny", ["max_steps=3"], "expected section.key=value"),
+        ("e2e-tiny", ["train.max_steps"], "expected section.key=value"),
+        ("e2e-tiny", ["schedule.speedups=[1,"], "overrides"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(name: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(name, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "must hold a mapping"),
+        ("model: [", "can't be read"),
+        ("model:\n  shape: opt-tiny\ndata:\n  task: e2e\n", "schedule is missing"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(str(tmp_path / "bad.yaml"))

@@ -1,0 +1,81 @@
+"""Every rank and every resumed run draws the same schedules."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import ConfigError, CostModel, solve_schedule
+from train.sampling import ScheduleSampler, make_sampler
+
+COST = CostModel(12, 1000, 500, 10, 100, 20, 4)
+SOLVER = {"horizon": 16}
+
+
+def sampler(seed: int = 0, **changes: object) -> ScheduleSampler:
+    request = {"speedups": [1, 2, 3], "weights": None, "speedup_range": None, "solver": SOLVER, **changes}
+    return make_sampler(COST, seed=seed, **request)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
+def test_a_draw_depends_on_seed_and_step_alone(seed: int, steps: list[int]) -> None:
+    first, second = sampler(seed), sampler(seed)
+    for other in range(3):
+        second.at(other)  # earlier draws change nothing
+    assert [first.at(step) for step in steps] == [second.at(step) for step in reversed(steps)][::-1]
+
+
+def test_another_process_with_another_hash_seed_draws_the_same() -> None:
+    code = (
+        "from train.sampling import ScheduleSampler;"
+        "s = ScheduleSampler((1., 2., 3.), (1, 2, 3), (1., 2., 3.), 5); print([s.at(n)[0] for n in range(50)])"
+    )
+    here = ScheduleSampler((1.0, 2.0, 3.0), (1, 2, 3), (1.0, 2.0, 3.0), 5)  # type: ignore[arg-type]
+    environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": "."}
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert there.stdout.strip() == str([here.at(n)[0] for n in range(50)])
+
+
+def test_draws_follow_the_weights() -> None:
+    draws = Counter(sampler(weights=[1, 0, 3]).at(step)[0] for step in range(4000))
+    assert draws[2.0] == 0
+    assert draws[3.0] / draws[1.0] == pytest.approx(3, rel=0.15)
+
+
+def test_seeds_differ() -> None:
+    assert [sampler(1).at(n)[0] for n in range(30)] != [sampler(2).at(n)[0] for n in range(30)]
+
+
+def test_each_target_has_the_solved_schedule() -> None:
+    drawn = sampler()
+    assert dict(zip(drawn.speedups, drawn.schedules, strict=True)) == {
+        s: solve_schedule(COST, s, horizon=16) for s in (1, 2, 3)
+    }
+
+
+def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
+    drawn = sampler(speedups=None, speedup_range=[1, 4])
+    targets = [drawn.at(step)[0] for step in range(3000)]
+    assert (min(targets), max(targets)) == (1.0, 4.0)
+    assert sum(targets) / len(targets) == pytest.approx(2.5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speedup_range": [1, 2]}, "and not both"),
+        ({"speedups": None}, "needs either"),
+        ({"speedups": []}, "speedups is empty"),
+        ({"speedups": [2, 2]}, "each target once"),
+        ({"weights": [1, 2]}, "expected 3 weights"),
+        ({"weights": [1, -1, 1]}, "none below 0"),
+        ({"speedups": None, "speedup_range": [3, 2]}, r"expected \[lowest, highest\]"),
+        ({"speedups": [1, 99]}, "reaches at most"),
+    ],
+)
+def test_a_distribution_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sampler(**change)

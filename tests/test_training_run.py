@@ -1,0 +1,313 @@
+"""The main job on a small scale: train, resume, load, evaluate; and every mistake before anything is lost."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval.cli
+import train.cli
+from data import load_task
+from skipdecode import CostModel, SkipSchedule, skip_generate
+from skipdecode.checkpoint import SkipConfig
+from train.recipe import load_recipe
+from train.run import run
+from train.tracking import MetricsFile
+
+SMALL = [
+    "model.config.num_hidden_layers=8",
+    "model.config.hidden_size=48",
+    "model.config.word_embed_proj_dim=48",
+    "model.config.ffn_dim=192",
+    "model.vocab_size=320",
+    "data.options={train_size: 60, validation_size: 4, test_size: 12}",
+    "train.per_device_batch_size=8",
+    "train.logging_steps=1",
+    "train.save_steps=3",
+    "optim.warmup_steps=0",
+    "tracking.wandb=off",
+]
+
+
+def train_small(folder: Path, *overrides: str) -> Path:
+    return run(load_recipe("quickstart", [*SMALL, f"output.dir={folder}", *overrides]), "quickstart")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(tmp_path_factory.mktemp("run") / "finished", "train.max_steps=6")
+
+
+def test_a_finished_run_is_a_checkpoint_that_plain_transformers_loads(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished)
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml", "metrics.jsonl"} <= {
+        file.name for file in finished.iterdir()
+    }
+    assert not (finished / "unfinished").exists()
+    example = load_task("departures", test_size=12).load("test")[0]
+    inputs = tokenizer(example.prompt, return_tensors="pt")
+    config = SkipConfig.load(finished)
+    assert config is not None
+    schedule = config.schedules[4.0]
+    output = model.generate(
+        **inputs, custom_generate=skip_generate, schedule=schedule, max_new_tokens=5, do_sample=False
+    )
+    assert output.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) -> None:
+    config = SkipConfig.load(finished)
+    assert config is not None
+    assert set(config.schedules) == {1, 2, 3, 4}
+    cost = CostModel.of(AutoModelForCausalLM.from_pretrained(finished))
+    for speedup, schedule in config.schedules.items():
+        assert config.schedule_for(cost, speedup) == schedule
+        assert cost.speedup(schedule) >= speedup
+    assert config.schedule_for(cost, 2.5).horizon == config.schedules[2.0].horizon
+    assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
+
+
+def test_a_line_is_logged_for_every_step_with_the_saving_that_law_3_gives(finished: Path) -> None:
+    lines = metrics(finished)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert line["loss"] > 0
+        assert (line["layer_column_share"] == 1) == (line["speedup_target"] == 1)
+        assert 0 < line["layer_column_share"] <= 1
+        assert (line["layers_per_token"] == 8) == (line["speedup_target"] == 1)
+        assert any(re.fullmatch(r"loss_layers_\d+_to_\d+", key) for key in line)
+    assert len({line["speedup_target"] for line in lines}) > 1
+
+
+def test_the_logged_share_is_that_of_the_batch_in_hand(tmp_path: Path) -> None:
+    """One batch of all rows: c(l) summed over layers, over all layer-columns."""
+    folder = train_small(
+        tmp_path / "one",
+        "train.max_steps=1",
+        "schedule.speedups=[3]",
+        "train.per_device_batch_size=12",
+        "data.options={train_size: 4, validation_size: 4, test_size: 4}",
+    )
+    config = SkipConfig.load(folder)
+    assert config is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    examples = load_task("departures", train_size=4, validation_size=4, test_size=4).load("train")
+    prompt = max(len(tokenizer(e.prompt)["input_ids"]) for e in examples)
+    completion = max(len(tokenizer(t)["input_ids"]) + 1 for e in examples for t in e.targets)
+    completion = min(completion, 64)  # the task's limit
+    schedule = config.schedules[3.0]
+    computed = sum(
+        layer in (schedule.prompt_layers if column < prompt else schedule.layers_at(column - prompt))
+        for layer in range(8)
+        for column in range(prompt + completion)
+    )
+    assert metrics(folder)[0]["layer_column_share"] == pytest.approx(computed / (8 * (prompt + completion)))
+
+
+def cut_off_at(callback: MetricsFile, step: int) -> MetricsFile:
+    """The callback, which ends the run as a kill would as soon as it has logged the step."""
+    inner = callback.on_log
+
+    def on_log(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        inner(args, state, control, **kwargs)
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    callback.on_log = on_log  # type: ignore[method-assign]
+    return callback
+
+
+def test_a_run_cut_off_continues_and_ends_as_if_it_had_not_been(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train.run
+
+    original = train.run.MetricsFile
+    folder = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.run, "MetricsFile", lambda path: cut_off_at(original(path), 5))
+        with pytest.raises(KeyboardInterrupt):
+            train_small(folder, "train.max_steps=6")
+    assert (folder / "checkpoint-3").is_dir()
+    assert not (folder / "config.json").exists()
+    train_small(folder, "train.max_steps=6")
+    theirs = AutoModelForCausalLM.from_pretrained(finished).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+    steps = metrics(folder)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in steps] == [line["loss"] for line in metrics(finished)]
+
+
+def test_accumulating_gradients_is_the_same_step_as_a_large_batch(tmp_path: Path) -> None:
+    common = ("train.max_steps=2", "model.config.dropout=0.0", "train.save_steps=2")
+    whole = train_small(tmp_path / "whole", *common, "train.per_device_batch_size=8")
+    parts = train_small(
+        tmp_path / "parts", *common, "train.per_device_batch_size=4", "train.gradient_accumulation_steps=2"
+    )
+    # The same 8 rows make a step: length grouping makes batches within a shuffle that both share only in part, so
+    # what is compared is the loss of the first step's rows, not the rows themselves.
+    first, second = metrics(whole)[0], metrics(parts)[0]
+    assert second["loss"] == pytest.approx(first["loss"], rel=0.05)
+    assert second["speedup_target"] == first["speedup_target"]
+
+
+def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(finished), "--task", "departures", "--speedup", "1", "2", "4"]
+    assert eval.cli.main([*arguments, "--limit", "10", "--batch-size", "4", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "frontier.png" in printed
+    report = json.loads((output / "report.json").read_text())
+    assert [row["speedup_target"] for row in report["rows"]] == [1, 2, 4]
+    keys = ["schedule", "mean_layers", "bleu", "rouge1", "rouge2", "rougeL", "prefill_seconds", "decode_seconds"]
+    config = SkipConfig.load(finished)
+    assert config is not None
+    for row in report["rows"]:
+        assert all(key in row for key in [*keys, "wall_clock_speedup"])
+        assert SkipSchedule.from_dict(row["schedule"]) == config.schedules[row["speedup_target"]]
+        assert row["decode_seconds"] > 0
+        assert row["prefill_seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["decode_seconds"])
+    assert report["rows"][0]["wall_clock_speedup"] == 1
+    assert report["rows"][0]["mean_layers"] == 8
+    assert report["versions"]["torch"] == torch.__version__
+    examples = load_task("departures", train_size=60, validation_size=4, test_size=12).load("test")[:10]
+    for speedup in ("1", "2", "4"):
+        lines = [json.loads(t) for t in (output / "predictions" / f"{speedup}x.jsonl").read_text().splitlines()]
+        assert [line["id"] for line in lines] == [e.id for e in examples]
+        assert [line["references"] for line in lines] == [list(e.references) for e in examples]
+        assert all(set(line) == {"id", "prompt", "prediction", "references"} for line in lines)
+    assert (output / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 4x |" in (output / "report.md").read_text()
+    # A second time, into the same folder, is refused; its report stays.
+    before = (output / "report.json").read_bytes()
+    assert eval.cli.main([*arguments, "--output", str(output)]) == 2
+    assert "already holds a report" in capsys.readouterr().err
+    assert (output / "report.json").read_bytes() == before
+
+
+def test_predictions_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) -> None:
+    texts = []
+    for size in ("1", "5"):
+        output = tmp_path / size
+        arguments = ["--checkpoint", str(finished), "--speedup", "3", "--limit", "6", "--batch-size", size]
+        assert eval.cli.main([*arguments, "--max-new-tokens", "12", "--output", str(output)]) == 0
+        texts.append((output / "predictions" / "3x.jsonl").read_text())
+        assert [row["speedup_target"] for row in json.loads((output / "report.json").read_text())["rows"]] == [1, 3]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.task=e2ee"], "unknown task 'e2ee': did you mean 'e2e'"),
+        (["schedule.decay=linaer"], "schedule.decay is 'linaer'"),
+        (["schedule.speedups=[1,90]"], "this model reaches at most"),
+        (["model.shape=opt-tny"], "unknown model.shape 'opt-tny': did you mean 'opt-tiny'"),
+        (["model.name_or_path=/nowhere/at/all"], "not both"),
+        (["model.vocab_size=10"], "model.vocab_size is 10"),
+        (["model.config.max_position_embeddings=40"], "the model has 40"),
+        (["data.max_prompt_tokens=3"], "at most 3 fit: raise data.max_prompt_tokens"),
+        (["data.path=/nowhere"], "task 'departures': Departures.__init__() got an unexpected keyword argument 'path'"),
+        (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
+        (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
+    ],
+)
+def test_a_bad_training_request_is_one_line_and_writes_nothing(
+    overrides: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "out"
+    status = train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert not folder.exists()
+
+
+def test_an_output_folder_that_holds_a_run_is_left_alone(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in finished.iterdir()}
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={finished}", "train.max_steps=6"]) == 2
+    assert "already holds a finished run" in capsys.readouterr().err
+    assert {file.name: file.stat().st_mtime_ns for file in finished.iterdir()} == before
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={other}"]) == 2
+    assert "holds files that are no run's" in capsys.readouterr().err
+    assert [file.name for file in other.iterdir()] == ["thesis.txt"]
+
+    shutil.copy(finished / "recipe.yaml", other / "recipe.yaml")
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={other}", "train.seed=9"]) == 2
+    assert "unfinished run of another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--checkpoint": "recipes"}, "'recipes' is no checkpoint: it has no config.json"),
+        ({"--checkpoint": "./nowhere"}, "is no checkpoint: it is not a folder"),
+        ({"--task": "e2ee"}, "unknown task 'e2ee'"),
+        ({"--speedup": "0.5"}, "name different targets of 1 or more"),
+        ({"--speedup": "40"}, "this model reaches at most"),
+        ({"--limit": "0"}, "--limit is 0"),
+        ({"--batch-size": "0"}, "--batch-size is 0"),
+        ({"--max-new-tokens": "250"}, "the model has 256 positions and max_new_tokens is 250"),
+        ({"--compare": "nothing"}, "expected NAME=PATH"),
+        ({"--compare": "other=train.py"}, "is no report"),
+        ({"--data-dir": "/nowhere", "--task": "e2e"}, "no such folder"),
+    ],
+)
+def test_a_bad_evaluation_request_is_one_line_and_writes_nothing(
+    changes: dict[str, str], message: str, finished: Path, tmp_path: Path, capsys: Any
+) -> None:
+    output = tmp_path / "eval"
+    request = {"--checkpoint": str(finished), "--output": str(output), "--limit": "2", **changes}
+    status = eval.cli.main([word for pair in request.items() for word in pair])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert not output.exists()
+
+
+def test_the_commands_themselves_exit_with_2() -> None:
+    for command in (["train.py", "--recipe", "nothing"], ["-m", "eval", "--checkpoint", "tests", "--output", "x"]):
+        result = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_an_offline_wandb_run_is_written(tmp_path: Path) -> None:
+    folder = train_small(tmp_path / "tracked", "train.max_steps=1", "tracking.wandb=offline")
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_real_e2e_runs_from_recipe_to_report(shared_data: Path, tmp_path: Path) -> None:
+    small = [change for change in SMALL if not change.startswith("data.")]
+    data = str(shared_data / "e2e")
+    folder = run(
+        load_recipe("e2e-tiny", [*small, "train.max_steps=2", f"data.path={data}", f"output.dir={tmp_path / 'run'}"]),
+        "e2e-tiny",
+    )
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(folder), "--task", "e2e", "--data-dir", data, "--limit", "5"]
+    assert eval.cli.main([*arguments, "--max-new-tokens", "8", "--output", str(output)]) == 0
+    lines = [json.loads(t) for t in (output / "predictions" / "1x.jsonl").read_text().splitlines()]
+    assert lines[0]["prompt"].startswith("name: Xname")
+    assert lines[0]["references"][0] == "A coffee shop in the city centre area called Blue Spice."
