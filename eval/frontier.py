@@ -34,22 +34,25 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
             color=colour,
             marker=marker,
             markersize=6,
-            capsize=3,
             lw=1.8,
+            elinewidth=0.9,
+            capsize=2.5,
             label=name,
         )
         if number == 0:
             full = next(row for row in report.rows if row.speedup_target == 1)
-            axes.axhline(full.bleu, color=colour, lw=0.8, ls=":", zorder=0)
+            axes.axhline(full.bleu, color="#777777", lw=0.9, ls=":", zorder=0)
             for row in rows:
                 axes.annotate(
                     f"target {row.speedup_target:g}x\n{row.mean_layers:.1f} layers",
                     (row.wall_clock_speedup, row.bleu),
-                    xytext=(0, 10),
+                    xytext=(0, -11),
                     textcoords="offset points",
                     ha="center",
+                    va="top",
                     fontsize=8,
                     color="#333333",
+                    bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
                 )
     values = [row.bleu for report in reports.values() for row in report.rows]
     # At least twelve points of BLEU in sight, so that a difference of noise doesn't look like a cliff.
@@ -59,22 +62,17 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     axes.set_xlim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     axes.set_xlabel("measured decode speed, times full depth on the wall clock")
     axes.set_ylabel("BLEU (all references)")
-    axes.set_title(title, loc="left", fontsize=11)
+    first = next(iter(reports.values()))
+    axes.set_title(title, loc="left", fontsize=12, pad=20)
+    conditions = f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.examples} prompts"
+    note = f"{conditions}; bars: quartiles over batches; dotted: full depth"
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color="#555555")
+    axes.xaxis.set_major_formatter("{x:g}x")
     axes.grid(color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(reports) > 1:
         axes.legend(frameon=False, loc="lower left")
-    first = next(iter(reports.values()))
-    figure.text(
-        0.995,
-        0.002,
-        f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.date}",
-        ha="right",
-        va="bottom",
-        fontsize=6,
-        color="#777777",
-    )
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png")
     pyplot.close(figure)

@@ -1,15 +1,18 @@
 """Attaching a schedule to a model: each layer runs on the columns that the schedule gives it, and on no other.
 
-One mechanism serves teacher forcing, prefill and decoding. For the time of a context, the `forward` of every decoder
-layer goes through a gate that knows how many of the columns at hand the layer runs: all, a prefix (law 3), or none.
-What a layer doesn't run passes by unchanged. No model code is copied, no module is added, no key of the state dict
-changes.
+One mechanism serves teacher forcing, prefill and decoding. For the time of a context, every call of a decoder layer
+goes through a gate that knows how many of the columns at hand the layer runs: all, a prefix (law 3), or none. What a
+layer doesn't run passes by unchanged. No model code is copied, no module is added, no key of the state dict changes.
+
+The gate stands before the layer's `__call__`, in a subclass that the layer is an instance of while the context lasts
+(PyTorch's FSDP2 does the same). There it is outside of gradient checkpointing, which may run the layer's `forward`
+again after the context, and outside of hooks, so that ZeRO-3 gathers no parameters of a layer that is passed by.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
 from skipdecode.schedule import SkipSchedule
 
+_GATE = "_skipdecode_gate"  # in a layer's __dict__: (gate, index of the layer)
+
 # columns at hand -> for each layer, how many of them it runs, counted from the first
 ColumnPlan = Callable[[int], tuple[int, ...]]
 
@@ -27,7 +32,7 @@ def whole_columns(num_layers: int, layers: tuple[int, ...]) -> ColumnPlan:
     """The plan in which `layers` run every column and the others none: prefill, and a step of decoding."""
     active = frozenset(layers)
     on = tuple(int(layer in active) for layer in range(num_layers))
-    return lru_cache(maxsize=2)(lambda columns: tuple(columns * flag for flag in on))
+    return functools.lru_cache(maxsize=2)(lambda columns: tuple(columns * flag for flag in on))
 
 
 class LayerGate:
@@ -45,31 +50,43 @@ class LayerGate:
         self.layer_columns_skipped = 0
         self._returns_tuple = False  # as layer 0, which always runs, last answered
 
-    def wrap(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The gated `forward` of layer `index`, whose own is `run`."""
-        names = list(inspect.signature(run).parameters)[1:]  # after hidden_states
+    def call(self, index: int, run: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
+        """Call layer `index`, whose own call is `run` and whose arguments have `names`, on the columns that it runs."""
+        hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop(names[0]), args)
+        columns = hidden_states.shape[1]  # hidden_states: [batch, columns, hidden]
+        cutoff = self.plan(columns)[index]
+        self.layer_columns += cutoff
+        self.layer_columns_skipped += columns - cutoff
+        if cutoff == columns:
+            output = run(hidden_states, *args, **kwargs)
+            self._returns_tuple = isinstance(output, tuple)
+            return output
+        if cutoff == 0:
+            return (hidden_states,) if self._returns_tuple else hidden_states
+        kwargs.update(zip(names[1:], args, strict=False))  # GPT-2 passes some by position
+        kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
+        output = run(hidden_states[:, :cutoff], **kwargs)
+        prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        # [batch, cutoff, hidden] and [batch, columns - cutoff, hidden] -> [batch, columns, hidden]
+        whole = torch.cat([prefix, hidden_states[:, cutoff:]], dim=1)
+        return whole if rest is None else (whole, *rest)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), args)
-            columns = hidden_states.shape[1]  # hidden_states: [batch, columns, hidden]
-            cutoff = self.plan(columns)[index]
-            self.layer_columns += cutoff
-            self.layer_columns_skipped += columns - cutoff
-            if cutoff == columns:
-                output = run(hidden_states, *args, **kwargs)
-                self._returns_tuple = isinstance(output, tuple)
-                return output
-            if cutoff == 0:
-                return (hidden_states,) if self._returns_tuple else hidden_states
-            kwargs.update(zip(names, args, strict=False))  # GPT-2 passes some by position
-            kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
-            output = run(hidden_states[:, :cutoff], **kwargs)
-            prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-            # [batch, cutoff, hidden] and [batch, columns - cutoff, hidden] -> [batch, columns, hidden]
-            whole = torch.cat([prefix, hidden_states[:, cutoff:]], dim=1)
-            return whole if rest is None else (whole, *rest)
 
-        return forward
+@functools.cache
+def _gated_class(layer_class: Any) -> Any:
+    """The layer's class with a gate before its call; the instance says which gate, and which layer it is."""
+    names = list(inspect.signature(layer_class.forward).parameters)[1:]  # after self
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gate, index = self.__dict__[_GATE]
+        return gate.call(index, functools.partial(layer_class.__call__, self), names, *args, **kwargs)
+
+    gated = type(layer_class.__name__, (layer_class,), {"__call__": call, "__module__": layer_class.__module__})
+    # transformers wraps `forward` of every new subclass for checkpointing; the outermost wrapper alone checkpoints.
+    # The recomputation may come when the layer has its own class again, so the wrapper must be that of its own class.
+    if "forward" in vars(gated):
+        del gated.forward
+    return gated
 
 
 def _first_columns(name: str, value: Any, cutoff: int, columns: int) -> Any:
@@ -110,22 +127,18 @@ def gated_layers(model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan) -> 
     layers = decoder_layers(model)
     check_schedule(schedule, layers)
     gate = LayerGate(plan)
-    if any(hasattr(layer.forward, "_skipdecode_gate") for layer in layers):
+    if any(_GATE in layer.__dict__ for layer in layers):
         raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
-    # An instance attribute may hide the class's forward already (accelerate's hooks do so): it is put back as it was.
-    hidden = [layer.__dict__.get("forward") for layer in layers]
+    classes: list[Any] = [type(layer) for layer in layers]
     try:
         for index, layer in enumerate(layers):
-            forward = gate.wrap(index, layer.forward)
-            forward._skipdecode_gate = gate  # type: ignore[attr-defined]
-            layer.forward = forward
+            layer.__dict__[_GATE] = (gate, index)
+            layer.__class__ = _gated_class(classes[index])
         yield gate
     finally:
-        for layer, before in zip(layers, hidden, strict=True):
-            if before is not None:
-                layer.forward = before
-            else:
-                layer.__dict__.pop("forward", None)
+        for layer, layer_class in zip(layers, classes, strict=True):
+            layer.__class__ = layer_class
+            layer.__dict__.pop(_GATE, None)
 
 
 @contextmanager
@@ -152,7 +165,7 @@ def skip_layers(model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int
     if not isinstance(prompt_columns, int) or isinstance(prompt_columns, bool) or prompt_columns < 1:
         raise ConfigError(f"prompt_columns is {prompt_columns!r}: it must be an integer of at least 1")
 
-    @lru_cache(maxsize=8)
+    @functools.lru_cache(maxsize=8)
     def plan(columns: int) -> tuple[int, ...]:
         return schedule.column_cutoffs(prompt_columns, columns)
 
