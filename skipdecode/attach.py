@@ -81,7 +81,7 @@ def _gated_class(layer_class: Any) -> Any:
         gate, index = self.__dict__[_GATE]
         return gate.call(index, functools.partial(layer_class.__call__, self), names, *args, **kwargs)
 
-    gated = type(layer_class.__name__, (layer_class,), {"__call__": call, "__module__": layer_class.__module__})
+    gated: Any = type(layer_class.__name__, (layer_class,), {"__call__": call, "__module__": layer_class.__module__})
     # transformers wraps `forward` of every new subclass for checkpointing; the outermost wrapper alone checkpoints.
     # The recomputation may come when the layer has its own class again, so the wrapper must be that of its own class.
     if "forward" in vars(gated):
