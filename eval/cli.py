@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--speedup", nargs="+", type=float, default=[1, 2, 3, 4], metavar="X", help="target wall-clock speedups"
     )
+    parser.add_argument(
+        "--schedule", nargs="+", default=[], metavar="FILE", help="schedules of your own beside the targets: JSON files"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
     parser.add_argument("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
@@ -45,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checkpoint=options.checkpoint,
                 output=options.output,
                 speedups=tuple(options.speedup),
+                schedules=tuple(options.schedule),
                 task=options.task,
                 data_dir=options.data_dir,
                 limit=options.limit,

@@ -17,7 +17,7 @@ from eval.frontier import draw_frontier
 from eval.machine import describe_machine, versions
 from eval.report import FILE_NAME, Report, make_row, write_predictions
 from eval.scores import score
-from skipdecode import ConfigError, CostModel
+from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 
@@ -29,6 +29,7 @@ class Request:
     checkpoint: str
     output: Path
     speedups: tuple[float, ...]
+    schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     task: str | None = None
     data_dir: str | None = None
     limit: int | None = None
@@ -61,6 +62,11 @@ def evaluate(request: Request) -> Report:
         console.print("adding 1x, which the others are measured against")
         speedups = (1.0, *speedups)
     schedules = [config.schedule_for(cost, speedup) for speedup in speedups]
+    for file in request.schedules:
+        schedules.append(SkipSchedule.load(file))
+        speedups = (*speedups, round(cost.speedup(schedules[-1]), 2))
+    if len(set(speedups)) != len(speedups):
+        raise ConfigError(f"two of the speeds {list(speedups)} are the same: leave out one target or --schedule")
     examples = task.load("test")[: request.limit]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from skipdecode.cost import depth_mismatch
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
 from skipdecode.schedule import SkipSchedule
@@ -115,10 +116,7 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
     if not isinstance(schedule, SkipSchedule):
         raise ConfigError(f"schedule is a {type(schedule).__name__}: pass a SkipSchedule, such as solve_schedule gives")
     if schedule.num_layers != len(layers):
-        raise ConfigError(
-            f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}: "
-            "make one with num_layers equal to the model's"
-        )
+        raise ConfigError(depth_mismatch(schedule, len(layers)))
 
 
 @contextmanager

@@ -120,12 +120,25 @@ class CostModel:
         batch_size: int = 1,
         machine: Machine | None = None,
     ) -> float:
-        """How many times faster than full depth the first `steps` steps (the horizon by default) decode."""
+        """How many times faster than full depth the first `steps` steps (the horizon by default) decode.
+
+        Raises ConfigError for a schedule of another depth.
+        """
+        if schedule.num_layers != self.num_layers:
+            raise ConfigError(depth_mismatch(schedule, self.num_layers))
         steps = steps or schedule.horizon
         full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
         return self.decode_seconds(full, steps, prompt_length, batch_size, machine) / self.decode_seconds(
             schedule, steps, prompt_length, batch_size, machine
         )
+
+
+def depth_mismatch(schedule: SkipSchedule, num_layers: int) -> str:
+    """What to say of a schedule that was made for another depth."""
+    return (
+        f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}: "
+        "make one with num_layers equal to the model's"
+    )
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:

@@ -6,10 +6,12 @@ integers, so the object that trains a model is the object that decodes with it, 
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from skipdecode.errors import ConfigError, unknown
@@ -254,6 +256,16 @@ class SkipSchedule:
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
         return json.dumps(self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "SkipSchedule":
+        """The schedule of a JSON file that holds what `to_json` gives. Raises ConfigError that names the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"schedule file {os.fspath(path)!r} can't be read: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"schedule file {os.fspath(path)!r}: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "SkipSchedule":

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode import ConfigError, CostModel, solve_schedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from train.sampling import ScheduleSampler, make_sampler
 
 COST = CostModel(12, 1000, 500, 10, 100, 20, 4)
@@ -16,7 +16,7 @@ SOLVER = {"horizon": 16}
 
 
 def sampler(seed: int = 0, **changes: object) -> ScheduleSampler:
-    request = {"speedups": [1, 2, 3], "weights": None, "speedup_range": None, "solver": SOLVER, **changes}
+    request = {"speedups": [1, 2, 3], "solver": SOLVER, **changes}
     return make_sampler(COST, seed=seed, **request)  # type: ignore[arg-type]
 
 
@@ -56,6 +56,13 @@ def test_each_target_has_the_solved_schedule() -> None:
     }
 
 
+def test_schedules_of_ones_own_are_drawn_under_their_predicted_speedup() -> None:
+    own = [SkipSchedule(12, 12, 12, horizon=16), SkipSchedule(12, 6, 2, horizon=16, placement="ends")]
+    drawn = sampler(speedups=None, schedules=own)
+    assert drawn.schedules == tuple(own)
+    assert drawn.speedups == (1.0, round(COST.speedup(own[1]), 2))
+
+
 def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
     drawn = sampler(speedups=None, speedup_range=[1, 4])
     targets = [drawn.at(step)[0] for step in range(3000)]
@@ -66,10 +73,11 @@ def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speedup_range": [1, 2]}, "and not both"),
-        ({"speedups": None}, "needs either"),
-        ({"speedups": []}, "speedups is empty"),
-        ({"speedups": [2, 2]}, "each target once"),
+        ({"speedup_range": [1, 2]}, "exactly one of"),
+        ({"speedups": None}, "exactly one of"),
+        ({"speedups": []}, "nothing to draw from"),
+        ({"speedups": [2, 2]}, "each once"),
+        ({"speedups": None, "schedules": [SkipSchedule(24, 8, 4)]}, "is for 24 layers, the model has 12"),
         ({"weights": [1, 2]}, "expected 3 weights"),
         ({"weights": [1, -1, 1]}, "none below 0"),
         ({"speedups": None, "speedup_range": [3, 2]}, r"expected \[lowest, highest\]"),

@@ -221,6 +221,11 @@ def test_predictions_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) 
         (["model.vocab_size=10"], "model.vocab_size is 10"),
         (["model.config.max_position_embeddings=40"], "the model has 40"),
         (["data.max_prompt_tokens=3"], "at most 3 fit: raise data.max_prompt_tokens"),
+        (["schedule.speedups=null", "schedule.files=[LAYERS24]"], "is for 24 layers, the model has 8"),
+        (["schedule.speedups=null", "schedule.files=[MINMAX]"], "min_layers is 9: it must lie between warmup_layers"),
+        (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
+        (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
+        (["schedule.warmup_layers=0"], "schedule.warmup_layers is 0"),
         (["data.path=/nowhere"], "task 'departures': Departures.__init__() got an unexpected keyword argument 'path'"),
         (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
@@ -229,6 +234,11 @@ def test_predictions_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) 
 def test_a_bad_training_request_is_one_line_and_writes_nothing(
     overrides: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
+    files = {"LAYERS24": (24, 9, 3), "MINMAX": (8, 3, 9)}
+    for name, (depth, most, least) in files.items():
+        text = json.dumps({"num_layers": depth, "max_layers": most, "min_layers": least})
+        (tmp_path / f"{name}.json").write_text(text)
+        overrides = [o.replace(name, str(tmp_path / f"{name}.json")) for o in overrides]
     folder = tmp_path / "out"
     status = train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides])
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -265,6 +275,7 @@ def test_an_output_folder_that_holds_a_run_is_left_alone(finished: Path, tmp_pat
         ({"--speedup": "0.5"}, "name different targets of 1 or more"),
         ({"--speedup": "40"}, "this model reaches at most"),
         ({"--limit": "0"}, "--limit is 0"),
+        ({"--schedule": "train.py"}, "schedule file 'train.py': not a schedule"),
         ({"--batch-size": "0"}, "--batch-size is 0"),
         ({"--max-new-tokens": "250"}, "the model has 256 positions and max_new_tokens is 250"),
         ({"--compare": "nothing"}, "expected NAME=PATH"),
@@ -291,6 +302,34 @@ def test_the_commands_themselves_exit_with_2() -> None:
         assert result.returncode == 2
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
+
+
+def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: Path, tmp_path: Path) -> None:
+    """The path of a pretrained model: from a folder, with its own tokenizer; then decoded by the same file."""
+    file = tmp_path / "own.json"
+    file.write_text(SkipSchedule(8, 5, 2, horizon=12, placement="even", decay="cosine").to_json())
+    folder = train_small(
+        tmp_path / "tuned",
+        "model.shape=null",
+        "model.config=null",
+        f"model.name_or_path={finished}",
+        "schedule.speedups=null",
+        f"schedule.files=[{file}]",
+        "train.max_steps=1",
+        "train.gradient_checkpointing=true",
+    )
+    config = SkipConfig.load(folder)
+    assert config is not None
+    assert list(config.schedules.values()) == [SkipSchedule.load(file)]
+    before = AutoModelForCausalLM.from_pretrained(finished).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    moved = [float((after[name] - before[name]).abs().max()) for name in before]
+    assert 0 < max(moved) < 0.1  # one step away from where it started
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(folder), "--speedup", "1", "--schedule", str(file), "--limit", "3"]
+    assert eval.cli.main([*arguments, "--max-new-tokens", "8", "--output", str(output)]) == 0
+    rows = json.loads((output / "report.json").read_text())["rows"]
+    assert SkipSchedule.from_dict(rows[1]["schedule"]) == SkipSchedule.load(file)
 
 
 def test_an_offline_wandb_run_is_written(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrained
     set_seed(recipe.train.seed)
     if section.name_or_path is not None:
         tokenizer = load_tokenizer(section.tokenizer or section.name_or_path)
-        return load_model(section.name_or_path, dtype=dtype, **section.config), tokenizer
+        return load_model(section.name_or_path, dtype=dtype, **(section.config or {})), tokenizer
     shape = _shape(section)
     positions = shape.get("max_position_embeddings", 2048)
     if section.tokenizer is not None:
@@ -56,7 +56,7 @@ def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrained
 def _shape(section: ModelSection) -> dict[str, Any]:
     assert section.shape is not None
     path = named_file(section.shape, SHAPES, ".yaml", "model.shape")
-    shape = {**read_yaml(path), **section.config}
+    shape = {**read_yaml(path), **(section.config or {})}
     if "model_type" not in shape:
         raise ConfigError(f"{path} lacks model_type, such as opt")
     return shape

@@ -29,7 +29,7 @@ class ModelSection(Section):
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
-    config: dict[str, Any] = Field({}, description="values of the model's config to change, such as dropout")
+    config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
     vocab_size: int = Field(512, description="tokens of the tokenizer that is trained for a shape")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
@@ -49,7 +49,8 @@ class ScheduleSection(Section):
     """The schedules that training draws from, one for each optimiser step."""
 
     speedups: list[float] | None = Field(None, description="target speedups to draw from; [1] trains at full depth")
-    weights: list[float] | None = Field(None, description="how often each of speedups is drawn; null: equally")
+    files: list[str] | None = Field(None, description="schedules to draw from instead: JSON files of SkipSchedule")
+    weights: list[float] | None = Field(None, description="how often each target or file is drawn; null: equally")
     speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
     horizon: int | None = Field(None, ge=1, description="tokens over which the budget falls; null: the task's")
     decay: Decay = Field("linear", description="how the budget falls")

@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from data import Task
 from data.columns import ColumnCollator, Encoded, encode_pairs
-from skipdecode import ConfigError, CostModel
+from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from train.build import build_model, build_task
 from train.recipe import DEEPSPEED, Recipe, named_file
@@ -116,8 +116,9 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
     sampler = make_sampler(
         CostModel.of(model),
         speedups=section.speedups,
-        weights=section.weights,
         speedup_range=section.speedup_range,
+        schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
+        weights=section.weights,
         seed=recipe.train.seed,
         solver=solver,
     )

@@ -34,38 +34,45 @@ class ScheduleSampler:
 def make_sampler(
     cost: CostModel,
     *,
-    speedups: Sequence[float] | None,
-    weights: Sequence[float] | None,
-    speedup_range: Sequence[float] | None,
+    speedups: Sequence[float] | None = None,
+    speedup_range: Sequence[float] | None = None,
+    schedules: Sequence[SkipSchedule] | None = None,
+    weights: Sequence[float] | None = None,
     seed: int,
     solver: Mapping[str, Any],
 ) -> ScheduleSampler:
-    """A sampler over a list of target speedups with weights, or over a range of them.
+    """A sampler over a list of target speedups or of schedules, with weights, or over a range of targets.
 
-    Raises ConfigError unless exactly one of `speedups` and `speedup_range` is given, and for a target out of reach.
+    Targets are solved with the settings in `solver`; the target of a schedule that is given is its predicted speedup.
+    Raises ConfigError unless exactly one of the three is given, for a target out of reach, a schedule of another depth.
     """
-    if (speedups is None) == (speedup_range is None):
-        raise ConfigError("schedule needs either speedups (a list) or speedup_range ([lowest, highest]), and not both")
+    if sum(given is not None for given in (speedups, speedup_range, schedules)) != 1:
+        raise ConfigError(
+            "schedule needs exactly one of speedups (a list), speedup_range ([lowest, highest]) and files; "
+            "set the others to null"
+        )
     if speedup_range is not None:
         if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1]:
             raise ConfigError(f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 or more")
         if weights is not None:
-            raise ConfigError("schedule.weights goes with schedule.speedups; a range is drawn from evenly")
+            raise ConfigError("schedule.weights goes with schedule.speedups or files; a range is drawn from evenly")
         low, high = speedup_range
         speedups = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(RANGE_TARGETS)]
+    if schedules is not None:
+        speedups = [round(cost.speedup(schedule), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
-        raise ConfigError("schedule.speedups is empty: name one target or more, such as [1, 2, 4]")
-    if len(set(speedups)) != len(speedups):
         raise ConfigError(
-            f"schedule.speedups is {list(speedups)}: each target once; use schedule.weights to favour one"
+            "schedule has nothing to draw from: name one target or file at least, such as speedups=[1,2,4]"
         )
+    if len(set(speedups)) != len(speedups):
+        raise ConfigError(f"schedule targets {list(speedups)}: each once; use schedule.weights to favour one")
     weights = [1.0] * len(speedups) if weights is None else weights
     if len(weights) != len(speedups) or min(weights) < 0 or sum(weights) <= 0:
         raise ConfigError(f"schedule.weights is {list(weights)}: expected {len(speedups)} weights, none below 0")
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),
-        schedules=tuple(solve_schedule(cost, s, **solver) for s in speedups),
+        schedules=tuple(schedules or (solve_schedule(cost, s, **solver) for s in speedups)),
         weights=tuple(float(w) for w in weights),
         seed=seed,
     )
