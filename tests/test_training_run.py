@@ -1,6 +1,7 @@
 """The main job on a small scale: train, resume, load, evaluate; and every mistake before anything is lost."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -330,6 +331,30 @@ def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: 
     assert eval.cli.main([*arguments, "--max-new-tokens", "8", "--output", str(output)]) == 0
     rows = json.loads((output / "report.json").read_text())["rows"]
     assert SkipSchedule.from_dict(rows[1]["schedule"]) == SkipSchedule.load(file)
+
+
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path) -> None:
+    """Under torchrun with gloo: every rank draws the same schedules, and the loss is that of the whole batch."""
+    common = [*SMALL, "train.max_steps=4", "model.config.dropout=0.0", "train.save_steps=4"]
+    common.append("data.options={train_size: 4, validation_size: 4, test_size: 4}")  # 12 rows, all in each step
+    alone = run(
+        load_recipe("quickstart", [*common, "train.per_device_batch_size=12", f"output.dir={tmp_path / 'a'}"]), "a"
+    )
+    both = tmp_path / "b"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "train.py", "--recipe", "quickstart"]
+    overrides = [*common, "train.per_device_batch_size=6", f"output.dir={both}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, *overrides], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for mine, expected in zip(metrics(both), metrics(alone), strict=True):
+        assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+        assert mine["speedup_target"] == expected["speedup_target"]
+        assert mine["layer_column_share"] == pytest.approx(expected["layer_column_share"], abs=0.1)
+    weights = AutoModelForCausalLM.from_pretrained(alone).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(both).state_dict().items():
+        torch.testing.assert_close(value, weights[name], atol=6e-3, rtol=0)
 
 
 def test_an_offline_wandb_run_is_written(tmp_path: Path) -> None:

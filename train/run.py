@@ -160,7 +160,8 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             remove_unused_columns=False,
             report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
             deepspeed=deepspeed,
-            dataloader_pin_memory=torch.cuda.is_available(),
+            use_cpu=not torch.accelerator.is_available(),  # else torchrun's processes would each train alone
+            dataloader_pin_memory=torch.accelerator.is_available(),
             disable_tqdm=not sys.stderr.isatty(),
         )
     except (ValueError, ImportError) as error:

@@ -104,7 +104,8 @@ class SkipTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every saved checkpoint carries the schedules that trained it (law 4)."""
         super()._save(output_dir, state_dict)
-        self.skip_config.save(output_dir or str(self.args.output_dir))
+        if self.args.should_save:
+            self.skip_config.save(output_dir or str(self.args.output_dir))
 
 
 def check_positions(model: PreTrainedModel, needed: int) -> None:
