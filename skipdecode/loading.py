@@ -11,7 +11,11 @@ from skipdecode.errors import ConfigError
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
     """A causal language model from a local folder or the Hub. Raises ConfigError where there is none."""
-    _check_folder(name)
+    path = Path(name)
+    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is not a folder"
+        raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
     except (OSError, ValueError) as error:
@@ -21,7 +25,6 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none."""
-    _check_folder(name)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError) as error:
@@ -31,15 +34,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _check_folder(name: str) -> None:
-    """A path must be a checkpoint folder; anything else is left to the Hub."""
-    path = Path(name)
-    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "is not a folder"
-        raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """The command line of training: `python train.py --recipe NAME [key=value …]`, or under torchrun."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from typing import Literal, get_args, get_origin
 
 from skipdecode.errors import ConfigError
 from train.recipe import Recipe, load_recipe, recipe_names
@@ -40,6 +42,8 @@ def _keys() -> str:
         assert kind is not None
         lines.append(f"\n  {section_name}: {' '.join((kind.__doc__ or '').split())}")
         for key, field in kind.model_fields.items():
-            default = "(required)" if field.is_required() else f"= {field.default!r}"
-            lines.append(f"    {section_name}.{key} {default}  {field.description or ''}".rstrip())
+            default = "(required)" if field.is_required() else f"= {json.dumps(field.default)}"
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            notes = [", ".join(choices), field.description or ""]
+            lines.append(f"    {section_name}.{key} {default}  {'; '.join(filter(None, notes))}".rstrip())
     return "\n".join(lines)
