@@ -20,7 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", help="default: what the checkpoint was trained on")
     parser.add_argument("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
     parser.add_argument(
-        "--speedup", nargs="+", type=float, default=[1, 2, 3, 4], metavar="X", help="target wall-clock speedups"
+        "--speedup",
+        nargs="+",
+        type=float,
+        default=[1, 2, 3, 4],
+        metavar="X",
+        help="target wall-clock speedups; 1x is added",
     )
     parser.add_argument(
         "--schedule", nargs="+", default=[], metavar="FILE", help="schedules of your own beside the targets: JSON files"

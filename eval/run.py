@@ -3,7 +3,7 @@
 import datetime
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,42 +46,32 @@ def evaluate(request: Request) -> Report:
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)  # a file or a pipe has no width to fit the table into
     _check(request)
     others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
+    device = _device(request.device)
     model = load_model(request.checkpoint, dtype=getattr(torch, request.dtype) if request.dtype else None)
     tokenizer = load_tokenizer(request.checkpoint)
     config = SkipConfig.load(request.checkpoint)
     task = _task(request, config)
-    config = config or SkipConfig(solver={"horizon": task.horizon})
-    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model.to(device)  # type: ignore[arg-type]
     model.eval()
-    cost = CostModel.of(model)
-    speedups = request.speedups
-    if 1 not in speedups:
-        console.print("adding 1x, which the others are measured against")
-        speedups = (1.0, *speedups)
-    schedules = [config.schedule_for(cost, speedup) for speedup in speedups]
-    for file in request.schedules:
-        schedules.append(SkipSchedule.load(file))
-        speedups = (*speedups, round(cost.speedup(schedules[-1]), 2))
-    if len(set(speedups)) != len(speedups):
-        raise ConfigError(f"two of the speeds {list(speedups)} are the same: leave out one target or --schedule")
+    speeds = _speeds(request, config or SkipConfig(solver={"horizon": task.horizon}), CostModel.of(model))
     examples = task.load("test")[: request.limit]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
-
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("batches"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        batches = -(-len(examples) // request.batch_size)
-        bar = progress.add_task(f"{task.name} at {', '.join(f'{s:g}x' for s in speedups)}", total=batches)
-        results: list[Decoded] = []
-        for results in decode_test_set(  # noqa: B007
-            model, tokenizer, task, examples, schedules, batch_size=request.batch_size, max_new_tokens=max_new_tokens
-        ):
-            progress.advance(bar)
-
+    progress = decode_test_set(
+        model,
+        tokenizer,
+        task,
+        examples,
+        list(speeds.values()),
+        batch_size=request.batch_size,
+        max_new_tokens=max_new_tokens,
+    )
+    title = f"{task.name} at {', '.join(f'{s:g}x' for s in speeds)}"
+    results = dict(zip(speeds, _last(progress, title, -(-len(examples) // request.batch_size)), strict=True))
     references = [example.references for example in examples]
-    full_depth = results[speedups.index(1)]
     report = Report(
         checkpoint=request.checkpoint,
         task=task.name,
@@ -95,16 +85,54 @@ def evaluate(request: Request) -> Report:
         machine=describe_machine(device),
         versions=versions(),
         rows=[
-            make_row(speedup, result, full_depth, score(result.predictions, references))
-            for speedup, result in zip(speedups, results, strict=True)
+            make_row(speedup, result, results[1.0], score(result.predictions, references))
+            for speedup, result in results.items()
         ],
     )
-    _write(request.output, report, examples, results, others)
+    _write(request.output, report, examples, list(results.values()), others)
     console.print(report.to_table())
     for line in report.notes():
-        console.print(line, style="dim", highlight=False)
+        console.print(line, style="dim", highlight=False, markup=False)
     console.print(f"picture: {request.output / 'frontier.png'}", highlight=False, soft_wrap=True)
     return report
+
+
+def _speeds(request: Request, config: SkipConfig, cost: CostModel) -> dict[float, SkipSchedule]:
+    """Target speedup -> schedule, for every row; 1x is among them, since the others are measured against it."""
+    speeds = {speedup: config.schedule_for(cost, speedup) for speedup in request.speedups}
+    if 1.0 not in speeds:
+        speeds = {1.0: config.schedule_for(cost, 1.0), **speeds}
+    for file in request.schedules:
+        schedule = SkipSchedule.load(file)
+        predicted = round(cost.speedup(schedule), 2)
+        if predicted in speeds:
+            raise ConfigError(f"--schedule {file} is predicted {predicted:g}x, which is a row already: leave one out")
+        speeds[predicted] = schedule
+    return speeds
+
+
+def _last(results: Iterator[list[Decoded]], title: str, batches: int) -> list[Decoded]:
+    """The final results, with a progress bar on the way."""
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("batches"))
+    final: list[Decoded] = []
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(title, total=batches)
+        for so_far in results:
+            final = so_far
+            progress.advance(bar)
+    return final
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {name!r}: expected cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device is {name!r}: there is no CUDA device here")
+    return device
 
 
 def _check(request: Request) -> None:

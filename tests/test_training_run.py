@@ -277,6 +277,7 @@ def test_an_output_folder_that_holds_a_run_is_left_alone(finished: Path, tmp_pat
         ({"--speedup": "40"}, "this model reaches at most"),
         ({"--limit": "0"}, "--limit is 0"),
         ({"--schedule": "train.py"}, "schedule file 'train.py': not a schedule"),
+        ({"--device": "cuda:x"}, "--device is 'cuda:x': expected cpu"),
         ({"--batch-size": "0"}, "--batch-size is 0"),
         ({"--max-new-tokens": "250"}, "the model has 256 positions and max_new_tokens is 250"),
         ({"--compare": "nothing"}, "expected NAME=PATH"),
