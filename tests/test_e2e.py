@@ -134,3 +134,25 @@ def test_the_real_data_has_its_known_sizes_and_restores_exactly(shared_data: Pat
         same += len(restored & {r.strip().lower() for r in example.references})
         total += len(restored)
     assert same / total > 0.97
+
+
+def test_without_a_folder_the_hubs_parquet_is_read_by_its_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str]] = []
+
+    def load_dataset(repository: str, revision: str, split: str) -> list[dict[str, str]]:
+        asked.append({"repository": repository, "revision": revision, "split": split})
+        if split == "test":
+            raise ConnectionError("no network")
+        return [
+            {"meaning_representation": "name[Aromi]", "human_reference": "Aromi."},
+            {"meaning_representation": "name[Aromi]", "human_reference": "It is Aromi."},
+        ]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    (example,) = E2E().load("validation")
+    assert example.references == ("Aromi.", "It is Aromi.")
+    # As read on the Hub's page of the data set; scripts are gone, so the converted files are named.
+    expected = {"repository": "tuetschek/e2e_nlg", "revision": "refs/convert/parquet", "split": "validation"}
+    assert asked == [expected]
+    with pytest.raises(ConfigError, match=r"ConnectionError.*data\.path=FOLDER"):
+        E2E().load("test")

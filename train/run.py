@@ -33,7 +33,8 @@ def run(recipe: Recipe, name: str) -> Path:
     """
     console = Console(stderr=True, quiet=not _is_first_process())
     folder = Path(str(recipe.output.dir))
-    _check_folder(folder, recipe)
+    if _is_first_process():  # which alone writes there, soon
+        _check_folder(folder, recipe)
     task = build_task(recipe)
     examples = task.load("train")
     model, tokenizer = build_model(recipe, examples)
