@@ -7,7 +7,7 @@ import torch
 
 from data.columns import IGNORED
 from skipdecode import SkipSchedule
-from train.objective import DepthBands, completion_loss, predicting_budgets
+from train.objective import DepthBands, completion_loss, distillation_loss, predicting_budgets
 
 SCHEDULE = SkipSchedule(8, 6, 2, horizon=4)
 
@@ -58,6 +58,19 @@ def test_padding_has_no_gradient() -> None:
     assert logits.grad is not None
     assert (logits.grad[labels == IGNORED] == 0).all()
     assert (logits.grad[labels != IGNORED].abs().sum(-1) > 0).all()
+
+
+def test_distillation_is_the_divergence_from_the_teacher_over_completion_tokens() -> None:
+    logits, labels = batch()
+    teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    total, count = 0.0, 0
+    for row, column in (labels != IGNORED).nonzero().tolist():
+        p, q = teacher[row, column].softmax(-1).tolist(), logits[row, column].softmax(-1).tolist()
+        total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        count += 1
+    assert float(distillation_loss(logits, teacher, labels)) == pytest.approx(total / count, rel=1e-4)
+    assert float(distillation_loss(logits, teacher, labels, num_items=40)) == pytest.approx(total / 40, rel=1e-4)
+    assert float(distillation_loss(teacher, teacher, labels)) == pytest.approx(0, abs=1e-6)
 
 
 def test_bands_split_the_loss_by_depth() -> None:

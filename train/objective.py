@@ -91,3 +91,26 @@ def completion_loss(
         losses = losses * weights * (counted.sum() / weights.sum())
     items = counted.sum() if num_items is None else num_items
     return losses.sum() / items
+
+
+def distillation_loss(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    num_items: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """The mean Kullback-Leibler divergence, in nats, from a teacher's next-token distribution to the student's.
+
+    Args:
+        logits, teacher_logits: of the columns that predict the completion, [batch, new tokens, vocabulary].
+        labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none to count.
+        num_items: tokens to divide by; by default this batch's own.
+    """
+    counted = labels != IGNORED
+    student = functional.log_softmax(logits.float(), dim=-1)
+    teacher = functional.log_softmax(teacher_logits.float(), dim=-1)
+    divergence = functional.kl_div(student, teacher, reduction="none", log_target=True).sum(
+        dim=-1
+    )  # [batch, new tokens]
+    return (divergence * counted).sum() / (counted.sum() if num_items is None else num_items)

@@ -72,6 +72,9 @@ class OptimSection(Section):
     warmup_steps: int = Field(0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    distillation: float = Field(
+        0.0, ge=0, le=1, description="share of the loss that pulls a skipping step to the model's own full-depth output"
+    )
     depth_weight_power: float = Field(0.0, description="weight of a token ~ (its layers / all layers) ** power")
 
 

@@ -68,6 +68,7 @@ def run(recipe: Recipe, name: str) -> Path:
         skip_config=skip_config,
         depth_weight_power=recipe.optim.depth_weight_power,
         label_smoothing=recipe.optim.label_smoothing,
+        distillation=recipe.optim.distillation,
     )
     last = get_last_checkpoint(str(folder))
     if last is not None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer
 from skipdecode import ConfigError, skip_layers
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
-from train.objective import DepthBands, completion_loss, predicting_budgets
+from train.objective import DepthBands, completion_loss, distillation_loss, predicting_budgets
 from train.sampling import ScheduleSampler
 
 
@@ -28,6 +28,7 @@ class SkipTrainer(Trainer):
         skip_config: SkipConfig,
         depth_weight_power: float = 0.0,
         label_smoothing: float = 0.0,
+        distillation: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -35,6 +36,7 @@ class SkipTrainer(Trainer):
         self.skip_config = skip_config
         self.depth_weight_power = depth_weight_power
         self.smoothing = label_smoothing
+        self.distillation = distillation
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
         self._reset_window()
@@ -57,14 +59,10 @@ class SkipTrainer(Trainer):
         prompt_columns: int = inputs["prompt_columns"]
         labels = inputs["labels"][:, prompt_columns:]  # [batch, new tokens]
         new_tokens = labels.shape[1]
+        columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        columns["logits_to_keep"] = new_tokens + 1  # from the prompt's last column on
         with skip_layers(model, schedule, prompt_columns=prompt_columns) as gate:
-            outputs = model(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                position_ids=inputs["position_ids"],
-                logits_to_keep=new_tokens + 1,  # from the prompt's last column on
-                use_cache=False,
-            )
+            outputs = model(**columns, use_cache=False)
         budgets = predicting_budgets(schedule, new_tokens)
         loss = completion_loss(
             outputs.logits[:, :-1],
@@ -76,6 +74,12 @@ class SkipTrainer(Trainer):
             label_smoothing=self.smoothing,
             bands=self.bands,
         )
+        if self.distillation and schedule.min_layers < schedule.num_layers:
+            teacher = self._full_depth_logits(model, columns)
+            divergence = distillation_loss(
+                outputs.logits[:, :-1], teacher[:, :-1], labels, num_items=num_items_in_batch
+            )
+            loss = (1 - self.distillation) * loss + self.distillation * divergence
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
         self._run_columns += gate.layer_columns
@@ -85,6 +89,15 @@ class SkipTrainer(Trainer):
         self._batches += 1
         self._tokens += int((labels >= 0).sum())
         return (loss, outputs) if return_outputs else loss
+
+    @staticmethod
+    @torch.no_grad()
+    def _full_depth_logits(model: torch.nn.Module, columns: dict[str, Any]) -> torch.Tensor:
+        """What the model itself says of the same columns when it skips nothing and drops nothing out."""
+        model.eval()
+        logits: torch.Tensor = model(**columns, use_cache=False).logits
+        model.train()
+        return logits
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the figures of the steps since the last log."""
