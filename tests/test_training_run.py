@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval.cli
 import train.cli
 from data import load_task
-from skipdecode import CostModel, SkipSchedule, skip_generate
+from data.columns import ColumnCollator, encode_pairs
+from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
+from train.build import build_model, build_task
 from train.recipe import load_recipe
 from train.run import run
 from train.tracking import MetricsFile
@@ -304,6 +306,33 @@ def test_the_commands_themselves_exit_with_2() -> None:
         assert result.returncode == 2
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
+
+
+def test_distillation_pulls_to_the_models_own_full_depth_output(tmp_path: Path) -> None:
+    """With nothing but distillation, the first loss is the divergence between the fresh model's two outputs."""
+    overrides = [
+        *SMALL,
+        "data.options={train_size: 4, validation_size: 4, test_size: 4}",  # 12 rows, all in each step
+        "train.per_device_batch_size=12",
+        "train.max_steps=2",
+        "schedule.speedups=[3]",
+        "model.config.dropout=0.0",
+        f"output.dir={tmp_path / 'run'}",
+    ]
+    recipe = load_recipe("quickstart", [*overrides, "optim.distillation=1.0"])
+    task = build_task(recipe)
+    model, tokenizer = build_model(recipe, task.load("train"))
+    rows = encode_pairs(tokenizer, task.load("train"), max_prompt_tokens=96, max_completion_tokens=64).rows
+    batch = ColumnCollator(tokenizer.pad_token_id)(rows)
+    prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
+    with torch.no_grad():
+        full = model(**batch).logits.log_softmax(-1)
+        with skip_layers(model, solve_schedule(model, 3, horizon=task.horizon), prompt_columns=prompt_columns):
+            skipped = model(**batch).logits.log_softmax(-1)
+    divergence = (full.exp() * (full - skipped)).sum(-1)[:, :-1][labels[:, 1:] >= 0].mean()
+    folder = run(recipe, "quickstart")
+    assert metrics(folder)[0]["loss"] == pytest.approx(float(divergence), rel=1e-3)
+    assert metrics(folder)[1]["loss"] != metrics(folder)[0]["loss"]
 
 
 def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: Path, tmp_path: Path) -> None:
