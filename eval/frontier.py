@@ -46,10 +46,10 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
                 axes.annotate(
                     f"target {row.speedup_target:g}x\n{row.mean_layers:.1f} layers",
                     (row.wall_clock_speedup, row.bleu),
-                    xytext=(0, -11),
+                    xytext=(0, 9),
                     textcoords="offset points",
                     ha="center",
-                    va="top",
+                    va="bottom",
                     fontsize=8,
                     color="#333333",
                     bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
