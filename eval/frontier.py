@@ -57,7 +57,8 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     values = [row.bleu for report in reports.values() for row in report.rows]
     # At least twelve points of BLEU in sight, so that a difference of noise doesn't look like a cliff.
     middle, half = (max(values) + min(values)) / 2, max(6.0, (max(values) - min(values)) * 0.62)
-    axes.set_ylim(max(0.0, middle - half), max(0.0, middle - half) + 2 * half)
+    bottom = max(0.0, middle - half)
+    axes.set_ylim(bottom, bottom + 2.2 * half)  # with room above for the labels
     low, high = axes.get_xlim()
     axes.set_xlim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     axes.set_xlabel("measured decode speed, times full depth on the wall clock")
