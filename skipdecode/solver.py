@@ -84,5 +84,6 @@ def solve_schedule(
             middle = (low + high + 1) // 2
             low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)
         candidates[schedule(most, low)] = predicted(schedule(most, low))
-    near = [candidate for candidate, value in candidates.items() if value <= min(candidates.values()) * (1 + TOLERANCE)]
+    limit = min(candidates.values()) * (1 + TOLERANCE)
+    near = [candidate for candidate, value in candidates.items() if value <= limit]
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
