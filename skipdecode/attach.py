@@ -104,8 +104,8 @@ def _first_columns(name: str, value: Any, cutoff: int, columns: int) -> Any:
             )
         # [batch, 1, queries, keys], or [batch, keys] (flash attention)
         return value[..., :cutoff, :cutoff] if value.dim() == 4 else value[:, :cutoff]
-    if name in ("position_ids", "cache_position") and value is not None:
-        return value[..., :cutoff]  # [batch, columns] or [columns]
+    if name in ("position_ids", "cache_position", "alibi") and value is not None:
+        return value[..., :cutoff]  # [batch, columns], [columns], or [batch * heads, 1, columns]
     if name == "position_embeddings" and value is not None:
         return tuple(part[..., :cutoff, :] for part in value)  # cos and sin: [batch, columns, head_dim]
     return value

@@ -1,6 +1,7 @@
 """Decoding under a schedule: prefill, one step, the loop, behind `model.generate(custom_generate=skip_generate)`."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,8 +17,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode.attach import LayerGate, gated_layers, whole_columns
+from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config
+from skipdecode.families import text_config, unwrap
+from skipdecode.lean import LeanDecoder, Step, Weights, lean_decoder, why_not_lean
 from skipdecode.schedule import SkipSchedule
 
 # A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
@@ -33,6 +36,7 @@ def skip_generate(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     schedule: SkipSchedule | None = None,
+    weights: Weights = "model",
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode greedily or by sampling while step i runs `schedule.layers_at(i)` alone.
@@ -42,15 +46,22 @@ def skip_generate(
     padded on the left. Sampling settings, stopping criteria, streamers and `return_dict_in_generate` are
     generate's own.
 
+    The cache is planned (`PlannedCache`, law 6) unless generate is given one, by `past_key_values` or by
+    `cache_implementation`. With a planned cache, steps are lean (`skipdecode.lean`) where the model is made of plain
+    parts, and go through its own forward pass elsewhere.
+
     Args:
         schedule: which layers each generated token runs.
+        weights: "model", or "int8" for decode steps with 8-bit copies of the weights, on CPU (`skipdecode.int8`); the
+            prompt is run with the model's own. Copies are made by the first call and kept.
 
     Returns:
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
 
     Raises:
         ConfigError: without a schedule or with one of another depth; for beam search, `use_cache=False`, a cache that
-            already holds tokens, attention or hidden state outputs, or more tokens than the model has positions.
+            already holds tokens, attention or hidden state outputs, more tokens than the model has positions, or
+            weights="int8" where steps can't be lean.
     """
     _check_request(model, input_ids, stopping_criteria, generation_config, schedule, model_kwargs)
     assert schedule is not None  # checked above; for the type checker
@@ -59,34 +70,114 @@ def skip_generate(
     with gated_layers(model, schedule, prompt_plan) as gate:
         return _decode_loop(
             model,
-            gate,
-            schedule,
+            _steps(model, gate, schedule, input_ids, generation_config, synced_gpus, weights, model_kwargs),
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             synced_gpus=synced_gpus,
             streamer=streamer,
-            model_kwargs=model_kwargs,
         )
 
 
-def _prefill(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-    """Run the prompt [batch, columns] and fill the cache; the last column's logits are in the output."""
-    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
-    return model(**inputs, return_dict=True)
+class _ForwardSteps:
+    """Prefill and decode steps through the model's own forward pass, behind gates."""
+
+    def __init__(
+        self, model: GenerativeModel, gate: LayerGate, schedule: SkipSchedule, model_kwargs: dict[str, Any]
+    ) -> None:
+        self._model = model
+        self._gate = gate
+        self._schedule = schedule
+        self._kwargs = model_kwargs
+        self._plans = {
+            budget: whole_columns(schedule.num_layers, schedule.layers_for(budget))
+            for budget in range(schedule.min_layers, schedule.max_layers + 1)
+        }
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
+        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
+        return self._run(inputs)
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        self._gate.plan = self._plans[self._schedule.budget(i)]
+        inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Any) -> torch.Tensor:
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        logits: torch.Tensor = outputs.logits[:, -1]
+        return logits
+
+    @property
+    def cache(self) -> Any:
+        return self._kwargs.get("past_key_values")
 
 
-def _decode_step(model: GenerativeModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-    """Run the last token of each row of `input_ids` [batch, columns] on top of the cache."""
-    inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
-    return model(**inputs, return_dict=True)
+class _LeanSteps(_ForwardSteps):
+    """Prefill through the model's own forward pass; decode steps without it."""
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        gate: LayerGate,
+        schedule: SkipSchedule,
+        model_kwargs: dict[str, Any],
+        *,
+        decoder: LeanDecoder,
+        steps: int,
+    ) -> None:
+        super().__init__(model, gate, schedule, model_kwargs)
+        self._decoder = decoder
+        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
+        self._step_of: Callable[[int], Step] | None = None
+        self._count = steps
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        mask = self._kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        self._step_of = self._decoder.steps(mask, self._count)
+        return super().prefill(input_ids)
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        assert self._step_of is not None  # prefill comes first
+        layers = self._layers[self._schedule.budget(i)]
+        return self._decoder(input_ids[:, -1], layers, self.cache, self._step_of(i))
+
+
+def _steps(
+    model: GenerativeModel,
+    gate: LayerGate,
+    schedule: SkipSchedule,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    weights: Weights,
+    model_kwargs: dict[str, Any],
+) -> _ForwardSteps:
+    """What runs the model, and with which cache."""
+    inner = unwrap(model)
+    given = getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False)
+    if given or generation_config.cache_implementation is not None:
+        reason: str | None = "a cache was given"
+    else:
+        steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
+        model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
+        reason = "several processes share it" if synced_gpus else why_not_lean(inner)
+    if reason is None:
+        decoder = lean_decoder(inner, weights)
+        return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, steps=steps)
+    if weights != "model":
+        raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
+    return _ForwardSteps(model, gate, schedule, model_kwargs)
 
 
 def _decode_loop(
     model: GenerativeModel,
-    gate: LayerGate,
-    schedule: SkipSchedule,
+    steps: _ForwardSteps,
     input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
     *,
     logits_processor: LogitsProcessorList,
@@ -94,25 +185,19 @@ def _decode_loop(
     generation_config: GenerationConfig,
     synced_gpus: bool,
     streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     pad_token: Any = generation_config._pad_token_tensor
     stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    plans = {
-        budget: whole_columns(schedule.num_layers, schedule.layers_for(budget))
-        for budget in range(schedule.min_layers, schedule.max_layers + 1)
-    }
     scores: Any = ()
     raw_logits: Any = ()
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
     finished = False
 
-    outputs = _prefill(model, input_ids, model_kwargs)
+    logits = steps.prefill(input_ids)
     step = 0
     while True:
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
-            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
+            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
             next_scores = logits_processor(input_ids, logits)
             if generation_config.output_scores:
                 scores += (next_scores,)
@@ -126,11 +211,10 @@ def _decode_loop(
                 streamer.put(next_tokens.cpu())
             unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
             finished = not bool(unfinished.any())
-        del outputs  # the logits of a prefill are large
+        del logits  # those of a prefill are large
         if not model._has_unfinished_sequences(finished, synced_gpus, device=input_ids.device):
             break
-        gate.plan = plans[schedule.budget(step)]
-        outputs = _decode_step(model, input_ids, model_kwargs)
+        logits = steps.step(step, input_ids)
         step += 1
 
     if streamer is not None:
@@ -141,7 +225,7 @@ def _decode_loop(
         sequences=input_ids,
         scores=scores if generation_config.output_scores else None,
         logits=raw_logits if generation_config.output_logits else None,
-        past_key_values=model_kwargs.get("past_key_values"),
+        past_key_values=steps.cache,
     )
 
 

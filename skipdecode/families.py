@@ -1,29 +1,175 @@
-"""Where a model family keeps its decoder layers, and how one finds them under wrappers."""
+"""What the toolkit knows of each model family: where its decoder layers are, and what stands in one of them."""
 
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode.errors import ConfigError
 
-# model_type of the config -> path from the causal LM to the ModuleList of its decoder layers.
-LAYER_PATHS: dict[str, str] = {
-    "opt": "model.decoder.layers",
-    "gpt2": "transformer.h",
-    "gpt_neox": "gpt_neox.layers",
-    "llama": "model.layers",
-    "mistral": "model.layers",
-    "qwen2": "model.layers",
-    "qwen3": "model.layers",
-    "gemma": "model.layers",
-    "phi": "model.layers",
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The names of a decoder layer's parts, which a lean decode step computes with (`skipdecode.lean`).
+
+    Attributes:
+        attention: the attention module; `qkv` and `query_norm`, `key_norm` are names within it.
+        qkv: one projection for queries, keys and values, or three.
+        interleaved: whether the single projection gives each head's query, key and value side by side.
+        out: the attention's output projection.
+        attention_norm, mlp_norm: the norms before each half of the layer; no `mlp_norm` where both read the same.
+        up, down, activation: the feed-forward half; `gate` where the activation gates another projection.
+        parallel: whether both halves read the layer's input; or the layer's flag that says so.
+        final_norm: after the last layer, beside the list of layers.
+        positions: how a token's place enters.
+        position_table, position_offset: where places are looked up, and what is added to them.
+        embedding_norm: a norm of the embeddings.
+        plain: what the config must say, for a value that changes the computation.
+    """
+
+    attention: str
+    qkv: tuple[str, ...]
+    out: str
+    attention_norm: str
+    mlp_norm: str | None
+    up: str
+    down: str
+    activation: str
+    final_norm: str
+    positions: Literal["learned", "rotary", "alibi"] = "rotary"
+    gate: str | None = None
+    interleaved: bool = False
+    query_norm: str | None = None
+    key_norm: str | None = None
+    parallel: bool | str = False
+    position_table: str | None = None
+    position_offset: int = 0
+    embedding_norm: str | None = None
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The path from the causal LM to the ModuleList of its decoder layers; and its parts, where they are known."""
+
+    layers: str
+    parts: BlockParts | None = None
+
+
+_LLAMA = BlockParts(
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="self_attn.o_proj",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    activation="mlp.act_fn",
+    final_norm="norm",
+)
+
+# model_type of the config -> what is known of it.
+FAMILIES: dict[str, Family] = {
+    "opt": Family(
+        "model.decoder.layers",
+        BlockParts(
+            attention="self_attn",
+            qkv=("q_proj", "k_proj", "v_proj"),
+            out="self_attn.out_proj",
+            attention_norm="self_attn_layer_norm",
+            mlp_norm="final_layer_norm",
+            up="fc1",
+            down="fc2",
+            activation="activation_fn",
+            final_norm="final_layer_norm",
+            positions="learned",
+            position_table="embed_positions",
+            position_offset=2,
+        ),
+    ),
+    "gpt2": Family(
+        "transformer.h",
+        BlockParts(
+            attention="attn",
+            qkv=("c_attn",),
+            out="attn.c_proj",
+            attention_norm="ln_1",
+            mlp_norm="ln_2",
+            up="mlp.c_fc",
+            down="mlp.c_proj",
+            activation="mlp.act",
+            final_norm="ln_f",
+            positions="learned",
+            position_table="wpe",
+            plain={"add_cross_attention": False, "reorder_and_upcast_attn": False},
+        ),
+    ),
+    "gpt_neox": Family(
+        "gpt_neox.layers",
+        BlockParts(
+            attention="attention",
+            qkv=("query_key_value",),
+            interleaved=True,
+            out="attention.dense",
+            attention_norm="input_layernorm",
+            mlp_norm="post_attention_layernorm",
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+            activation="mlp.act",
+            parallel="use_parallel_residual",
+            final_norm="final_layer_norm",
+        ),
+    ),
+    "bloom": Family(
+        "transformer.h",
+        BlockParts(
+            attention="self_attention",
+            qkv=("query_key_value",),
+            interleaved=True,
+            out="self_attention.dense",
+            attention_norm="input_layernorm",
+            mlp_norm="post_attention_layernorm",
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+            activation="mlp.gelu_impl",
+            final_norm="ln_f",
+            positions="alibi",
+            embedding_norm="word_embeddings_layernorm",
+            plain={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
+        ),
+    ),
+    "llama": Family("model.layers", _LLAMA),
+    "mistral": Family("model.layers", _LLAMA),
+    "qwen2": Family("model.layers", _LLAMA),
+    "qwen3": Family("model.layers", replace(_LLAMA, query_norm="q_norm", key_norm="k_norm")),
+    "gemma": Family("model.layers", _LLAMA),
+    "phi": Family(
+        "model.layers",
+        BlockParts(
+            attention="self_attn",
+            qkv=("q_proj", "k_proj", "v_proj"),
+            out="self_attn.dense",
+            attention_norm="input_layernorm",
+            mlp_norm=None,
+            up="mlp.fc1",
+            down="mlp.fc2",
+            activation="mlp.activation_fn",
+            parallel=True,
+            final_norm="final_layernorm",
+            plain={"qk_layernorm": False},
+        ),
+    ),
 }
 
 
-def register_family(model_type: str, layers: str) -> None:
-    """Name the path to the decoder layers of a family that isn't in the table, such as `"model.layers"`."""
-    LAYER_PATHS[model_type] = layers
+def register_family(model_type: str, layers: str, parts: BlockParts | None = None) -> None:
+    """Name the path to the decoder layers of a family that isn't in the table, such as `"model.layers"`.
+
+    Without `parts` its decode steps go through the model's own forward pass, which is slower.
+    """
+    FAMILIES[model_type] = Family(layers, parts)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -60,12 +206,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     inner = unwrap(model)
     model_type = inner.config.model_type
-    if model_type not in LAYER_PATHS:
+    if model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {model_type!r} is not known: name its layers with skipdecode.families.register_family "
-            f"(known: {', '.join(sorted(LAYER_PATHS))})"
+            f"(known: {', '.join(sorted(FAMILIES))})"
         )
-    path = LAYER_PATHS[model_type]
+    path = FAMILIES[model_type].layers
     try:
         layers = inner.get_submodule(path)
     except AttributeError as error:

@@ -6,39 +6,21 @@ import pytest
 import torch
 from naive_opt import naive_logits, up_to_end
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import END, PAD, VOCABULARY, ragged_prompts, randomised, tiny_opt
+from tiny_models import END, TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_family, tiny_opt
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
-from skipdecode.families import LAYER_PATHS, decoder_layers
+from skipdecode.families import FAMILIES, decoder_layers
 
 SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 96},
-    "gpt_neox": {"intermediate_size": 48},
-    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
-    "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 8},
-    "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2},
-    "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
-    "gemma": {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
-    "phi": {"intermediate_size": 48},
-}
-
-
-def tiny_family(model_type: str) -> torch.nn.Module:
-    general = {} if model_type == "gpt2" else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
-    special = {"pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
-    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **special, **general, **FAMILIES[model_type])
-    return randomised(config, seed=1)
-
 
 def test_every_family_in_the_table_is_tested() -> None:
-    assert set(FAMILIES) | {"opt"} == set(LAYER_PATHS)
+    assert set(TINY_FAMILIES) | {"opt"} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", sorted(TINY_FAMILIES))
 def test_cached_equals_uncached_for_every_family(model_type: str) -> None:
     model = tiny_family(model_type)
     ids, mask = ragged_prompts([3, 7, 5], 4)

@@ -15,6 +15,19 @@ OPT_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+TINY_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 96},
+    "bloom": {"hidden_size": 32, "n_layer": 6, "n_head": 4},
+    "gpt_neox": {"intermediate_size": 48},
+    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "mistral": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 8},
+    "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma": {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
+    "phi": {"intermediate_size": 48},
+}
+
+
 @cache
 def tiny_opt(kind: str, num_layers: int, seed: int = 0) -> PreTrainedModel:
     config = AutoConfig.for_model(
@@ -35,6 +48,16 @@ def tiny_opt(kind: str, num_layers: int, seed: int = 0) -> PreTrainedModel:
         },
     )
     return randomised(config, seed)
+
+
+@cache
+def tiny_family(model_type: str) -> PreTrainedModel:
+    general = (
+        {} if model_type in ("gpt2", "bloom") else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    )
+    special = {"pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
+    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, **special, **general, **TINY_FAMILIES[model_type])
+    return randomised(config, seed=1)
 
 
 def randomised(config: Any, seed: int) -> PreTrainedModel:

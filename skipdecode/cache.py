@@ -1,0 +1,93 @@
+"""A key/value cache of the size that a schedule needs, known before the first token is decoded (law 6)."""
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from skipdecode.schedule import SkipSchedule
+
+
+class PlannedLayer(CacheLayerMixin):
+    """One layer's keys and values [batch, heads, columns, head_dim], in buffers that are allocated once.
+
+    Args:
+        generated: how many generated tokens will run the layer. Where there are none, the layer keeps nothing: its
+            prompt is attended to once, in the prefill, and never again.
+
+    Attributes:
+        keys, values: the whole buffers, of `prompt columns + generated` columns; the first `length` are written.
+    """
+
+    is_sliding = False
+
+    def __init__(self, generated: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generated = generated
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers for a prompt such as `key_states` [batch, heads, prompt columns, head_dim]."""
+        batch, heads, columns, head_dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, columns + self.generated, head_dim)
+        self.values = value_states.new_empty(batch, heads, columns + self.generated, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append columns; returns all that is held, the new ones included."""
+        if self.generated == 0:
+            return key_states, value_states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.keys, self.values
+        assert keys is not None  # they are there since lazy_initialization
+        assert values is not None
+        start, end = self.length, self.length + key_states.shape[-2]
+        if end > keys.shape[-2]:
+            raise RuntimeError(
+                f"the cache was planned for {keys.shape[-2]} columns, and column {end} was to be written"
+            )
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        self.length = end
+        if start == 0:
+            return key_states, value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns to attend to when `query_length` more are run, and the index of the first."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns written so far."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: no column is ever dropped or overwritten, so masks are those of a cache without limit."""
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the buffers hold."""
+        buffers = [buffer for buffer in (self.keys, self.values) if buffer is not None]
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+
+class PlannedCache(Cache):
+    """A transformers Cache for one generation under a schedule: no concatenation, and no more memory than is needed.
+
+    Args:
+        schedule: what will be decoded.
+        steps: decode steps at most: new tokens less one, as the last is never an input.
+    """
+
+    def __init__(self, schedule: SkipSchedule, steps: int) -> None:
+        super().__init__(layers=[PlannedLayer(count) for count in schedule.cutoffs(steps)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that all layers hold; they are allocated by the prefill and don't grow afterwards."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, PlannedLayer))

@@ -1,0 +1,63 @@
+"""Projections with 8-bit weights and activations, on CPU.
+
+A decode step is bound by reading weights, and these are half the bytes of bfloat16. The kernels are oneDNN's, by the operators that torch's own quantised export uses on x86 (`torch.ops.onednn`). On a
+processor with int8 dot products (AVX512-VNNI, AVX-VNNI, AMX) they also compute faster than those of floating point.
+"""
+
+from typing import Any
+
+import torch
+
+from skipdecode.errors import ConfigError
+
+_TINY = 1e-30  # a row of zeros has no largest value to divide by
+
+
+class Int8Linear:
+    """`hidden @ weight.T + bias` in integers.
+
+    Weights are rounded once, with a scale for each output (symmetric, absmax). Activations are rounded in each call,
+    with a scale for each row, so that a row of a batch comes out as it does alone.
+
+    Args:
+        weight: [out, in], on CPU.
+        bias: [out], or None.
+
+    Raises:
+        ConfigError: where torch has no int8 kernels for this device.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            raise ConfigError(f"weights='int8' needs a CPU with oneDNN, and the model is on {weight.device}")
+        weight = weight.detach().float()
+        scale = (weight.abs().amax(dim=1) / 127).clamp(min=_TINY)  # [out]
+        rounded = torch.round(weight / scale[:, None]).to(torch.int8).contiguous()  # packing reads no strides
+        self._weight = torch.ops.onednn.qlinear_prepack(rounded, [1, weight.shape[1]])
+        self._scale = scale
+        self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
+        self._bias = torch.zeros(1) if bias is None else bias.detach().float()
+        self._middle = torch.tensor(128.5)  # unsigned 8 bits, zero at 128, and a half to round by cutting off
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [rows, out], in the type of `hidden`."""
+        exact = hidden.float()
+        scale = torch.linalg.vector_norm(exact, float("inf"), dim=1, keepdim=True).mul_(1 / 127).clamp_(min=_TINY)
+        rounded = torch.addcdiv(self._middle, exact, scale).to(torch.uint8)
+        no_post_op: list[Any] = []
+        product = torch.ops.onednn.qlinear_pointwise(
+            rounded,
+            1.0,
+            128,
+            self._weight,
+            self._scale,
+            self._zero_point,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            no_post_op,
+            "",
+        )
+        return torch.addcmul(self._bias, product, scale).to(hidden.dtype)

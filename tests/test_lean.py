@@ -1,0 +1,160 @@
+"""Lean steps are the model's own steps: for every family, in every kind of batch, with every kind of cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.int8 import Int8Linear
+from skipdecode.lean import alibi_slopes, lean_decoder, why_not_lean
+
+SCHEDULES = [SkipSchedule(6, 4, 2, horizon=5), SkipSchedule.full_depth(6), SkipSchedule(6, 5, 3, placement="even")]
+MODELS = [*sorted(TINY_FAMILIES), "opt", "opt-350m"]
+
+
+def tiny(name: str) -> PreTrainedModel:
+    return tiny_opt(name, 6) if name.startswith("opt") else tiny_family(name)
+
+
+def generate(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: Any) -> Any:
+    ids, mask = ragged_prompts(lengths, 4)
+    request = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **changes}
+    return model.generate(
+        input_ids=ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, **request
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[9], [3, 12, 5], [6, 6]], ids=["one row", "ragged", "even"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
+def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule: SkipSchedule) -> None:
+    model = tiny(name)
+    assert why_not_lean(model) is None
+    answers = {"return_dict_in_generate": True, "output_logits": True}
+    lean = generate(model, lengths, schedule, **answers)
+    stock = generate(model, lengths, schedule, cache_implementation="dynamic", **answers)
+    assert torch.equal(lean.sequences, stock.sequences)
+    for ours, theirs in zip(lean.logits, stock.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sampling_with_a_seed_draws_the_same_tokens(name: str) -> None:
+    def drawn(**changes: Any) -> Any:
+        torch.manual_seed(5)
+        return generate(tiny(name), [3, 7, 5], SCHEDULES[0], do_sample=True, top_k=20, temperature=0.9, **changes)
+
+    assert torch.equal(drawn(), drawn(cache_implementation="dynamic"))
+    assert torch.equal(drawn(), drawn(past_key_values=DynamicCache()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "opt-350m", "bloom"])
+def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> None:
+    model = tiny(name)
+    expected = generate(model, [3, 12, 5], SCHEDULES[0])
+    handle = model.register_forward_hook(lambda *_: None)
+    try:
+        assert why_not_lean(model) == "the model has hooks"
+        assert torch.equal(generate(model, [3, 12, 5], SCHEDULES[0]), expected)
+    finally:
+        handle.remove()
+
+
+def test_an_adapter_is_never_left_out() -> None:
+    model = get_peft_model(tiny_opt("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    model.eval()
+    reason = why_not_lean(model.get_base_model())
+    assert "is a Linear" in str(reason)  # peft's, not torch's
+    adapted = generate(model, [5, 5], SCHEDULES[0])
+    with model.disable_adapter():
+        assert not torch.equal(generate(model, [5, 5], SCHEDULES[0]), adapted)
+    assert torch.equal(generate(model, [5, 5], SCHEDULES[0], cache_implementation="dynamic"), adapted)
+
+
+def test_changed_weights_are_noticed() -> None:
+    model = tiny_opt("opt", 6, seed=4)
+    before = generate(model, [5, 5], SCHEDULES[0])
+    first = lean_decoder(model)
+    assert lean_decoder(model) is first
+    with torch.no_grad():
+        model.model.decoder.layers[0].self_attn.q_proj.weight.mul_(-2)
+    assert lean_decoder(model) is not first
+    after = generate(model, [5, 5], SCHEDULES[0])
+    assert torch.equal(after, generate(model, [5, 5], SCHEDULES[0], cache_implementation="dynamic"))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda m: m.train(), "training mode"),
+        (lambda m: setattr(m.config, "add_cross_attention", True), "add_cross_attention=True"),
+        (lambda m: m.transformer.h[2].half(), "of several types"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
+    ],
+)
+def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
+    model = tiny_family.__wrapped__("gpt2")
+    assert why_not_lean(model) is None
+    spoil(model)
+    assert reason in str(why_not_lean(model))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 16])
+def test_alibi_slopes_are_blooms(heads: int) -> None:
+    theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(alibi_slopes(heads, torch.device("cpu")), theirs)
+
+
+def test_a_kind_of_weights_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown weights 'int4'"):
+        generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int4")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_projection_is_that_of_rounded_weights_and_activations(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(24, 40), torch.randn(24)
+    hidden = (torch.randn(rows, 40) * torch.tensor([[1.0], [50.0], [1e-3]])[:rows]).to(dtype)
+    hidden[-1, 3] = 0
+    rounded = hidden.double()
+    step = rounded.abs().amax(1, keepdim=True) / 127
+    scale = weight.double().abs().amax(1, keepdim=True) / 127
+    reference = ((rounded / step).round() * step) @ ((weight.double() / scale).round() * scale).T + bias
+    close = 1e-4 if dtype == torch.float32 else 2e-2
+    found = Int8Linear(weight, bias)(hidden)
+    assert found.dtype == dtype
+    # A value half way between two steps may fall to either side.
+    torch.testing.assert_close(found.double(), reference, rtol=close, atol=close + float(step.max() * scale.max()))
+    assert (found.double() - reference).abs().median() < close
+
+
+def test_int8_rows_do_not_see_each_other_and_a_row_of_zeros_is_the_bias() -> None:
+    torch.manual_seed(1)
+    bias = torch.randn(8)
+    linear = Int8Linear(torch.randn(8, 16), bias)
+    hidden = torch.randn(3, 16) * torch.tensor([[1.0], [100.0], [0.0]])
+    together = linear(hidden)
+    assert torch.equal(together, torch.cat([linear(row[None]) for row in hidden]))
+    assert torch.equal(together[2], bias)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8_logits_are_near_the_models_own(name: str) -> None:
+    model = tiny(name)
+    answers = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    own = generate(model, [3, 7, 5], SCHEDULES[1], **answers).logits[1]
+    rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits[1]
+    assert 0 < float((own - rounded).norm() / own.norm()) < 0.1
+
+
+def test_int8_is_refused_where_steps_cannot_be_lean() -> None:
+    with pytest.raises(ConfigError, match="weights is 'int8', which this model can't decode with: a cache was given"):
+        generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int8", cache_implementation="dynamic")
