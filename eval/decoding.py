@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from data import Example, Task
 from data.columns import encode_prompt
-from eval.clock import StepClock
 from skipdecode import SkipSchedule, skip_generate
+from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
 from skipdecode.families import text_config
 

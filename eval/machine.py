@@ -2,11 +2,15 @@
 
 import os
 import platform
+import statistics
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from skipdecode.errors import ConfigError
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -20,9 +24,38 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def resolve_device(name: str | None) -> torch.device:
+    """The device that --device names; by default CUDA where there is one. Raises ConfigError where it isn't there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device is {name!r}: expected cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device is {name!r}: there is no CUDA device here")
+    return device
+
+
+def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
+    """Bytes that a copy of `size` bytes reads and writes each second: what memory can give a decode step."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    seconds = []
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(seconds)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that figures depend on."""
-    names = ("skipdecode", "torch", "transformers", "tokenizers", "sacrebleu", "rouge-score")
+    names = ("skipdecode", "torch", "transformers", "tokenizers", "sacrebleu", "rouge-score", "ctranslate2")
     found = {"python": platform.python_version()}
     for name in names:
         try:

@@ -1,7 +1,6 @@
 """The report of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from eval.decoding import Decoded
+from eval.files import write_whole
 from eval.scores import Scores
 from skipdecode import ConfigError
 
@@ -156,13 +156,6 @@ def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scor
         wall_clock_speedup=quartiles[1],
         wall_clock_quartiles=(quartiles[0], quartiles[2]),
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def write_predictions(path: Path, lines: Sequence[dict[str, Any]]) -> None:

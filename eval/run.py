@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from data import Example, Task, load_task
 from eval.decoding import Decoded, decode_test_set
 from eval.frontier import draw_frontier
-from eval.machine import describe_machine, versions
+from eval.machine import describe_machine, resolve_device, versions
 from eval.report import FILE_NAME, Report, make_row, write_predictions
 from eval.scores import score
 from skipdecode import ConfigError, CostModel, SkipSchedule
@@ -50,7 +50,7 @@ def evaluate(request: Request) -> Report:
         console = Console(width=140)  # a file or a pipe has no width to fit the table into
     _check(request)
     others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
-    device = _device(request.device)
+    device = resolve_device(request.device)
     model = load_model(request.checkpoint, dtype=getattr(torch, request.dtype) if request.dtype else None)
     tokenizer = load_tokenizer(request.checkpoint)
     config = SkipConfig.load(request.checkpoint)
@@ -121,18 +121,6 @@ def _last(results: Iterator[list[Decoded]], title: str, batches: int) -> list[De
             final = so_far
             progress.advance(bar)
     return final
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device is {name!r}: expected cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {name!r}: there is no CUDA device here")
-    return device
 
 
 def _check(request: Request) -> None:

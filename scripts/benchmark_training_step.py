@@ -18,12 +18,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.columns import lay_out
+from eval.shapes import random_model, read_shape
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_layers, solve_schedule
 from train.objective import completion_loss, predicting_budgets
-from train.recipe import SHAPES, named_file, read_yaml
 
 
 def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:
@@ -63,12 +62,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     try:
-        shape = read_yaml(named_file(options.shape, SHAPES, ".yaml", "--shape"))
+        shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
         if options.layers:
             shape["num_hidden_layers"] = options.layers
-        config = AutoConfig.for_model(shape.pop("model_type"), **{"vocab_size": options.vocab_size, **shape})
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device).train()
+        model = random_model(shape, getattr(torch, options.dtype)).to(device).train()
         cost = CostModel.of(model)
         schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
     except ConfigError as error:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skipdecode.attach import skip_layers
-    from skipdecode.cost import CostModel, Machine
+    from skipdecode.cache import PlannedCache
+    from skipdecode.calibrate import measure_cost
+    from skipdecode.cost import CostModel, Machine, MeasuredCost
     from skipdecode.decode import skip_generate
     from skipdecode.errors import ConfigError
     from skipdecode.schedule import SkipSchedule
@@ -15,7 +17,10 @@ __all__ = [
     "ConfigError",
     "CostModel",
     "Machine",
+    "MeasuredCost",
+    "PlannedCache",
     "SkipSchedule",
+    "measure_cost",
     "skip_generate",
     "skip_layers",
     "solve_schedule",
@@ -27,6 +32,9 @@ _HOMES = {
     "ConfigError": "errors",
     "CostModel": "cost",
     "Machine": "cost",
+    "MeasuredCost": "cost",
+    "PlannedCache": "cache",
+    "measure_cost": "calibrate",
     "SkipSchedule": "schedule",
     "skip_generate": "decode",
     "skip_layers": "attach",

@@ -15,6 +15,7 @@ class PlannedLayer(CacheLayerMixin):
     Args:
         generated: how many generated tokens will run the layer. Where there are none, the layer keeps nothing: its
             prompt is attended to once, in the prefill, and never again.
+        prompt_columns: room for a prompt; by default the first prompt's own.
 
     Attributes:
         keys, values: the whole buffers, of `prompt columns + generated` columns; the first `length` are written.
@@ -22,16 +23,20 @@ class PlannedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, generated: int) -> None:
+    def __init__(self, generated: int, prompt_columns: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.generated = generated
+        self.prompt_columns = prompt_columns
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers for a prompt such as `key_states` [batch, heads, prompt columns, head_dim]."""
         batch, heads, columns, head_dim = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, columns + self.generated, head_dim)
-        self.values = value_states.new_empty(batch, heads, columns + self.generated, value_states.shape[-1])
+        columns = max(columns, self.prompt_columns) + self.generated
+        # Zeros where a whole buffer is attended to, unwritten columns at weight 0: they must not hold NaN.
+        new = key_states.new_zeros if self.prompt_columns else key_states.new_empty
+        self.keys = new(batch, heads, columns, head_dim)
+        self.values = new(batch, heads, columns, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
@@ -69,6 +74,10 @@ class PlannedLayer(CacheLayerMixin):
         """-1: no column is ever dropped or overwritten, so masks are those of a cache without limit."""
         return -1
 
+    def reset(self) -> None:
+        """Forget what is held; the buffers stay, for a prompt that fits."""
+        self.length = 0
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffers hold."""
@@ -82,10 +91,16 @@ class PlannedCache(Cache):
     Args:
         schedule: what will be decoded.
         steps: decode steps at most: new tokens less one, as the last is never an input.
+        prompt_columns: room for prompts of several lengths, one after another; by default for the first alone.
     """
 
-    def __init__(self, schedule: SkipSchedule, steps: int) -> None:
-        super().__init__(layers=[PlannedLayer(count) for count in schedule.cutoffs(steps)])
+    def __init__(self, schedule: SkipSchedule, steps: int, prompt_columns: int = 0) -> None:
+        super().__init__(layers=[PlannedLayer(count, prompt_columns) for count in schedule.cutoffs(steps)])
+
+    def reset(self) -> None:
+        """Forget every column; the buffers stay."""
+        for layer in self.layers:
+            layer.reset()
 
     @property
     def nbytes(self) -> int:

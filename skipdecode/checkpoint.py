@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cost import CostModel
+from skipdecode.cost import Cost
 from skipdecode.errors import ConfigError
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import solve_schedule
@@ -30,7 +30,7 @@ class SkipConfig:
     solver: Mapping[str, Any] = field(default_factory=dict)
     task: Mapping[str, Any] = field(default_factory=dict)
 
-    def schedule_for(self, cost: CostModel, speedup: float) -> SkipSchedule:
+    def schedule_for(self, cost: Cost, speedup: float) -> SkipSchedule:
         """The schedule of a target: the one trained under where there is one, else one solved the same way."""
         return self.schedules.get(float(speedup)) or solve_schedule(cost, speedup, **self.solver)
 

@@ -5,7 +5,8 @@ counted for everything that a step touches: the layers that run, the LM head, th
 target speedup is one for the wall clock and not for the number of layers.
 """
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,73 @@ class Machine:
     operations_per_second: float = 312e12
 
 
+class Cost(ABC):
+    """What a decode step takes, by the number of layers that it runs."""
+
+    num_layers: int
+
+    @abstractmethod
+    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
+        """The time of a step of `layers` layers on `batch_size` rows, with `context` columns cached."""
+
+    def decode_seconds(
+        self,
+        schedule: SkipSchedule,
+        steps: int,
+        prompt_length: int,
+        batch_size: int = 1,
+        machine: Machine | None = None,
+    ) -> float:
+        """The time of the first `steps` decode steps under `schedule`."""
+        return sum(self.step_seconds(schedule.budget(i), prompt_length + i, batch_size, machine) for i in range(steps))
+
+    def speedup(
+        self,
+        schedule: SkipSchedule,
+        *,
+        steps: int | None = None,
+        prompt_length: int = 64,
+        batch_size: int = 1,
+        machine: Machine | None = None,
+    ) -> float:
+        """How many times faster than full depth the first `steps` steps (the horizon by default) decode.
+
+        Raises ConfigError for a schedule of another depth.
+        """
+        if schedule.num_layers != self.num_layers:
+            raise ConfigError(depth_mismatch(schedule, self.num_layers))
+        steps = steps or schedule.horizon
+        full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
+        return self.decode_seconds(full, steps, prompt_length, batch_size, machine) / self.decode_seconds(
+            schedule, steps, prompt_length, batch_size, machine
+        )
+
+
 @dataclass(frozen=True)
-class CostModel:
+class MeasuredCost(Cost):
+    """Steps as they were timed on one machine, at one batch size and length (`skipdecode.calibrate.measure_cost`).
+
+    Attributes:
+        num_layers: decoder layers.
+        seconds: layers -> seconds of a step that runs so many, of at least two different numbers of layers; between
+            them time is taken to be a straight line. 1 and `num_layers` are among them.
+    """
+
+    num_layers: int
+    seconds: Mapping[int, float]
+
+    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
+        """The time of a step of `layers` layers, under the conditions that were measured whatever is asked for."""
+        if layers in self.seconds:
+            return self.seconds[layers]
+        below = max(n for n in self.seconds if n < layers)
+        above = min(n for n in self.seconds if n > layers)
+        share = (layers - below) / (above - below)
+        return self.seconds[below] * (1 - share) + self.seconds[above] * share
+
+
+@dataclass(frozen=True)
+class CostModel(Cost):
     """The sizes of a model that a decode step touches.
 
     Attributes:
@@ -36,7 +102,8 @@ class CostModel:
         other_parameters: parameters outside layers, head and embeddings: final norm, projections.
         embedding_values: values of embedding rows that one token reads.
         cache_values: keys and values that one layer holds for one token.
-        value_bytes: bytes of a weight and of a cached value.
+        value_bytes: bytes of a cached value, of an embedding's, and of a weight.
+        weight_bytes: bytes of a weight where it is kept in another type, such as 1 for int8.
     """
 
     num_layers: int
@@ -46,6 +113,7 @@ class CostModel:
     embedding_values: int
     cache_values: int
     value_bytes: int
+    weight_bytes: int | None = None
 
     @classmethod
     def of(cls, model: nn.Module | PretrainedConfig, dtype: torch.dtype | None = None) -> "CostModel":
@@ -85,7 +153,12 @@ class CostModel:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""
         weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
         for_each_row = self.embedding_values + layers * self.cache_values * (context + 1)
-        return self.value_bytes * (weights + batch_size * for_each_row)
+        return weights * (self.weight_bytes or self.value_bytes) + self.value_bytes * batch_size * for_each_row
+
+    def cache_bytes(self, schedule: SkipSchedule, prompt_columns: int, steps: int, batch_size: int = 1) -> int:
+        """Bytes of the cache that `steps` decode steps need (law 6): `PlannedCache` allocates as many."""
+        columns = sum(prompt_columns + count for count in schedule.cutoffs(steps) if count)
+        return self.value_bytes * batch_size * self.cache_values * columns
 
     def step_operations(self, layers: int, context: int, batch_size: int = 1) -> int:
         """Multiplications and additions of a step: two for each weight and cached value, for each row."""
@@ -98,38 +171,6 @@ class CostModel:
         return max(
             self.step_bytes(layers, context, batch_size) / machine.bytes_per_second,
             self.step_operations(layers, context, batch_size) / machine.operations_per_second,
-        )
-
-    def decode_seconds(
-        self,
-        schedule: SkipSchedule,
-        steps: int,
-        prompt_length: int,
-        batch_size: int = 1,
-        machine: Machine | None = None,
-    ) -> float:
-        """The time of the first `steps` decode steps under `schedule`."""
-        return sum(self.step_seconds(schedule.budget(i), prompt_length + i, batch_size, machine) for i in range(steps))
-
-    def speedup(
-        self,
-        schedule: SkipSchedule,
-        *,
-        steps: int | None = None,
-        prompt_length: int = 64,
-        batch_size: int = 1,
-        machine: Machine | None = None,
-    ) -> float:
-        """How many times faster than full depth the first `steps` steps (the horizon by default) decode.
-
-        Raises ConfigError for a schedule of another depth.
-        """
-        if schedule.num_layers != self.num_layers:
-            raise ConfigError(depth_mismatch(schedule, self.num_layers))
-        steps = steps or schedule.horizon
-        full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
-        return self.decode_seconds(full, steps, prompt_length, batch_size, machine) / self.decode_seconds(
-            schedule, steps, prompt_length, batch_size, machine
         )
 
 

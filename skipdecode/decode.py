@@ -20,6 +20,7 @@ from skipdecode.attach import LayerGate, gated_layers, whole_columns
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
+from skipdecode.graphs import StaticSteps, static_steps
 from skipdecode.lean import LeanDecoder, Step, Weights, lean_decoder, why_not_lean
 from skipdecode.schedule import SkipSchedule
 
@@ -37,6 +38,7 @@ def skip_generate(
     streamer: BaseStreamer | None = None,
     schedule: SkipSchedule | None = None,
     weights: Weights = "model",
+    cuda_graphs: bool | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode greedily or by sampling while step i runs `schedule.layers_at(i)` alone.
@@ -54,6 +56,8 @@ def skip_generate(
         schedule: which layers each generated token runs.
         weights: "model", or "int8" for decode steps with 8-bit copies of the weights, on CPU (`skipdecode.int8`); the
             prompt is run with the model's own. Copies are made by the first call and kept.
+        cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
+            calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
 
     Returns:
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
@@ -70,7 +74,9 @@ def skip_generate(
     with gated_layers(model, schedule, prompt_plan) as gate:
         return _decode_loop(
             model,
-            _steps(model, gate, schedule, input_ids, generation_config, synced_gpus, weights, model_kwargs),
+            _steps(
+                model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+            ),
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -118,7 +124,7 @@ class _ForwardSteps:
 
 
 class _LeanSteps(_ForwardSteps):
-    """Prefill through the model's own forward pass; decode steps without it."""
+    """Prefill through the model's own forward pass; decode steps without it, on buffers that stay where `static`."""
 
     def __init__(
         self,
@@ -128,23 +134,25 @@ class _LeanSteps(_ForwardSteps):
         model_kwargs: dict[str, Any],
         *,
         decoder: LeanDecoder,
-        steps: int,
+        step_of: Callable[[int], Step],
+        static: StaticSteps | None,
     ) -> None:
         super().__init__(model, gate, schedule, model_kwargs)
         self._decoder = decoder
+        self._step_of = step_of
+        self._static = static
         self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
-        self._step_of: Callable[[int], Step] | None = None
-        self._count = steps
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        mask = self._kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        self._step_of = self._decoder.steps(mask, self._count)
-        return super().prefill(input_ids)
+        logits = super().prefill(input_ids)
+        if self._static is not None:
+            self._static.start(self._step_of(0), input_ids[:, -1])
+        return logits
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        assert self._step_of is not None  # prefill comes first
         layers = self._layers[self._schedule.budget(i)]
+        if self._static is not None:
+            return self._static.run(input_ids[:, -1], layers, self._step_of(i))
         return self._decoder(input_ids[:, -1], layers, self.cache, self._step_of(i))
 
 
@@ -156,6 +164,7 @@ def _steps(
     generation_config: GenerationConfig,
     synced_gpus: bool,
     weights: Weights,
+    cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
 ) -> _ForwardSteps:
     """What runs the model, and with which cache."""
@@ -164,15 +173,23 @@ def _steps(
     if given or generation_config.cache_implementation is not None:
         reason: str | None = "a cache was given"
     else:
+        reason = "several processes share it" if synced_gpus else why_not_lean(inner)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
-        reason = "several processes share it" if synced_gpus else why_not_lean(inner)
-    if reason is None:
-        decoder = lean_decoder(inner, weights)
-        return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, steps=steps)
-    if weights != "model":
-        raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
-    return _ForwardSteps(model, gate, schedule, model_kwargs)
+    if reason is not None:
+        if weights != "model":
+            raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
+        return _ForwardSteps(model, gate, schedule, model_kwargs)
+    decoder = lean_decoder(inner, weights)
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    static = None
+    if (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs) and not decoder.windowed:
+        shape = (*input_ids.shape, bool(mask.all()))  # rows of one length share their places
+        static = static_steps(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
+        model_kwargs["past_key_values"] = static.cache
+    step_of = decoder.steps(mask, steps)
+    return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, step_of=step_of, static=static)
 
 
 def _decode_loop(

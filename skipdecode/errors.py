@@ -21,3 +21,8 @@ def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError(f"unknown {kind} {value!r}: {hint}Allowed: {', '.join(names)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Another library's message on one line, for the message of a ConfigError."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,7 +1,8 @@
 """Projections with 8-bit weights and activations, on CPU.
 
-A decode step is bound by reading weights, and these are half the bytes of bfloat16. The kernels are oneDNN's, by the operators that torch's own quantised export uses on x86 (`torch.ops.onednn`). On a
-processor with int8 dot products (AVX512-VNNI, AVX-VNNI, AMX) they also compute faster than those of floating point.
+A decode step is bound by reading weights, and these are half the bytes of bfloat16. The kernels are oneDNN's, by the
+operators that torch's own quantised export uses on x86 (`torch.ops.onednn`). On a processor with int8 dot products
+(AVX512-VNNI, AVX-VNNI, AMX) they also compute faster than those of floating point.
 """
 
 from typing import Any

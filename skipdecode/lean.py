@@ -156,6 +156,7 @@ class LeanDecoder:
         make_linear = _int8_linear if weights == "int8" else _linear
         self.dtype = model.dtype
         self.blocks = [LeanBlock(layer, parts, config, make_linear) for layer in decoder_layers(model)]
+        self.windowed = any(block.window is not None for block in self.blocks)
         self._positions = parts.positions
         self._heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
@@ -234,8 +235,8 @@ class LeanDecoder:
         return self._head(hidden)
 
 
-# model -> (what its weights were, the kind of weights, its decoder); the last one used is kept.
-_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Weights, LeanDecoder]] = weakref.WeakKeyDictionary()
+# model -> kind of weights -> (what the model's weights were, its decoder)
+_DECODERS: weakref.WeakKeyDictionary[nn.Module, dict[Weights, tuple[Any, LeanDecoder]]] = weakref.WeakKeyDictionary()
 
 
 def lean_decoder(model: PreTrainedModel, weights: Weights = "model") -> LeanDecoder:
@@ -246,11 +247,11 @@ def lean_decoder(model: PreTrainedModel, weights: Weights = "model") -> LeanDeco
     if weights not in get_args(Weights):
         raise unknown("weights", weights, get_args(Weights))
     state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
-    known = _DECODERS.get(model)
-    if known is None or known[:2] != (state, weights):
-        known = (state, weights, LeanDecoder(model, weights))
-        _DECODERS[model] = known
-    return known[2]
+    decoders = _DECODERS.setdefault(model, {})
+    if weights not in decoders or decoders[weights][0] != state:
+        decoders.pop(weights, None)  # what it holds is freed before the next is made
+        decoders[weights] = (state, LeanDecoder(model, weights))
+    return decoders[weights][1]
 
 
 def why_not_lean(model: PreTrainedModel) -> str | None:

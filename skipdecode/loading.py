@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, first_line
 
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -19,7 +19,7 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name!r} can't be loaded as a causal language model: {_first_line(error)}") from error
+        raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
     return model
 
 
@@ -28,13 +28,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token: a completion could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from skipdecode.cost import CostModel, Machine
+from skipdecode.calibrate import measure_cost
+from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError
+from skipdecode.lean import Weights
 from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
@@ -15,7 +17,7 @@ TOLERANCE = 0.03
 
 
 def solve_schedule(
-    model: nn.Module | PretrainedConfig | CostModel,
+    model: nn.Module | PretrainedConfig | Cost,
     speedup: float,
     *,
     horizon: int = 64,
@@ -29,6 +31,8 @@ def solve_schedule(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
+    calibrate: bool = False,
+    weights: Weights = "model",
 ) -> SkipSchedule:
     """The schedule whose predicted decode wall clock, over the horizon, is `speedup` times shorter than full depth's.
 
@@ -37,7 +41,7 @@ def solve_schedule(
     the nearest that integers of layers allow, which on a model of few layers can be well above it.
 
     Args:
-        model: a causal language model, its config, or a CostModel.
+        model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` found.
         speedup: the target, at least 1. 1 is full depth.
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
         warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
@@ -47,9 +51,13 @@ def solve_schedule(
         batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
         machine: what the machine sustains.
+        calibrate: time steps of the model here, where it is, instead of predicting them (`measure_cost`); the target is
+            then met on this machine's clock. Takes seconds to a minute.
+        weights: what decoding will compute with, for the calibration.
 
     Raises:
-        ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is.
+        ConfigError: where a calibration is asked of something else than a model; for a target below 1, or beyond what
+            min = max = warmup_layers reaches; it says how much that is.
     """
     if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
@@ -58,7 +66,11 @@ def solve_schedule(
     for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"{name} is {value!r}: it must be at least 1")
-    cost = model if isinstance(model, CostModel) else CostModel.of(model, dtype)
+    cost = _cost(model, dtype)
+    if calibrate:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"calibrate needs the model itself: a {type(model).__name__} can't be timed")
+        cost = measure_cost(model, batch_size=batch_size, prompt_length=prompt_length, weights=weights)
     depth = cost.num_layers
 
     def schedule(most: int, least: int) -> SkipSchedule:
@@ -87,3 +99,7 @@ def solve_schedule(
     limit = min(candidates.values()) * (1 + TOLERANCE)
     near = [candidate for candidate, value in candidates.items() if value <= limit]
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
+
+
+def _cost(model: nn.Module | PretrainedConfig | Cost, dtype: torch.dtype | None) -> Cost:
+    return model if isinstance(model, Cost) else CostModel.of(model, dtype)

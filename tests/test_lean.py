@@ -23,7 +23,7 @@ def tiny(name: str) -> PreTrainedModel:
 
 
 def generate(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: Any) -> Any:
-    ids, mask = ragged_prompts(lengths, 4)
+    ids, mask = (tensor.to(model.device) for tensor in ragged_prompts(lengths, 4))
     request = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **changes}
     return model.generate(
         input_ids=ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, **request

@@ -1,17 +1,17 @@
 """Making what a recipe names: the model, its tokenizer and its task."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
+from eval.shapes import random_model, read_shape
 from skipdecode import ConfigError
 from skipdecode.families import text_config
 from skipdecode.loading import load_model, load_tokenizer
-from train.recipe import SHAPES, ModelSection, Recipe, named_file, read_yaml
+from train.recipe import Recipe
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -32,31 +32,20 @@ def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrained
     if section.name_or_path is not None:
         tokenizer = load_tokenizer(section.tokenizer or section.name_or_path)
         return load_model(section.name_or_path, dtype=dtype, **(section.config or {})), tokenizer
-    shape = _shape(section)
+    shape = {**read_shape(section.shape or "", "model.shape"), **(section.config or {})}
     positions = shape.get("max_position_embeddings", 2048)
     if section.tokenizer is not None:
         tokenizer = load_tokenizer(section.tokenizer)
     else:
         tokenizer = train_tokenizer(examples, section.vocab_size, positions)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model_type = shape.pop("model_type")
     try:
-        config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **special, **shape})
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError) as error:
+        model = random_model({"vocab_size": len(tokenizer), **special, **shape}, dtype)
+    except ConfigError as error:
         raise ConfigError(f"model.shape {section.shape!r}: {error}") from error
-    if text_config(config).vocab_size < len(tokenizer):
+    config = text_config(model.config)
+    if config.vocab_size < len(tokenizer):
         raise ConfigError(
-            f"model.shape {section.shape!r} has vocab_size {text_config(config).vocab_size}: "
-            f"the tokenizer needs {len(tokenizer)}"
+            f"model.shape {section.shape!r} has vocab_size {config.vocab_size}: the tokenizer needs {len(tokenizer)}"
         )
     return model, tokenizer
-
-
-def _shape(section: ModelSection) -> dict[str, Any]:
-    assert section.shape is not None
-    path = named_file(section.shape, SHAPES, ".yaml", "model.shape")
-    shape = {**read_yaml(path), **(section.config or {})}
-    if "model_type" not in shape:
-        raise ConfigError(f"{path} lacks model_type, such as opt")
-    return shape

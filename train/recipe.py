@@ -9,12 +9,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from yaml import YAMLError  # OmegaConf lets the parser's own errors through
 
-from skipdecode.errors import ConfigError, unknown
+from eval.files import ROOT, named_file, read_yaml
+from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import Decay, Placement, PromptPolicy
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
-SHAPES = ROOT / "configs" / "model"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
 
 
@@ -164,33 +163,6 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         output = OutputSection(dir=os.path.join("outputs", path.stem))
         recipe = recipe.model_copy(update={"output": output})
     return recipe
-
-
-def named_file(name: str, folder: Path, suffix: str, kind: str) -> Path:
-    """The file that a name in a folder, or a path, means. Raises ConfigError with the nearest name."""
-    if (folder / f"{name}{suffix}").is_file():
-        return folder / f"{name}{suffix}"
-    if Path(name).is_file():
-        return Path(name)
-    if name.endswith(suffix) or "/" in name:
-        raise ConfigError(f"{kind} {name!r}: no such file")
-    raise unknown(kind, name, [path.stem for path in folder.glob(f"*{suffix}")])
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises ConfigError where it doesn't."""
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} can't be read: {first_line(error)}") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
-    return {str(key): value for key, value in values.items()}
-
-
-def first_line(error: BaseException) -> str:
-    """An error's message on one line."""
-    return " ".join(str(error).split())[:300]
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

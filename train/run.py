@@ -13,10 +13,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from data import Task
 from data.columns import ColumnCollator, Encoded, encode_pairs
+from eval.files import named_file
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from train.build import build_model, build_task
-from train.recipe import DEEPSPEED, Recipe, named_file
+from train.recipe import DEEPSPEED, Recipe
 from train.sampling import ScheduleSampler, make_sampler
 from train.tracking import MetricsFile, start_wandb
 from train.trainer import SkipTrainer, check_positions

@@ -1,4 +1,4 @@
-"""The wall clock of one call of `model.generate`, prefill and decode apart."""
+"""The wall clock of one call of `model.generate`: prefill, and every decode step."""
 
 import time
 
@@ -15,28 +15,31 @@ class StepClock(StoppingCriteria):
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._start = self._now()
-        self._first: float | None = None
-        self._last = self._start
-        self.steps = 0  # decode steps: tokens after the first
+        self._times = [self._now()]  # the start, then when each token was chosen
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        self._last = self._now()
-        if self._first is None:
-            self._first = self._last
-        else:
-            self.steps += 1
+        self._times.append(self._now())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps: tokens after the first."""
+        return max(0, len(self._times) - 2)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of each decode step."""
+        return [after - before for before, after in zip(self._times[1:], self._times[2:], strict=False)]
 
     @property
     def prefill_seconds(self) -> float:
         """From the making of this clock to the first token."""
-        return (self._first or self._last) - self._start
+        return self._times[min(1, len(self._times) - 1)] - self._times[0]
 
     @property
     def decode_seconds(self) -> float:
         """From the first token to the last."""
-        return self._last - (self._first or self._last)
+        return sum(self.step_seconds)
 
     def _now(self) -> float:
         if self._on_cuda:

@@ -1,0 +1,42 @@
+"""Files that names mean, read and written."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # OmegaConf lets the parser's own errors through
+
+from skipdecode.errors import ConfigError, first_line, unknown
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def named_file(name: str, folder: Path, suffix: str, kind: str) -> Path:
+    """The file that a name in a folder, or a path, means. Raises ConfigError with the nearest name."""
+    if (folder / f"{name}{suffix}").is_file():
+        return folder / f"{name}{suffix}"
+    if Path(name).is_file():
+        return Path(name)
+    if name.endswith(suffix) or "/" in name:
+        raise ConfigError(f"{kind} {name!r}: no such file")
+    raise unknown(kind, name, [path.stem for path in folder.glob(f"*{suffix}")])
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping. Raises ConfigError where it doesn't."""
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} can't be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return {str(key): value for key, value in values.items()}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

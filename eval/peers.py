@@ -1,0 +1,128 @@
+"""What decoding is timed against, behind one interface: this library, transformers, CTranslate2."""
+
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.cache import PlannedCache
+from skipdecode.clock import StepClock
+from skipdecode.decode import GenerativeModel
+from skipdecode.lean import Weights
+
+
+class Decoder(ABC):
+    """Something that continues prompts."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        """Continue prompts `ids` [batch, columns] greedily. Returns the seconds of prefill and of decoding.
+
+        The prefill gives the first new token; decoding is from there to the last of `new_tokens`.
+        """
+
+
+class Transformers(Decoder):
+    """`model.generate` of transformers, with its default cache or with its static cache, which it compiles on CUDA."""
+
+    def __init__(self, model: GenerativeModel, *, static: bool = False) -> None:
+        self.name = "transformers, static cache" if static else "transformers"
+        self._model = model
+        self._options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+
+    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        clock = StepClock(self._model.device)
+        self._generate(ids, new_tokens, clock)
+        return clock.prefill_seconds, clock.decode_seconds
+
+    def _generate(self, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> Any:
+        return self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **self._options,
+        )
+
+
+class SkipDecode(Transformers):
+    """`skip_generate` under a schedule."""
+
+    def __init__(self, model: GenerativeModel, schedule: SkipSchedule, weights: Weights, name: str) -> None:
+        super().__init__(model)
+        self.name = name
+        self._options = {"custom_generate": skip_generate, "schedule": schedule, "weights": weights}
+
+    def cache_bytes(self, ids: torch.Tensor, new_tokens: int) -> int:
+        """Bytes that the cache of such a run holds."""
+        cache = self._generate(ids, new_tokens, StepClock(self._model.device)).past_key_values
+        assert isinstance(cache, PlannedCache)
+        return cache.nbytes
+
+
+class CTranslate2(Decoder):
+    """The same weights in CTranslate2, on CPU.
+
+    Raises ConfigError where it isn't installed, or has no converter for the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute_type: str) -> None:
+        try:
+            import ctranslate2
+        except ImportError as error:
+            raise ConfigError("ctranslate2 is not installed: pip install 'skipdecode[speed]'") from error
+        self.name = f"CTranslate2 {compute_type}"
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder, "model"), str(Path(folder, "converted"))
+            model.save_pretrained(source)
+            _numbered_tokenizer(model.config.vocab_size).save_pretrained(source)
+            try:
+                converter = ctranslate2.converters.TransformersConverter(str(source))
+                converter.convert(target, quantization=compute_type)
+            except (ValueError, NotImplementedError, AttributeError) as error:
+                raise ConfigError(f"CTranslate2 can't convert {model.config.model_type}: {error}") from error
+            threads = torch.get_num_threads()
+            self._generator = ctranslate2.Generator(target, "cpu", compute_type=compute_type, intra_threads=threads)
+
+    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        prefill = self._seconds(ids, 1)
+        return prefill, self._seconds(ids, new_tokens) - prefill
+
+    def _seconds(self, ids: torch.Tensor, new_tokens: int) -> float:
+        prompts = [[f"t{token}" for token in row] for row in ids.tolist()]
+        start = time.perf_counter()
+        results = self._generator.generate_batch(
+            prompts,
+            max_batch_size=len(prompts),
+            min_length=new_tokens,
+            max_length=new_tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        seconds = time.perf_counter() - start
+        lengths = {len(result.sequences_ids[0]) for result in results}
+        assert lengths == {new_tokens}, f"CTranslate2 gave {lengths} tokens instead of {new_tokens}"
+        return seconds
+
+
+def _numbered_tokenizer(size: int) -> Any:
+    """A tokenizer whose words are t0, t1, …: CTranslate2 takes prompts as words, and none are at hand."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({f"t{n}": n for n in range(size)}, unk_token="t3"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t3", bos_token="t2", eos_token="t2", pad_token="t1"
+    )

@@ -1,0 +1,317 @@
+"""How fast a model decodes under schedules, beside what else a user could pick: `python -m eval.speed`."""
+
+import argparse
+import datetime
+import operator
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from eval.files import write_whole
+from eval.machine import copy_bytes_per_second, describe_machine, resolve_device, versions
+from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
+from eval.shapes import random_model, read_shape
+from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow, draw_speeds
+from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
+from skipdecode.cost import Cost
+from skipdecode.decode import GenerativeModel
+from skipdecode.lean import Weights
+from skipdecode.loading import load_model
+
+PEERS = ("transformers", "transformers-static", "ctranslate2")
+
+
+@dataclass
+class Entry:
+    """One decoder in the benchmark, and its seconds in each repeat.
+
+    `schedule` and `weights` are of skip_generate, and None for a peer.
+    """
+
+    decoder: Decoder
+    speedup: float = 1.0
+    schedule: SkipSchedule | None = None
+    weights: Weights | None = None
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    options = _parser().parse_args(arguments)
+    try:
+        _benchmark(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.speed",
+        description="Time decoding at several target speeds, by the wall clock: each batch size a table, every decoder "
+        "taking turns, medians [quartiles]; beside it the peers on the same weights, and the bytes that a step must "
+        "read over the bytes per second that a large copy reaches.",
+        epilog="example: python -m eval.speed --model opt-1.3b --dtype bfloat16 --batch-size 1 8 --output speed.json",
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
+    parser.add_argument("--vocab-size", type=int, metavar="V", help="of a shape; default: the family's")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="B", help="default: 1")
+    parser.add_argument("--prompt-length", type=int, default=64, metavar="P", help="default: 64")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument(
+        "--speedup", type=float, nargs="+", default=[1, 2, 3, 4, 5], metavar="X", help="targets; 1x is added"
+    )
+    parser.add_argument(
+        "--weights", nargs="+", choices=["model", "int8"], default=["model"], help="int8: on CPU; default: model"
+    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")
+    parser.add_argument("--repeats", type=int, default=5, metavar="R", help="default: 5")
+    parser.add_argument(
+        "--predict", action="store_true", help="solve for the predicted clock instead of one that is calibrated first"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print where a decode step's time goes, at full depth and at the highest target",
+    )
+    return parser
+
+
+def _benchmark(options: argparse.Namespace) -> None:
+    _check(options)
+    device = resolve_device(options.device)
+    model = _model(options, device)
+    console = Console() if Console().is_terminal else Console(width=200)
+    peers = _peers(options.peers, model, options.weights, device)
+    rows: list[SpeedRow] = []
+    unreachable: list[str] = []
+    copies: list[float] = []
+    profiled: list[Entry] = []
+    for batch_size in options.batch_size:
+        entries = _entries(model, options, batch_size, unreachable) + [Entry(peer) for peer in peers]
+        ids = _prompts(model, options, batch_size)
+        copies += _take_turns(entries, ids, options)
+        rows += _rows(entries, CostModel.of(model), ids, options, statistics.median(copies))
+        own = [entry for entry in entries if entry.weights == options.weights[0]]
+        profiled = profiled or [own[0], own[-1]]
+    report = SpeedReport(
+        Conditions(
+            model=options.model,
+            parameters=sum(p.numel() for p in model.parameters()),
+            dtype=options.dtype,
+            device=str(device),
+            prompt_length=options.prompt_length,
+            new_tokens=options.new_tokens,
+            repeats=options.repeats,
+            calibrated=not options.predict,
+            copy_bytes_per_second=statistics.median(copies),
+            unreachable=unreachable,
+            date=datetime.date.today().isoformat(),
+            command=shlex.join(["python", "-m", "eval.speed", *sys.argv[1:]]),
+            machine=describe_machine(device),
+            versions=versions(),
+        ),
+        rows,
+    )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    draw_speeds(options.output.with_suffix(".png"), report)
+    write_whole(options.output.with_suffix(".md"), report.to_markdown())
+    write_whole(options.output, report.to_json())
+    for table in report.to_tables():
+        console.print(table)
+    for line in report.notes():
+        console.print(line, style="dim", highlight=False, markup=False)
+    console.print(f"picture: {options.output.with_suffix('.png')}", highlight=False, soft_wrap=True)
+    if options.profile:
+        _profile(profiled, _prompts(model, options, options.batch_size[0]), options.new_tokens, console)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("batch_size", "prompt_length", "new_tokens", "repeats", "vocab_size"):
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            least = 2 if name == "new_tokens" else 1
+            if number is not None and number < least:
+                raise ConfigError(f"--{name.replace('_', '-')} is {number}: it must be at least {least}")
+    if min(options.speedup) < 1 or len(set(options.speedup)) != len(options.speedup):
+        raise ConfigError(f"--speedup is {options.speedup}: name different targets of 1 or more, such as 1 2 4")
+    if options.output.suffix != ".json":
+        raise ConfigError(f"--output {options.output}: name a .json file; a .md and a .png are written beside it")
+    for suffix in (".json", ".md", ".png"):
+        if options.output.with_suffix(suffix).exists():
+            raise ConfigError(f"--output: {options.output.with_suffix(suffix)} is there already: name another file")
+
+
+def _model(options: argparse.Namespace, device: torch.device) -> GenerativeModel:
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    if Path(options.model).is_dir():
+        if options.vocab_size is not None:
+            raise ConfigError("--vocab-size is for a shape: a checkpoint has its own")
+        model = load_model(options.model, dtype=dtype)
+    else:
+        vocabulary = {"vocab_size": options.vocab_size} if options.vocab_size is not None else {}
+        with torch.device(device):
+            model = random_model({**read_shape(options.model, "--model"), **vocabulary}, dtype)
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval()
+
+
+def _peers(
+    names: Sequence[str], model: GenerativeModel, weights: Sequence[Weights], device: torch.device
+) -> list[Decoder]:
+    peers: list[Decoder] = []
+    if "transformers" in names:
+        peers.append(Transformers(model))
+    if "transformers-static" in names:
+        peers.append(Transformers(model, static=True))
+    if "ctranslate2" in names:
+        if device.type != "cpu":
+            raise ConfigError("--peers ctranslate2 is a peer on CPU: leave it out, or give --device cpu")
+        # The nearest to each kind of weights: it has no bfloat16 on CPU.
+        peers += [CTranslate2(model, {"model": "float32", "int8": "int8"}[kind]) for kind in weights]
+    return peers
+
+
+def _entries(
+    model: GenerativeModel, options: argparse.Namespace, batch_size: int, unreachable: list[str]
+) -> list[Entry]:
+    """This library's decoders, at full depth and at each target that can be reached."""
+    entries = []
+    for weights in options.weights:
+        conditions = {"batch_size": batch_size, "prompt_length": options.prompt_length}
+        cost: Cost = CostModel.of(model) if options.predict else measure_cost(model, weights=weights, **conditions)
+        for speedup in sorted({1.0, *options.speedup}):
+            try:
+                schedule = solve_schedule(cost, speedup, horizon=options.new_tokens - 1, **conditions)
+            except ConfigError as error:
+                unreachable.append(f"batch {batch_size}, {weights} weights, {speedup:g}x: {error}")
+                continue
+            name = f"skipdecode {speedup:g}x" + (" int8" if weights == "int8" else "")
+            entries.append(Entry(SkipDecode(model, schedule, weights, name), speedup, schedule, weights))
+    return entries
+
+
+def _prompts(model: GenerativeModel, options: argparse.Namespace, batch_size: int) -> torch.Tensor:
+    """Random prompts [batch, columns]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, options.prompt_length)
+    return torch.randint(4, model.config.vocab_size, shape, generator=generator).to(model.device)
+
+
+def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, options: argparse.Namespace) -> list[float]:
+    """Time every entry once in each repeat, in an order that rotates. Returns bytes per second of copies in between."""
+    copies = []
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"batch {ids.shape[0]}", total=(options.repeats + 1) * len(entries))
+        for repeat in range(options.repeats + 1):
+            turn = repeat % len(entries)
+            for entry in [*entries[turn:], *entries[:turn]]:
+                warm_up = repeat == 0
+                prefill, decode = entry.decoder.run(ids, min(8, options.new_tokens) if warm_up else options.new_tokens)
+                if not warm_up:
+                    entry.prefill.append(prefill)
+                    entry.decode.append(decode)
+                progress.advance(bar)
+            copies.append(copy_bytes_per_second(ids.device))
+    return copies
+
+
+def _rows(
+    entries: Sequence[Entry], cost: CostModel, ids: torch.Tensor, options: argparse.Namespace, bytes_per_second: float
+) -> list[SpeedRow]:
+    """A row for each of this library's decoders, beside the peers that took turns with it."""
+    batch_size, steps = ids.shape[0], options.new_tokens - 1
+    own = [entry for entry in entries if entry.schedule is not None]
+    peers = [entry for entry in entries if entry.schedule is None]
+    rows = []
+    for entry in own:
+        full = next(other for other in own if other.weights == entry.weights and other.speedup == 1)
+        read = replace(cost, weight_bytes=1) if entry.weights == "int8" else cost
+        bound, full_bound = (
+            sum(read.step_bytes(e.schedule.budget(i), options.prompt_length + i, batch_size) for i in range(steps))
+            / bytes_per_second
+            for e in (entry, full)
+            if e.schedule is not None
+        )
+        assert entry.schedule is not None
+        assert isinstance(entry.decoder, SkipDecode)
+        assert isinstance(full.decoder, SkipDecode)
+        decode = statistics.median(entry.decode)
+        rows.append(
+            SpeedRow(
+                batch_size=batch_size,
+                weights=str(entry.weights),
+                speedup_target=entry.speedup,
+                schedule=entry.schedule.to_dict(),
+                mean_layers=entry.schedule.mean_budget(steps),
+                prefill_seconds=statistics.median(entry.prefill),
+                decode_seconds=decode,
+                end_to_end_seconds=statistics.median(map(operator.add, entry.prefill, entry.decode)),
+                tokens_per_second=batch_size * steps / decode,
+                wall_clock_speedup=Ratio.of(full.decode, entry.decode),
+                end_to_end_speedup=Ratio.of(
+                    list(map(operator.add, full.prefill, full.decode)),
+                    list(map(operator.add, entry.prefill, entry.decode)),
+                ),
+                over_peers={peer.decoder.name: Ratio.of(peer.decode, entry.decode) for peer in peers},
+                peer_decode_seconds={peer.decoder.name: statistics.median(peer.decode) for peer in peers},
+                bound_speedup=full_bound / bound,
+                bandwidth_share=bound / decode,
+                cache_bytes=entry.decoder.cache_bytes(ids, options.new_tokens),
+                full_depth_cache_bytes=full.decoder.cache_bytes(ids, options.new_tokens),
+            )
+        )
+    return rows
+
+
+def _profile(entries: Sequence[Entry], ids: torch.Tensor, new_tokens: int, console: Console) -> None:
+    """Print what the operations of a decode step take: those of a whole run less those of its prefill."""
+    on_cuda = ids.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    for entry in entries:
+        entry.decoder.run(ids, new_tokens)
+        with profile(activities=activities) as prefill:
+            entry.decoder.run(ids, 1)
+        with profile(activities=activities) as whole:
+            entry.decoder.run(ids, new_tokens)
+        table = Table(
+            title=f"{entry.decoder.name}, batch {len(ids)}: a decode step, by operation", title_justify="left"
+        )
+        for head in ("operation", "calls", "microseconds", "share"):
+            table.add_column(head, justify="left" if head == "operation" else "right")
+        steps = new_tokens - 1
+        before = {event.key: event for event in prefill.key_averages()}
+        found = []
+        for event in whole.key_averages():
+            time = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+            calls = event.count
+            if event.key in before:
+                earlier = before[event.key]
+                time -= earlier.self_device_time_total if on_cuda else earlier.self_cpu_time_total
+                calls -= earlier.count
+            found.append((time / steps, calls / steps, event.key))
+        total = sum(time for time, _, _ in found)
+        for time, calls, name in sorted(found, reverse=True)[:15]:
+            table.add_row(name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
+        table.add_row("all", "", f"{total:.0f}", "100 %")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Law 6: the cache holds what the schedule needs, to the byte, from the prefill to the last token."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_law_cached_equals_uncached import LAYERS, schedules
+from tiny_models import TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from transformers import PreTrainedModel
+
+from skipdecode import CostModel, PlannedCache, SkipSchedule, skip_generate, solve_schedule
+
+
+def planned(model: PreTrainedModel, schedule: SkipSchedule, rows: int, prompt: int, new_tokens: int) -> PlannedCache:
+    ids, mask = ragged_prompts([prompt] * rows, 0)
+    request: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    request |= {"custom_generate": skip_generate, "schedule": schedule, "return_dict_in_generate": True}
+    cache = model.generate(input_ids=ids, attention_mask=mask, **request).past_key_values
+    assert isinstance(cache, PlannedCache)
+    return cache
+
+
+@settings(max_examples=30)
+@given(schedules(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 20))
+def test_a_layer_holds_the_prompt_and_the_tokens_that_run_it_and_no_byte_more(schedule, rows, prompt, new_tokens):
+    model = tiny_opt("opt", LAYERS)
+    cache = planned(model, schedule, rows, prompt, new_tokens)
+    steps = new_tokens - 1
+    for layer, cached in enumerate(cache.layers):
+        runs = sum(layer in schedule.layers_at(i) for i in range(steps))  # counted one by one
+        columns = prompt + runs if runs else 0
+        assert cached.get_seq_length() == columns
+        assert cached.nbytes == 2 * rows * columns * 32 * 4  # keys and values, rows, columns, hidden, float32
+    assert cache.nbytes == CostModel.of(model).cache_bytes(schedule, prompt, steps, rows)
+
+
+@pytest.mark.parametrize("model_type", sorted(TINY_FAMILIES))
+def test_every_familys_cache_is_as_large_as_predicted(model_type: str) -> None:
+    model = tiny_family(model_type)
+    schedule = SkipSchedule(6, 4, 2, horizon=5)
+    expected = CostModel.of(model).cache_bytes(schedule, 7, 11, 2)
+    assert planned(model, schedule, 2, 7, 12).nbytes == expected
+
+
+def test_a_thousand_tokens_at_three_times_the_speed_need_less_than_half_of_the_cache() -> None:
+    from eval.shapes import random_model, read_shape
+
+    model = random_model(
+        {**read_shape("opt-small", "shape"), "vocab_size": 61, "max_position_embeddings": 1100}, torch.float32
+    )
+    schedule = solve_schedule(model, 3.0, horizon=1024, prompt_length=16)
+    held = planned(model.eval(), schedule, 1, 16, 1024).nbytes
+    cost = CostModel.of(model)
+    assert held == cost.cache_bytes(schedule, 16, 1023)
+    full = cost.cache_bytes(SkipSchedule.full_depth(12), 16, 1023)
+    assert full == 2 * 12 * (16 + 1023) * 256 * 4
+    assert held < full / 2
+
+
+def test_calls_of_many_shapes_leave_nothing_behind() -> None:
+    """`scripts/soak.py` does the same a few thousand times and reads the process's memory."""
+    model = tiny_opt("opt", LAYERS)
+    generator = torch.Generator().manual_seed(0)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor | PlannedCache) for thing in gc.get_objects())
+
+    before = 0
+    for call in range(40):
+        rows, prompt, new = (int(torch.randint(1, most, (1,), generator=generator)) for most in (4, 9, 12))
+        ids, mask = ragged_prompts([prompt] * rows, call)
+        schedule = SkipSchedule(LAYERS, 1 + call % 6, 1, horizon=1 + call % 7)
+        model.generate(
+            input_ids=ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, max_new_tokens=new
+        )
+        del ids, mask
+        if call == 9:
+            before = alive()
+    assert alive() <= before

@@ -1,0 +1,73 @@
+"""Steps on buffers that stay: what a CUDA graph replays, run here without the capture, which needs a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_lean import MODELS, SCHEDULES, generate, tiny
+from tiny_models import tiny_opt
+
+from skipdecode import SkipSchedule, graphs
+from skipdecode.lean import lean_decoder
+
+WINDOWED = {"mistral"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
+def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: SkipSchedule) -> None:
+    model = tiny(name)
+    # Shapes come back, with other lengths in the same buffers: what an earlier call left there must not be seen.
+    for lengths in ([3, 12, 5], [9], [2, 4, 6], [40], [3, 12, 5], [6, 6]):
+        static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
+        assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
+    assert bool(graphs._KEPT.get(lean_decoder(model))) == (name not in WINDOWED)
+
+
+def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_opt("opt", 6, seed=9)
+    captured: list[tuple[int, ...]] = []
+    capture = graphs.StaticSteps._capture
+
+    def counting(self: Any, layers: tuple[int, ...]) -> Any:
+        captured.append(layers)
+        return capture(self, layers)
+
+    monkeypatch.setattr(graphs.StaticSteps, "_capture", counting)
+    schedule = SkipSchedule(6, 5, 2, horizon=8)
+    for _ in range(3):
+        generate(model, [5, 7], schedule, cuda_graphs=True, max_new_tokens=12)
+    assert captured == [schedule.layers_for(budget) for budget in (5, 4, 3, 2)]
+
+
+def test_the_longest_unused_shape_goes_first() -> None:
+    model = tiny_opt("opt", 6, seed=10)
+    for rows in (1, 2, 3, 4, 1, 5):
+        generate(model, [4] * rows, SCHEDULES[0], cuda_graphs=True)
+    assert [key[2] for key in graphs._KEPT[lean_decoder(model)]] == [3, 4, 1, 5]
+
+
+def test_a_cache_that_is_handed_out_is_never_written_again() -> None:
+    model = tiny_opt("opt", 6, seed=11)
+    request = {"cuda_graphs": True, "return_dict_in_generate": True}
+    first = generate(model, [4, 6], SCHEDULES[0], **request)
+    before = first.past_key_values.layers[0].keys.clone()
+    generate(model, [6, 4], SCHEDULES[0], **request)
+    generate(model, [6, 4], SCHEDULES[0], cuda_graphs=True)
+    assert torch.equal(first.past_key_values.layers[0].keys, before)
+    assert first.past_key_values.get_seq_length() == 6 + 13
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_on_cuda_equal_the_models_own_steps(name: str) -> None:
+    model: Any = tiny(name)
+    try:
+        model.to("cuda")
+        for lengths in ([3, 12, 5], [9], [2, 4, 6], [3, 12, 5]):
+            stock = generate(model, lengths, SCHEDULES[0], cache_implementation="dynamic")
+            assert torch.equal(generate(model, lengths, SCHEDULES[0]), stock)
+            assert torch.equal(generate(model, lengths, SCHEDULES[0], cuda_graphs=False), stock)
+    finally:
+        model.to("cpu")

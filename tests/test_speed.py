@@ -1,0 +1,96 @@
+"""The speed benchmark, run as a user would on a tiny shape."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.speed import main
+from eval.speed_report import Ratio
+
+TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text("model_type: opt\nvocab_size: 96\n" + "".join(f"{k}: {v}\n" for k, v in TINY.items()))
+    return str(path)
+
+
+def arguments(shape: str, output: Path, **changes: str) -> list[str]:
+    options = {"--batch-size": "1 2", "--prompt-length": "6", "--new-tokens": "8", "--repeats": "2", **changes}
+    return ["--model", shape, "--output", str(output), *(w for k, v in options.items() for w in [k, *v.split()])]
+
+
+def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "speed.json"
+    words = {"--speedup": "2 50", "--weights": "model int8", "--peers": "transformers ctranslate2"}
+    assert main([*arguments(shape, output, **words), "--predict", "--profile"]) == 0
+    report = json.loads(output.read_text())
+    rows = report["rows"]
+    assert [(r["batch_size"], r["weights"], r["speedup_target"]) for r in rows] == [
+        (batch, weights, target) for batch in (1, 2) for weights in ("model", "int8") for target in (1, 2)
+    ]
+    assert len(report["unreachable"]) == 4
+    assert all("50x: speedup is 50: with warmup_layers" in line for line in report["unreachable"])
+    for row in rows:
+        assert set(row["over_peers"]) == {"transformers", "CTranslate2 float32", "CTranslate2 int8"}
+        assert row["end_to_end_seconds"] > row["decode_seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(row["batch_size"] * 7 / row["decode_seconds"])
+        # keys and values of the prompt and of 7 inputs, in float32, where every layer runs every token
+        assert row["full_depth_cache_bytes"] == row["batch_size"] * 2 * 4 * (6 + 7) * 32 * 4
+        assert (row["cache_bytes"] < row["full_depth_cache_bytes"]) == (row["speedup_target"] > 1)
+        if row["speedup_target"] == 1:
+            assert row["wall_clock_speedup"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
+            assert row["bound_speedup"] == 1.0
+        else:
+            assert row["bound_speedup"] > 1.3
+    printed = capsys.readouterr().out
+    assert "a decode step, by operation" in printed
+    assert output.with_suffix(".md").read_text().count("| int8 | 2x |") == 2
+    assert output.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Path) -> None:
+    output = tmp_path / "speed.json"
+    assert main(arguments(shape, output, **{"--speedup": "1", "--batch-size": "1", "--peers": ""})) == 0
+    report = json.loads(output.read_text())
+    assert report["calibrated"]
+    assert [row["speedup_target"] for row in report["rows"]] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--batch-size": "0"}, "--batch-size is 0: it must be at least 1"),
+        ({"--new-tokens": "1"}, "--new-tokens is 1: it must be at least 2"),
+        ({"--speedup": "0.5"}, "--speedup is [0.5]"),
+        ({"--model": "opt-1.3"}, "unknown --model 'opt-1.3': did you mean 'opt-1.3b'?"),
+        ({"--output": "speed.txt"}, "name a .json file"),
+        ({"--device": "cuda:9"}, "there is no CUDA device here"),
+        ({"--device": "gpu"}, "expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    shape: str, tmp_path: Path, changes: dict[str, str], message: str, capsys: Any
+) -> None:
+    words = arguments(shape, tmp_path / "speed.json")
+    assert main([*words, *(w for k, v in changes.items() for w in [k, *v.split()])]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+def test_a_result_is_never_overwritten(shape: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "speed.md").write_text("kept")
+    assert main(arguments(shape, tmp_path / "speed.json")) == 2
+    assert "speed.md is there already" in capsys.readouterr().err
+    assert (tmp_path / "speed.md").read_text() == "kept"
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_repeat() -> None:
+    ratio = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
+    assert (ratio.median, ratio.lower, ratio.upper) == (3.0, 2.5, 3.5)
