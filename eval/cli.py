@@ -34,6 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
+    parser.add_argument(
+        "--weights",
+        choices=["model", "int8"],
+        default="model",
+        help="int8: decode steps with 8-bit weights and activations, on CPU (default: model)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="solve the targets anew for this machine's clock, in place of the schedules that were trained under",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="NAME=REPORT", help="other report.json files to draw in the picture"
@@ -60,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 batch_size=options.batch_size,
                 max_new_tokens=options.max_new_tokens,
                 dtype=options.dtype,
+                weights=options.weights,
+                calibrate=options.calibrate,
                 device=options.device,
                 compare=compare,
             )

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from data import Example, Task
 from data.columns import encode_prompt
-from skipdecode import SkipSchedule, skip_generate
+from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
 from skipdecode.families import text_config
+from skipdecode.lean import Weights
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Decoded:
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
     decode_steps: list[int] = field(default_factory=list)
+    cache_bytes: int = 0  # of the largest batch
 
     @property
     def seconds_per_step(self) -> list[float | None]:
@@ -46,6 +48,7 @@ def decode_test_set(
     *,
     batch_size: int,
     max_new_tokens: int,
+    weights: Weights = "model",
 ) -> Iterator[list[Decoded]]:
     """Decode `examples` greedily under each schedule; yields the results so far after every batch of prompts.
 
@@ -61,12 +64,19 @@ def decode_test_set(
     order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
     batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
     results = [Decoded(schedule, [""] * len(examples)) for schedule in schedules]
+    cost = CostModel.of(model)
+
+    def decode(batch: list[int], schedule: SkipSchedule, most: int) -> tuple[list[list[int]], StepClock]:
+        return _decode_batch(model, tokenizer, [prompts[n] for n in batch], schedule, most, weights)
+
     for result in results:
-        _decode_batch(model, tokenizer, [prompts[n] for n in batches[0]], result.schedule, min(8, max_new_tokens))
+        decode(batches[0], result.schedule, min(8, max_new_tokens))
     for number, batch in enumerate(batches):
         turn = number % len(results)
         for result in [*results[turn:], *results[:turn]]:
-            rows, clock = _decode_batch(model, tokenizer, [prompts[n] for n in batch], result.schedule, max_new_tokens)
+            rows, clock = decode(batch, result.schedule, max_new_tokens)
+            held = cost.cache_bytes(result.schedule, len(prompts[batch[-1]]), max_new_tokens - 1, len(batch))
+            result.cache_bytes = max(result.cache_bytes, held)
             result.prefill_seconds.append(clock.prefill_seconds)
             result.decode_seconds.append(clock.decode_seconds)
             result.decode_steps.append(clock.steps)
@@ -85,6 +95,7 @@ def _decode_batch(
     prompts: list[list[int]],
     schedule: SkipSchedule,
     max_new_tokens: int,
+    weights: Weights,
 ) -> tuple[list[list[int]], StepClock]:
     """Token ids that each prompt was continued with, up to and with the end token, and the clock."""
     inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)  # [batch, columns]
@@ -93,6 +104,7 @@ def _decode_batch(
         **inputs,
         custom_generate=skip_generate,
         schedule=schedule,
+        weights=weights,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,

@@ -32,6 +32,7 @@ class Row:
         tokens_per_second: of these, over decode_seconds.
         wall_clock_speedup: the 1x row's seconds per decode step over this row's: the median over batches.
         wall_clock_quartiles: the quartiles of the same.
+        cache_bytes: keys and values held for the largest batch (law 6).
     """
 
     speedup_target: float
@@ -48,6 +49,7 @@ class Row:
     tokens_per_second: float
     wall_clock_speedup: float
     wall_clock_quartiles: tuple[float, float]
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Report:
     machine: dict[str, Any]
     versions: dict[str, str]
     rows: list[Row]
+    weights: str = "model"
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
@@ -102,9 +105,10 @@ class Report:
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
+        weights = f" with {self.weights} weights" if self.weights != "model" else ""
         return [
             f"{self.examples} prompts, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
-            f"{self.dtype} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
             "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
             "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "
             "ROUGE: F1 of the best reference.",
@@ -131,6 +135,7 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
+    ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}"),
 ]
 
 
@@ -155,6 +160,7 @@ def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scor
         tokens_per_second=decoded.tokens / seconds if seconds else 0.0,
         wall_clock_speedup=quartiles[1],
         wall_clock_quartiles=(quartiles[0], quartiles[2]),
+        cache_bytes=decoded.cache_bytes,
     )
 
 

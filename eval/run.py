@@ -2,9 +2,10 @@
 
 import datetime
 import shlex
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from eval.frontier import draw_frontier
 from eval.machine import describe_machine, resolve_device, versions
 from eval.report import FILE_NAME, Report, make_row, write_predictions
 from eval.scores import score
-from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import Cost
+from skipdecode.lean import Weights, why_not_lean
 from skipdecode.loading import load_model, load_tokenizer
 
 
@@ -36,6 +39,8 @@ class Request:
     batch_size: int = 32
     max_new_tokens: int | None = None
     dtype: str | None = None
+    weights: Weights = "model"
+    calibrate: bool = False
     device: str | None = None
     compare: Mapping[str, Path] | None = None
 
@@ -57,9 +62,22 @@ def evaluate(request: Request) -> Report:
     task = _task(request, config)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
-    speeds = _speeds(request, config or SkipConfig(solver={"horizon": task.horizon}), CostModel.of(model))
+    if request.weights != "model" and (reason := why_not_lean(model)):
+        raise ConfigError(f"--weights {request.weights}: this model can't decode with them: {reason}")
     examples = task.load("test")[: request.limit]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
+    config = config or SkipConfig(solver={"horizon": task.horizon})
+    cost: Cost = CostModel.of(model)
+    if request.calibrate:
+        config = replace(config, schedules={})  # those of the training were solved for another clock
+        lengths = [len(tokenizer(example.prompt).input_ids) for example in examples]
+        cost = measure_cost(
+            model,
+            batch_size=min(request.batch_size, len(examples)),
+            prompt_length=round(statistics.median(lengths)),
+            weights=request.weights,
+        )
+    speeds = _speeds(request, config, cost)
     progress = decode_test_set(
         model,
         tokenizer,
@@ -68,6 +86,7 @@ def evaluate(request: Request) -> Report:
         list(speeds.values()),
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
+        weights=request.weights,
     )
     title = f"{task.name} at {', '.join(f'{s:g}x' for s in speeds)}"
     results = dict(zip(speeds, _last(progress, title, -(-len(examples) // request.batch_size)), strict=True))
@@ -79,6 +98,7 @@ def evaluate(request: Request) -> Report:
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
+        weights=request.weights,
         device=str(device),
         date=datetime.date.today().isoformat(),
         command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
@@ -97,7 +117,7 @@ def evaluate(request: Request) -> Report:
     return report
 
 
-def _speeds(request: Request, config: SkipConfig, cost: CostModel) -> dict[float, SkipSchedule]:
+def _speeds(request: Request, config: SkipConfig, cost: Cost) -> dict[float, SkipSchedule]:
     """Target speedup -> schedule, for every row; 1x is among them, since the others are measured against it."""
     speeds = {speedup: config.schedule_for(cost, speedup) for speedup in request.speedups}
     if 1.0 not in speeds:

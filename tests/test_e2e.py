@@ -156,3 +156,42 @@ def test_without_a_folder_the_hubs_parquet_is_read_by_its_own_columns(monkeypatc
     assert asked == [expected]
     with pytest.raises(ConfigError, match=r"ConnectionError.*data\.path=FOLDER"):
         E2E().load("test")
+
+
+FACTS = {
+    "priceRange": ("more than £30", ["over £30", "expensive", "a high price range", "costs a lot"]),
+    "customer rating": ("3 out of 5", ["3 out of 5", "three stars", "an average customer rating", "well rated"]),
+    "area": ("riverside", ["by the river", "in the city centre", "in the center of town"]),
+    "familyFriendly": ("no", ["not family-friendly", "no kids", "adults only", "unsuitable for children"]),
+}
+
+
+@pytest.mark.parametrize("slot", sorted(FACTS))
+def test_faithful_training_leaves_out_the_references_that_leave_a_fact_out(slot: str, tmp_path: Path) -> None:
+    value, wordings = FACTS[slot]
+    texts = [f"Aromi, {wording}, is a pub." for wording in wordings]
+    rows = "".join(f'"name[Aromi], eatType[pub], {slot}[{value}]","{text}"\n' for text in ["Aromi is a pub.", *texts])
+    folder_with(tmp_path, HEADER + rows)
+    for faithful, left in ((True, texts), (False, ["Aromi is a pub.", *texts])):
+        (example,) = E2E(str(tmp_path), delexicalise=["name"], faithful=faithful).load("train")
+        assert list(example.targets) == [text.replace("Aromi", "Xname") for text in left]
+        assert len(example.references) == len(texts) + 1  # what it is scored against stays
+
+
+def test_where_every_reference_leaves_something_out_the_fullest_are_trained_on(tmp_path: Path) -> None:
+    rows = "".join(
+        f'"name[Aromi], area[riverside], familyFriendly[yes]","{text}"\n'
+        for text in ("Aromi.", "Kids love Aromi.", "By the river: Aromi.")
+    )
+    folder_with(tmp_path, HEADER + rows)
+    (example,) = E2E(str(tmp_path), faithful=True).load("train")
+    assert example.targets == ("Kids love Aromi.", "By the river: Aromi.")
+
+
+def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Path) -> None:
+    hidden = ["name", "near", "eatType", "food"]
+    counts = [
+        sum(len(e.targets) for e in E2E(str(shared_data / "e2e"), hidden, faithful=faithful).load("train"))
+        for faithful in (False, True)
+    ]
+    assert counts[1] / counts[0] == pytest.approx(5 / 6, abs=0.02)

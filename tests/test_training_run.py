@@ -19,6 +19,7 @@ from data import load_task
 from data.columns import ColumnCollator, encode_pairs
 from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.loading import load_tokenizer
 from train.build import build_model, build_task
 from train.recipe import load_recipe
 from train.run import run
@@ -167,6 +168,14 @@ def test_accumulating_gradients_is_the_same_step_as_a_large_batch(tmp_path: Path
     assert second["speedup_target"] == first["speedup_target"]
 
 
+def predictions(output: Path) -> list[str]:
+    return (output / "predictions" / "1x.jsonl").read_text().splitlines()
+
+
+def full_width(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["hidden_size"])
+
+
 def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "eval"
     arguments = ["--checkpoint", str(finished), "--task", "departures", "--speedup", "1", "2", "4"]
@@ -200,6 +209,21 @@ def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_pa
     assert eval.cli.main([*arguments, "--output", str(output)]) == 2
     assert "already holds a report" in capsys.readouterr().err
     assert (output / "report.json").read_bytes() == before
+
+
+def test_an_evaluation_with_int8_weights_and_calibrated_schedules_says_so(finished: Path, tmp_path: Path) -> None:
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(finished), "--speedup", "2", "--limit", "4", "--max-new-tokens", "8"]
+    assert eval.cli.main([*arguments, "--weights", "int8", "--calibrate", "--output", str(output)]) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert report["weights"] == "int8"
+    assert "float32 with int8 weights" in (output / "report.md").read_text()
+    full, fast = report["rows"]
+    longest = max(len(load_tokenizer(finished)(json.loads(line)["prompt"]).input_ids) for line in predictions(output))
+    # keys and values, 4 rows, 8 layers, the prompt and 7 inputs, in float32
+    assert full["cache_bytes"] == 2 * 4 * 8 * (longest + 7) * full_width(finished) * 4
+    assert fast["cache_bytes"] < full["cache_bytes"]
+    assert fast["mean_layers"] < 8
 
 
 def test_predictions_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) -> None:
