@@ -36,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(
         "--weights",
-        choices=["model", "int8"],
-        default="model",
-        help="int8: decode steps with 8-bit weights and activations, on CPU (default: model)",
+        choices=["model", "packed", "int8"],
+        help="what decode steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
     )
     parser.add_argument(
         "--calibrate",

@@ -105,7 +105,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
-        weights = f" with {self.weights} weights" if self.weights != "model" else ""
+        weights = f" with {self.weights} weights" if self.weights == "int8" else ""
         return [
             f"{self.examples} prompts, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
             f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",

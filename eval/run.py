@@ -21,7 +21,7 @@ from eval.scores import score
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
-from skipdecode.lean import Weights, why_not_lean
+from skipdecode.lean import Weights, choose_weights, why_not_lean
 from skipdecode.loading import load_model, load_tokenizer
 
 
@@ -39,7 +39,7 @@ class Request:
     batch_size: int = 32
     max_new_tokens: int | None = None
     dtype: str | None = None
-    weights: Weights = "model"
+    weights: Weights | None = None
     calibrate: bool = False
     device: str | None = None
     compare: Mapping[str, Path] | None = None
@@ -62,8 +62,10 @@ def evaluate(request: Request) -> Report:
     task = _task(request, config)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
-    if request.weights != "model" and (reason := why_not_lean(model)):
+    reason = why_not_lean(model)
+    if request.weights not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {request.weights}: this model can't decode with them: {reason}")
+    weights = request.weights or (choose_weights(model) if reason is None else "model")
     examples = task.load("test")[: request.limit]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     config = config or SkipConfig(solver={"horizon": task.horizon})
@@ -75,7 +77,7 @@ def evaluate(request: Request) -> Report:
             model,
             batch_size=min(request.batch_size, len(examples)),
             prompt_length=round(statistics.median(lengths)),
-            weights=request.weights,
+            weights=weights,
         )
     speeds = _speeds(request, config, cost)
     progress = decode_test_set(
@@ -86,7 +88,7 @@ def evaluate(request: Request) -> Report:
         list(speeds.values()),
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
-        weights=request.weights,
+        weights=weights,
     )
     title = f"{task.name} at {', '.join(f'{s:g}x' for s in speeds)}"
     results = dict(zip(speeds, _last(progress, title, -(-len(examples) // request.batch_size)), strict=True))
@@ -98,7 +100,7 @@ def evaluate(request: Request) -> Report:
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
-        weights=request.weights,
+        weights=weights,
         device=str(device),
         date=datetime.date.today().isoformat(),
         command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),

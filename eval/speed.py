@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow, draw_spe
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.cost import Cost
 from skipdecode.decode import GenerativeModel
-from skipdecode.lean import Weights
+from skipdecode.lean import Weights, choose_weights
 from skipdecode.loading import load_model
 
 PEERS = ("transformers", "transformers-static", "ctranslate2")
@@ -78,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         "--speedup", type=float, nargs="+", default=[1, 2, 3, 4, 5], metavar="X", help="targets; 1x is added"
     )
     parser.add_argument(
-        "--weights", nargs="+", choices=["model", "int8"], default=["model"], help="int8: on CPU; default: model"
+        "--weights",
+        nargs="+",
+        choices=get_args(Weights),
+        help="kinds to time, as in skip_generate; default: what it chooses",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")
     parser.add_argument("--repeats", type=int, default=5, metavar="R", help="default: 5")
@@ -97,6 +101,7 @@ def _benchmark(options: argparse.Namespace) -> None:
     _check(options)
     device = resolve_device(options.device)
     model = _model(options, device)
+    options.weights = options.weights or [choose_weights(model)]
     console = Console() if Console().is_terminal else Console(width=200)
     peers = _peers(options.peers, model, options.weights, device)
     rows: list[SpeedRow] = []
@@ -184,7 +189,8 @@ def _peers(
         if device.type != "cpu":
             raise ConfigError("--peers ctranslate2 is a peer on CPU: leave it out, or give --device cpu")
         # The nearest to each kind of weights: it has no bfloat16 on CPU.
-        peers += [CTranslate2(model, {"model": "float32", "int8": "int8"}[kind]) for kind in weights]
+        kinds = dict.fromkeys("int8" if kind == "int8" else "float32" for kind in weights)
+        peers += [CTranslate2(model, kind) for kind in kinds]
     return peers
 
 
@@ -202,7 +208,7 @@ def _entries(
             except ConfigError as error:
                 unreachable.append(f"batch {batch_size}, {weights} weights, {speedup:g}x: {error}")
                 continue
-            name = f"skipdecode {speedup:g}x" + (" int8" if weights == "int8" else "")
+            name = f"skipdecode {speedup:g}x, {weights} weights"
             entries.append(Entry(SkipDecode(model, schedule, weights, name), speedup, schedule, weights))
     return entries
 
@@ -290,9 +296,8 @@ def _profile(entries: Sequence[Entry], ids: torch.Tensor, new_tokens: int, conso
             entry.decoder.run(ids, 1)
         with profile(activities=activities) as whole:
             entry.decoder.run(ids, new_tokens)
-        table = Table(
-            title=f"{entry.decoder.name}, batch {len(ids)}: a decode step, by operation", title_justify="left"
-        )
+        console.print(f"\n{entry.decoder.name}, batch {len(ids)}: a decode step, by operation", highlight=False)
+        table = Table()
         for head in ("operation", "calls", "microseconds", "share"):
             table.add_column(head, justify="left" if head == "operation" else "right")
         steps = new_tokens - 1
@@ -305,7 +310,8 @@ def _profile(entries: Sequence[Entry], ids: torch.Tensor, new_tokens: int, conso
                 earlier = before[event.key]
                 time -= earlier.self_device_time_total if on_cuda else earlier.self_cpu_time_total
                 calls -= earlier.count
-            found.append((time / steps, calls / steps, event.key))
+            if time > 0:  # what only the prefill does differs a little between the two runs
+                found.append((time / steps, calls / steps, event.key))
         total = sum(time for time, _, _ in found)
         for time, calls, name in sorted(found, reverse=True)[:15]:
             table.add_row(name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")

@@ -184,7 +184,7 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
         rows = [row for row in report.rows if (row.batch_size, row.weights) == (batch_size, weights)]
         targets, speeds = [row.speedup_target for row in rows], [row.wall_clock_speedup for row in rows]
         spread = [[s.median - s.lower for s in speeds], [s.upper - s.median for s in speeds]]
-        label = f"batch {batch_size}" + (f", {weights}" if weights != "model" else "")
+        label = f"batch {batch_size}, {weights} weights"
         style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "lw": 1.8, "capsize": 2.5}
         axes.errorbar(targets, [s.median for s in speeds], yerr=spread, label=label, **style)
         axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What needs a CUDA device, in one go: the gpu tests, the quickstart on the device, and the training step's benchmark on
-# OPT-1.3B's layer shape. Results go to the folder named first (default: outputs/gpu).
+# What needs a CUDA device, in one go: the gpu tests, the quickstart on the device, the training step on OPT-1.3B's layer
+# shape, decoding speed on the shapes of OPT-1.3B and OPT-6.7B with CUDA graphs beside transformers, and memory over
+# thousands of calls. Results go to the folder named first (default: outputs/gpu).
 set -eu
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
@@ -11,3 +12,9 @@ mkdir -p "$out"
 "$python" -m eval --checkpoint "$out/quickstart" --speedup 1 2 3 4 --output "$out/quickstart-eval"
 "$python" scripts/benchmark_training_step.py --shape opt-1.3b --vocab-size 50272 --dtype bfloat16 --batch-size 8 \
     --prompt-length 128 --new-tokens 128 --speedup 2 3 4 5 2>&1 | tee "$out/training-step.txt"
+for shape in opt-1.3b opt-6.7b; do
+    rm -f "$out/speed-$shape".*
+    "$python" -m eval.speed --model "$shape" --dtype bfloat16 --batch-size 1 8 32 --speedup 1 2 3 4 5 --profile \
+        --peers transformers transformers-static --output "$out/speed-$shape.json" 2>&1 | tee "$out/speed-$shape.txt"
+done
+"$python" scripts/soak.py --calls 2000 | tee "$out/soak.txt"

@@ -23,7 +23,7 @@ def measure_cost(
     *,
     batch_size: int = 1,
     prompt_length: int = 64,
-    weights: Weights = "model",
+    weights: Weights | None = None,
     repeats: int = 3,
     tread: int = 8,
 ) -> MeasuredCost:

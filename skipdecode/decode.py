@@ -37,7 +37,7 @@ def skip_generate(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     schedule: SkipSchedule | None = None,
-    weights: Weights = "model",
+    weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -54,8 +54,11 @@ def skip_generate(
 
     Args:
         schedule: which layers each generated token runs.
-        weights: "model", or "int8" for decode steps with 8-bit copies of the weights, on CPU (`skipdecode.int8`); the
-            prompt is run with the model's own. Copies are made by the first call and kept.
+        weights: what decode steps compute with; the prompt is run with the model's own. "packed" (on CPU, in float32
+            and bfloat16): copies in the layout that the processor reads fastest. "int8" (on CPU): copies in 8 bits,
+            and activations too (`skipdecode.int8`). "model": no copies. By default "packed" where it is possible and
+            the copies fit in half of the memory that is free, else "model". The first call makes the copies, the next
+            ones find them.
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
 
@@ -65,7 +68,7 @@ def skip_generate(
     Raises:
         ConfigError: without a schedule or with one of another depth; for beam search, `use_cache=False`, a cache that
             already holds tokens, attention or hidden state outputs, more tokens than the model has positions, or
-            weights="int8" where steps can't be lean.
+            weights that are copies where steps can't be lean.
     """
     _check_request(model, input_ids, stopping_criteria, generation_config, schedule, model_kwargs)
     assert schedule is not None  # checked above; for the type checker
@@ -163,7 +166,7 @@ def _steps(
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     synced_gpus: bool,
-    weights: Weights,
+    weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
 ) -> _ForwardSteps:
@@ -177,7 +180,7 @@ def _steps(
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
-        if weights != "model":
+        if weights not in (None, "model"):
             raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
         return _ForwardSteps(model, gate, schedule, model_kwargs)
     decoder = lean_decoder(inner, weights)

@@ -32,7 +32,7 @@ def solve_schedule(
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
     calibrate: bool = False,
-    weights: Weights = "model",
+    weights: Weights | None = None,
 ) -> SkipSchedule:
     """The schedule whose predicted decode wall clock, over the horizon, is `speedup` times shorter than full depth's.
 

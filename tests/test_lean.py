@@ -10,9 +10,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode import ConfigError, SkipSchedule, lean, skip_generate
 from skipdecode.int8 import Int8Linear
-from skipdecode.lean import alibi_slopes, lean_decoder, why_not_lean
+from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder, why_not_lean
 
 SCHEDULES = [SkipSchedule(6, 4, 2, horizon=5), SkipSchedule.full_depth(6), SkipSchedule(6, 5, 3, placement="even")]
 MODELS = [*sorted(TINY_FAMILIES), "opt", "opt-350m"]
@@ -42,6 +42,42 @@ def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule
     assert torch.equal(lean.sequences, stock.sequences)
     for ours, theirs in zip(lean.logits, stock.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_the_models_own_in_another_layout(name: str, dtype: torch.dtype) -> None:
+    model = tiny(name)
+    try:
+        model.to(dtype)
+        answers = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+        plain = generate(model, [3, 7, 5], SCHEDULES[1], weights="model", **answers).logits[1]
+        packed = generate(model, [3, 7, 5], SCHEDULES[1], weights="packed", **answers).logits[1]
+        close = 2e-4 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(packed, plain, atol=close * float(plain.abs().max()), rtol=0)
+    finally:
+        model.float()
+
+
+def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_opt("opt", 6, seed=12)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    monkeypatch.setattr(lean, "_free_memory", lambda: 2 * size)
+    assert choose_weights(model) == "model"
+    monkeypatch.setattr(lean, "_free_memory", lambda: 2 * size + 1)
+    assert choose_weights(model) == "packed"
+    lean_decoder(model)
+    monkeypatch.setattr(lean, "_free_memory", lambda: 0)
+    assert choose_weights(model) == "packed"  # they are there already
+    assert choose_weights(tiny_opt("opt", 6, seed=13).half()) == "model"
+
+
+def test_copies_of_weights_are_for_the_cpu() -> None:
+    with torch.device("meta"):
+        model = tiny_opt.__wrapped__("opt", 2)
+    for weights in ("packed", "int8"):
+        with pytest.raises(ConfigError, match=f"weights='{weights}' needs a CPU with oneDNN, and the model is on meta"):
+            lean_decoder(model, weights)
 
 
 @pytest.mark.parametrize("name", MODELS)

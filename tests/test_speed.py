@@ -26,12 +26,12 @@ def arguments(shape: str, output: Path, **changes: str) -> list[str]:
 
 def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "speed.json"
-    words = {"--speedup": "2 50", "--weights": "model int8", "--peers": "transformers ctranslate2"}
+    words = {"--speedup": "2 50", "--weights": "packed int8", "--peers": "transformers ctranslate2"}
     assert main([*arguments(shape, output, **words), "--predict", "--profile"]) == 0
     report = json.loads(output.read_text())
     rows = report["rows"]
     assert [(r["batch_size"], r["weights"], r["speedup_target"]) for r in rows] == [
-        (batch, weights, target) for batch in (1, 2) for weights in ("model", "int8") for target in (1, 2)
+        (batch, weights, target) for batch in (1, 2) for weights in ("packed", "int8") for target in (1, 2)
     ]
     assert len(report["unreachable"]) == 4
     assert all("50x: speedup is 50: with warmup_layers" in line for line in report["unreachable"])
