@@ -12,7 +12,7 @@ from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
 from skipdecode.families import text_config
-from skipdecode.lean import Weights
+from skipdecode.projections import Weights
 
 
 @dataclass

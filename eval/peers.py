@@ -13,7 +13,7 @@ from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.cache import PlannedCache
 from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
-from skipdecode.lean import Weights
+from skipdecode.projections import Weights
 
 
 class Decoder(ABC):

@@ -21,8 +21,9 @@ from eval.scores import score
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
-from skipdecode.lean import Weights, choose_weights, why_not_lean
+from skipdecode.lean import choose_weights, why_not_lean
 from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.projections import Weights
 
 
 @dataclass(frozen=True)

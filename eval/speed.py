@@ -14,19 +14,19 @@ from typing import get_args
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
 from eval.files import write_whole
 from eval.machine import copy_bytes_per_second, describe_machine, resolve_device, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
+from eval.profiles import print_profiles
 from eval.shapes import random_model, read_shape
 from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.cost import Cost
 from skipdecode.decode import GenerativeModel
-from skipdecode.lean import Weights, choose_weights
+from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
+from skipdecode.projections import Weights
 
 PEERS = ("transformers", "transformers-static", "ctranslate2")
 
@@ -144,7 +144,8 @@ def _benchmark(options: argparse.Namespace) -> None:
         console.print(line, style="dim", highlight=False, markup=False)
     console.print(f"picture: {options.output.with_suffix('.png')}", highlight=False, soft_wrap=True)
     if options.profile:
-        _profile(profiled, _prompts(model, options, options.batch_size[0]), options.new_tokens, console)
+        decoders = [entry.decoder for entry in profiled]
+        print_profiles(decoders, _prompts(model, options, options.batch_size[0]), options.new_tokens, console)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -284,39 +285,6 @@ def _rows(
             )
         )
     return rows
-
-
-def _profile(entries: Sequence[Entry], ids: torch.Tensor, new_tokens: int, console: Console) -> None:
-    """Print what the operations of a decode step take: those of a whole run less those of its prefill."""
-    on_cuda = ids.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    for entry in entries:
-        entry.decoder.run(ids, new_tokens)
-        with profile(activities=activities) as prefill:
-            entry.decoder.run(ids, 1)
-        with profile(activities=activities) as whole:
-            entry.decoder.run(ids, new_tokens)
-        console.print(f"\n{entry.decoder.name}, batch {len(ids)}: a decode step, by operation", highlight=False)
-        table = Table()
-        for head in ("operation", "calls", "microseconds", "share"):
-            table.add_column(head, justify="left" if head == "operation" else "right")
-        steps = new_tokens - 1
-        before = {event.key: event for event in prefill.key_averages()}
-        found = []
-        for event in whole.key_averages():
-            time = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-            calls = event.count
-            if event.key in before:
-                earlier = before[event.key]
-                time -= earlier.self_device_time_total if on_cuda else earlier.self_cpu_time_total
-                calls -= earlier.count
-            if time > 0:  # what only the prefill does differs a little between the two runs
-                found.append((time / steps, calls / steps, event.key))
-        total = sum(time for time, _, _ in found)
-        for time, calls, name in sorted(found, reverse=True)[:15]:
-            table.add_row(name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
-        table.add_row("all", "", f"{total:.0f}", "100 %")
-        console.print(table)
 
 
 if __name__ == "__main__":

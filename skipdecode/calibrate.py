@@ -11,7 +11,7 @@ from skipdecode.clock import StepClock
 from skipdecode.cost import MeasuredCost
 from skipdecode.decode import skip_generate
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.lean import Weights
+from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
 # Depths that are timed, evenly spaced from all layers down to one.

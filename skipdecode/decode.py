@@ -17,11 +17,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode.attach import LayerGate, gated_layers, whole_columns
+from skipdecode.block import Step
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
 from skipdecode.graphs import StaticSteps, static_steps
-from skipdecode.lean import LeanDecoder, Step, Weights, lean_decoder, why_not_lean
+from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
+from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
 # A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
@@ -173,8 +175,11 @@ def _steps(
     """What runs the model, and with which cache."""
     inner = unwrap(model)
     given = getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False)
+    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
     if given or generation_config.cache_implementation is not None:
         reason: str | None = "a cache was given"
+    elif kinds - {"full_attention", "sliding_attention"}:
+        reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
     else:
         reason = "several processes share it" if synced_gpus else why_not_lean(inner)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from skipdecode.block import Step
 from skipdecode.cache import PlannedCache, PlannedLayer
-from skipdecode.lean import LeanDecoder, Step
+from skipdecode.lean import LeanDecoder
 from skipdecode.schedule import SkipSchedule
 
 # Prompts whose columns round up to the same multiple of this share buffers and graphs.

@@ -7,140 +7,22 @@ of the weights are a family's only contribution (`skipdecode.families`); models 
 (adapters, hooks, other libraries' quantisation) are left to their own forward pass.
 """
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from skipdecode.cache import PlannedCache, PlannedLayer
+from skipdecode.block import LeanBlock, Step, make_norm
+from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
-from skipdecode.int8 import Int8Linear
-
-Weights = Literal["model", "packed", "int8"]
-Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
-
-# Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
-# one saves more in calls than it costs in memory. Larger ones are bound by reading them, and stay as they are.
-FUSE_BELOW = 2**22
-
-
-class Step:
-    """What a decode step needs beside its tokens: where they stand, and which columns they attend to.
-
-    Attributes:
-        places: positions of the rows' tokens [batch], for a model that looks them up.
-        rotary: cosines and signed sines [batch or 1, 1, rotated dimensions], for a model that rotates.
-        bias: added to attention scores [batch, 1 or heads, 1, columns], or None where every column counts.
-        at: the column that the tokens are.
-    """
-
-    __slots__ = ("at", "bias", "places", "rotary")
-
-    def __init__(
-        self,
-        at: int,
-        places: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.at = at
-        self.places = places
-        self.rotary = rotary
-        self.bias = bias
-
-    def append(
-        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Write this token's key and value [batch, heads, head_dim]; returns all to attend to, and their bias."""
-        keys: Any = layer.keys
-        values: Any = layer.values
-        end = self.at + 1
-        keys[:, :, self.at] = key
-        values[:, :, self.at] = value
-        layer.length = end
-        start = 0 if window is None else max(0, end - window)
-        bias = self.bias[..., start:end] if self.bias is not None else None
-        return keys[:, :, start:end], values[:, :, start:end], bias
-
-
-class LeanBlock:
-    """One decoder layer, for one token a row."""
-
-    def __init__(self, layer: nn.Module, parts: BlockParts, config: Any, make_linear: Callable[..., Linear]) -> None:
-        attention: Any = layer.get_submodule(parts.attention)
-        self.heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
-        projections = [getattr(attention, name) for name in parts.qkv]
-        on_cpu = projections[0].weight.device.type == "cpu"
-        outputs = sum(_sizes(projection)[1] for projection in projections)
-        self.head_dim = outputs // (self.heads + 2 * self.kv_heads)
-        scaling = getattr(attention, "scaling", None)
-        self.scaling = scaling if scaling is not None else self.head_dim**-0.5
-        self.window = _window(attention, config)
-        self.mix = _mix_on_cpu if on_cpu else F.scaled_dot_product_attention
-        self.interleaved = parts.interleaved
-        self.qkv = _project_together(projections, make_linear)
-        self.query_norm = _norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
-        self.key_norm = _norm(getattr(attention, parts.key_norm)) if parts.key_norm else None
-        self.out = make_linear(layer.get_submodule(parts.out))
-        self.attention_norm = _norm(layer.get_submodule(parts.attention_norm))
-        self.mlp_norm = _norm(layer.get_submodule(parts.mlp_norm)) if parts.mlp_norm else None
-        self.up = make_linear(layer.get_submodule(parts.up))
-        self.gate = make_linear(layer.get_submodule(parts.gate)) if parts.gate else None
-        self.down = make_linear(layer.get_submodule(parts.down))
-        self.activation = _activation(layer.get_submodule(parts.activation))
-        self.parallel = getattr(layer, parts.parallel) if isinstance(parts.parallel, str) else parts.parallel
-        self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
-
-    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
-        """Run the layer on `hidden` [batch, hidden]."""
-        if not self.norm_first:
-            assert self.mlp_norm is not None
-            hidden = self.attention_norm(hidden + self.attend(hidden, cached, step))
-            return self.mlp_norm(hidden + self.feed_forward(hidden))
-        normed = self.attention_norm(hidden)
-        attended = self.attend(normed, cached, step)
-        if self.parallel:
-            return hidden + attended + self.feed_forward(self.mlp_norm(hidden) if self.mlp_norm else normed)
-        assert self.mlp_norm is not None
-        hidden = hidden + attended
-        return hidden + self.feed_forward(self.mlp_norm(hidden))
-
-    def attend(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
-        """The attention half, without norm and residual."""
-        batch, turned = hidden.shape[0], self.heads + self.kv_heads
-        if self.interleaved:
-            by_head = self.qkv(hidden).view(batch, self.heads, 3, self.head_dim)
-            all_heads = by_head.transpose(1, 2).reshape(batch, 3 * self.heads, self.head_dim)
-        else:
-            all_heads = self.qkv(hidden).view(batch, turned + self.kv_heads, self.head_dim)
-        query_key, value = all_heads[:, :turned], all_heads[:, turned:]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-            query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
-        if step.rotary is not None:
-            query_key = _rotate(query_key, *step.rotary)
-        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-        keys, values, bias = step.append(cached, key, value, self.window)
-        # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
-        grouped = query.view(batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
-        mixed = self.mix(grouped, keys, values, attn_mask=bias, scale=self.scaling)
-        return self.out(mixed.reshape(batch, self.heads * self.head_dim))
-
-    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feed-forward half, without norm and residual."""
-        if self.gate is None:
-            return self.down(self.activation(self.up(hidden)))
-        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+from skipdecode.projections import MAKERS, Weights
 
 
 class LeanDecoder:
@@ -158,21 +40,21 @@ class LeanDecoder:
         assert parts is not None
         config = text_config(model.config)
         body: Any = model.get_submodule(FAMILIES[model.config.model_type].layers.rpartition(".")[0])
-        make_linear = {"model": _linear, "packed": _packed_linear, "int8": _int8_linear}[weights]
+        make_linear = MAKERS[weights]
         self.dtype = model.dtype
         self.blocks = [LeanBlock(layer, parts, config, make_linear) for layer in decoder_layers(model)]
         self.windowed = any(block.window is not None for block in self.blocks)
         self._positions = parts.positions
         self._heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
-        self._embedding_norm = _norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
+        self._embedding_norm = make_norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
         self._place_table = getattr(body, parts.position_table).weight if parts.position_table else None
         self._place_offset = parts.position_offset
         self._rotary: Any = getattr(body, "rotary_emb", None)
         self._project_in: Any = getattr(body, "project_in", None)  # opt-350m
         self._project_out: Any = getattr(body, "project_out", None)
         norm = getattr(body, parts.final_norm)  # opt-350m has none
-        self._final_norm = _norm(norm) if norm is not None else None
+        self._final_norm = make_norm(norm) if norm is not None else None
         self._head = make_linear(model.get_output_embeddings())
 
     def steps(self, attention_mask: torch.Tensor, count: int) -> Callable[[int], Step]:
@@ -315,7 +197,7 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
         return "its weights are on several devices or of several types"
     if any(hasattr(p, "ds_id") for p in parameters):
         return "its weights are sharded"
-    if not model.dtype.is_floating_point or type(model.get_output_embeddings()) is not nn.Linear:
+    if getattr(model.config, "quantization_config", None) is not None or not model.dtype.is_floating_point:
         return "its weights are quantised"
     return None
 
@@ -323,114 +205,6 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
 def _parts(model: PreTrainedModel) -> BlockParts | None:
     family = FAMILIES.get(model.config.model_type)
     return family.parts if family is not None else None
-
-
-def _sizes(projection: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
-    weight: Any = projection.weight
-    rows, columns = weight.shape
-    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
-
-
-def _weight(projection: Any) -> torch.Tensor:
-    """[out, in], which Conv1D keeps transposed."""
-    weight: torch.Tensor = projection.weight.detach()
-    return weight.T if isinstance(projection, Conv1D) else weight
-
-
-def _linear(projection: Any) -> Linear:
-    """A projection with the module's own weights, without the call of a module."""
-    return functools.partial(F.linear, weight=_weight(projection), bias=projection.bias)
-
-
-def _packed_linear(projection: Any) -> Linear:
-    """A projection with a copy of its weights in oneDNN's blocked layout."""
-    # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
-    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(projection).contiguous(), 8)
-    bias, run, no_scalars = projection.bias, torch.ops.mkldnn._linear_pointwise, []  # type: ignore[var-annotated]
-    return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
-
-
-def _int8_linear(projection: Any) -> Linear:
-    return Int8Linear(_weight(projection), projection.bias)
-
-
-def _project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:
-    """Queries, keys and values in one call: [rows, in] -> [rows, sum of outs]."""
-    if len(projections) == 1:
-        return make_linear(projections[0])
-    inputs, outputs = _sizes(projections[0])[0], sum(_sizes(p)[1] for p in projections)
-    if make_linear is _linear and inputs * outputs > FUSE_BELOW:
-        singles = [make_linear(projection) for projection in projections]
-        return lambda hidden: torch.cat([single(hidden) for single in singles], dim=-1)
-    with torch.device("meta"):
-        fused = nn.Linear(inputs, outputs, bias=projections[0].bias is not None)
-    fused.weight = nn.Parameter(torch.cat([_weight(p) for p in projections]), requires_grad=False)
-    if fused.bias is not None:
-        biases: list[Any] = [p.bias for p in projections]
-        fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
-    return make_linear(fused)
-
-
-def _norm(module: Any) -> Linear:
-    """A LayerNorm or RMSNorm as one operation."""
-    if isinstance(module, nn.LayerNorm):
-        shape, weight, bias = module.normalized_shape, module.weight, module.bias
-        return lambda hidden: F.layer_norm(hidden, shape, weight, bias, module.eps)
-    # Gemma's is centred on one. Each family has its own class, all with the formula of Llama's.
-    scale = module.weight.detach() + 1 if type(module).__name__.startswith("Gemma") else module.weight.detach()
-    eps = getattr(module, "variance_epsilon", None) or module.eps
-    return lambda hidden: F.rms_norm(hidden, scale.shape, scale, eps)
-
-
-def _activation(module: nn.Module) -> Linear:
-    """The activation as one operation where torch has one."""
-    fast: dict[str, Linear] = {
-        "ReLU": torch.relu,
-        "NewGELUActivation": functools.partial(F.gelu, approximate="tanh"),
-        "BloomGelu": functools.partial(F.gelu, approximate="tanh"),
-    }
-    return fast.get(type(module).__name__, module)
-
-
-def _window(attention: nn.Module, config: Any) -> int | None:
-    """How many columns back a layer attends, itself included; None for all."""
-    everywhere = ["sliding_attention"] * config.num_hidden_layers if config.model_type == "mistral" else None
-    kinds = getattr(config, "layer_types", None) or everywhere
-    index: Any = attention.layer_idx
-    sliding = kinds is not None and kinds[index] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if sliding else None
-
-
-def _mix_on_cpu(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """Attention of one column, as `scaled_dot_product_attention`, whose kernels on CPU are made for many columns.
-
-    Args:
-        query: [batch, heads, queries, head_dim]
-        keys, values: [batch, heads, columns, head_dim]
-    """
-    batch, heads, queries, head_dim = query.shape
-    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, columns, head_dim], not copied
-    # Keys times queries and not the other way round: with keys on the right each call would transpose all of them.
-    scores = torch.bmm(flat_keys, (query * scale).view(-1, queries, head_dim).transpose(1, 2)).transpose(1, 2)
-    if attn_mask is not None:
-        scores = (scores.view(batch, heads, queries, -1) + attn_mask).view(batch * heads, queries, -1)
-    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.bmm(shares, flat_values).view(batch, heads, queries, head_dim)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021) of [batch, heads, head_dim], of the first dimensions where few rotate.
-
-    The half of the dimensions that is rotated in comes with its sign in `signed_sin`.
-    """
-    turned = cos.shape[-1]
-    if turned == heads.shape[-1]:
-        return torch.addcmul(heads * cos, heads.roll(turned // 2, dims=-1), signed_sin)
-    first, rest = heads[..., :turned], heads[..., turned:]
-    return torch.cat([_rotate(first, cos, signed_sin), rest], dim=-1)
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:

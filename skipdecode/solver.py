@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from skipdecode.calibrate import measure_cost
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError
-from skipdecode.lean import Weights
+from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.

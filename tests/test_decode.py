@@ -155,3 +155,13 @@ def test_a_request_that_cannot_be_met_is_refused(change: dict[str, Any], message
 
 def test_the_models_last_position_can_be_used() -> None:
     assert generate(lengths=(90,), max_new_tokens=7, eos_token_id=None).shape[1] == 97  # 96 positions are inputs
+
+
+def test_layers_that_hold_more_than_keys_and_values_keep_the_models_own_cache() -> None:
+    model = tiny_opt.__wrapped__("opt", 6)
+    model.config.layer_types = ["full_attention"] * 5 + ["linear_attention"]
+    ids, mask = ragged_prompts([4, 4], 1)
+    request: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    request |= {"custom_generate": skip_generate, "schedule": SCHEDULE}
+    with pytest.raises(ConfigError, match="its layers are of the kinds full_attention, linear_attention"):
+        model.generate(input_ids=ids, attention_mask=mask, weights="int8", **request)

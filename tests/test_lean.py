@@ -132,6 +132,7 @@ def test_changed_weights_are_noticed() -> None:
         (lambda m: m.train(), "training mode"),
         (lambda m: setattr(m.config, "add_cross_attention", True), "add_cross_attention=True"),
         (lambda m: m.transformer.h[2].half(), "of several types"),
+        (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
     ],
 )

@@ -1,0 +1,184 @@
+"""One decoder layer, for one token a row: from a family's names to a dozen operations."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from skipdecode.cache import PlannedLayer
+from skipdecode.families import BlockParts
+from skipdecode.projections import Linear, project_together, sizes
+
+
+class Step:
+    """What a decode step needs beside its tokens: where they stand, and which columns they attend to.
+
+    Attributes:
+        places: positions of the rows' tokens [batch], for a model that looks them up.
+        rotary: cosines and signed sines [batch or 1, 1, rotated dimensions], for a model that rotates.
+        bias: added to attention scores [batch, 1 or heads, 1, columns], or None where every column counts.
+        at: the column that the tokens are.
+    """
+
+    __slots__ = ("at", "bias", "places", "rotary")
+
+    def __init__(
+        self,
+        at: int,
+        places: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        self.at = at
+        self.places = places
+        self.rotary = rotary
+        self.bias = bias
+
+    def append(
+        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Write this token's key and value [batch, heads, head_dim]; returns all to attend to, and their bias."""
+        keys: Any = layer.keys
+        values: Any = layer.values
+        end = self.at + 1
+        keys[:, :, self.at] = key
+        values[:, :, self.at] = value
+        layer.length = end
+        start = 0 if window is None else max(0, end - window)
+        bias = self.bias[..., start:end] if self.bias is not None else None
+        return keys[:, :, start:end], values[:, :, start:end], bias
+
+
+class LeanBlock:
+    """One decoder layer, for one token a row."""
+
+    def __init__(self, layer: nn.Module, parts: BlockParts, config: Any, make_linear: Callable[..., Linear]) -> None:
+        attention: Any = layer.get_submodule(parts.attention)
+        self.heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        projections = [getattr(attention, name) for name in parts.qkv]
+        on_cpu = projections[0].weight.device.type == "cpu"
+        outputs = sum(sizes(projection)[1] for projection in projections)
+        self.head_dim = outputs // (self.heads + 2 * self.kv_heads)
+        scaling = getattr(attention, "scaling", None)
+        self.scaling = scaling if scaling is not None else self.head_dim**-0.5
+        self.window = _window(attention, config)
+        self.mix = _mix_on_cpu if on_cpu else F.scaled_dot_product_attention
+        self.interleaved = parts.interleaved
+        self.qkv = project_together(projections, make_linear)
+        self.query_norm = make_norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
+        self.key_norm = make_norm(getattr(attention, parts.key_norm)) if parts.key_norm else None
+        self.out = make_linear(layer.get_submodule(parts.out))
+        self.attention_norm = make_norm(layer.get_submodule(parts.attention_norm))
+        self.mlp_norm = make_norm(layer.get_submodule(parts.mlp_norm)) if parts.mlp_norm else None
+        self.up = make_linear(layer.get_submodule(parts.up))
+        self.gate = make_linear(layer.get_submodule(parts.gate)) if parts.gate else None
+        self.down = make_linear(layer.get_submodule(parts.down))
+        self.activation = _activation(layer.get_submodule(parts.activation))
+        self.parallel = getattr(layer, parts.parallel) if isinstance(parts.parallel, str) else parts.parallel
+        self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
+
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
+        """Run the layer on `hidden` [batch, hidden]."""
+        if not self.norm_first:
+            assert self.mlp_norm is not None
+            hidden = self.attention_norm(hidden + self.attend(hidden, cached, step))
+            return self.mlp_norm(hidden + self.feed_forward(hidden))
+        normed = self.attention_norm(hidden)
+        attended = self.attend(normed, cached, step)
+        if self.parallel:
+            return hidden + attended + self.feed_forward(self.mlp_norm(hidden) if self.mlp_norm else normed)
+        assert self.mlp_norm is not None
+        hidden = hidden + attended
+        return hidden + self.feed_forward(self.mlp_norm(hidden))
+
+    def attend(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
+        """The attention half, without norm and residual."""
+        batch, turned = hidden.shape[0], self.heads + self.kv_heads
+        if self.interleaved:
+            by_head = self.qkv(hidden).view(batch, self.heads, 3, self.head_dim)
+            all_heads = by_head.transpose(1, 2).reshape(batch, 3 * self.heads, self.head_dim)
+        else:
+            all_heads = self.qkv(hidden).view(batch, turned + self.kv_heads, self.head_dim)
+        query_key, value = all_heads[:, :turned], all_heads[:, turned:]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+            query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
+        if step.rotary is not None:
+            query_key = _rotate(query_key, *step.rotary)
+        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+        keys, values, bias = step.append(cached, key, value, self.window)
+        # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
+        grouped = query.view(batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
+        mixed = self.mix(grouped, keys, values, attn_mask=bias, scale=self.scaling)
+        return self.out(mixed.reshape(batch, self.heads * self.head_dim))
+
+    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The feed-forward half, without norm and residual."""
+        if self.gate is None:
+            return self.down(self.activation(self.up(hidden)))
+        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+
+
+def make_norm(module: Any) -> Linear:
+    """A LayerNorm or RMSNorm as one operation."""
+    if isinstance(module, nn.LayerNorm):
+        shape, weight, bias = module.normalized_shape, module.weight, module.bias
+        return lambda hidden: F.layer_norm(hidden, shape, weight, bias, module.eps)
+    # Gemma's is centred on one. Each family has its own class, all with the formula of Llama's.
+    scale = module.weight.detach() + 1 if type(module).__name__.startswith("Gemma") else module.weight.detach()
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    return lambda hidden: F.rms_norm(hidden, scale.shape, scale, eps)
+
+
+def _activation(module: nn.Module) -> Linear:
+    """The activation as one operation where torch has one."""
+    fast: dict[str, Linear] = {
+        "ReLU": torch.relu,
+        "NewGELUActivation": functools.partial(F.gelu, approximate="tanh"),
+        "BloomGelu": functools.partial(F.gelu, approximate="tanh"),
+    }
+    return fast.get(type(module).__name__, module)
+
+
+def _window(attention: nn.Module, config: Any) -> int | None:
+    """How many columns back a layer attends, itself included; None for all."""
+    everywhere = ["sliding_attention"] * config.num_hidden_layers if config.model_type == "mistral" else None
+    kinds = getattr(config, "layer_types", None) or everywhere
+    index: Any = attention.layer_idx
+    sliding = kinds is not None and kinds[index] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if sliding else None
+
+
+def _mix_on_cpu(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of one column, as `scaled_dot_product_attention`, whose kernels on CPU are made for many columns.
+
+    Args:
+        query: [batch, heads, queries, head_dim]
+        keys, values: [batch, heads, columns, head_dim]
+    """
+    batch, heads, queries, head_dim = query.shape
+    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, columns, head_dim], not copied
+    # Keys times queries and not the other way round: with keys on the right each call would transpose all of them.
+    scores = torch.bmm(flat_keys, (query * scale).view(-1, queries, head_dim).transpose(1, 2)).transpose(1, 2)
+    if attn_mask is not None:
+        scores = (scores.view(batch, heads, queries, -1) + attn_mask).view(batch * heads, queries, -1)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(shares, flat_values).view(batch, heads, queries, head_dim)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021) of [batch, heads, head_dim], of the first dimensions where few rotate.
+
+    The half of the dimensions that is rotated in comes with its sign in `signed_sin`.
+    """
+    turned = cos.shape[-1]
+    if turned == heads.shape[-1]:
+        return torch.addcmul(heads * cos, heads.roll(turned // 2, dims=-1), signed_sin)
+    first, rest = heads[..., :turned], heads[..., turned:]
+    return torch.cat([_rotate(first, cos, signed_sin), rest], dim=-1)

@@ -1,0 +1,73 @@
+"""The projections of a lean step: a model's own weights, packed copies, or copies in 8 bits."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from skipdecode.int8 import Int8Linear
+
+Weights = Literal["model", "packed", "int8"]
+Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
+
+# Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
+# one saves more in calls than it costs in memory. Larger ones are bound by reading them, and stay as they are.
+FUSE_BELOW = 2**22
+
+
+def sizes(projection: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs."""
+    weight: Any = projection.weight
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
+
+
+def _weight(projection: Any) -> torch.Tensor:
+    """[out, in], which Conv1D keeps transposed."""
+    weight: torch.Tensor = projection.weight.detach()
+    return weight.T if isinstance(projection, Conv1D) else weight
+
+
+def plain_linear(projection: Any) -> Linear:
+    """A projection with the module's own weights, without the call of a module."""
+    return functools.partial(F.linear, weight=_weight(projection), bias=projection.bias)
+
+
+def packed_linear(projection: Any) -> Linear:
+    """A projection with a copy of its weights in oneDNN's blocked layout."""
+    # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
+    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(projection).contiguous(), 8)
+    bias, run, no_scalars = projection.bias, torch.ops.mkldnn._linear_pointwise, []  # type: ignore[var-annotated]
+    return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
+
+
+def int8_linear(projection: Any) -> Linear:
+    return Int8Linear(_weight(projection), projection.bias)
+
+
+def project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:
+    """Queries, keys and values in one call: [rows, in] -> [rows, sum of outs]."""
+    if len(projections) == 1:
+        return make_linear(projections[0])
+    inputs, outputs = sizes(projections[0])[0], sum(sizes(p)[1] for p in projections)
+    if make_linear is plain_linear and inputs * outputs > FUSE_BELOW:
+        singles = [make_linear(projection) for projection in projections]
+        return lambda hidden: torch.cat([single(hidden) for single in singles], dim=-1)
+    with torch.device("meta"):
+        fused = nn.Linear(inputs, outputs, bias=projections[0].bias is not None)
+    fused.weight = nn.Parameter(torch.cat([_weight(p) for p in projections]), requires_grad=False)
+    if fused.bias is not None:
+        biases: list[Any] = [p.bias for p in projections]
+        fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return make_linear(fused)
+
+
+MAKERS: dict[Weights, Callable[[Any], Linear]] = {
+    "model": plain_linear,
+    "packed": packed_linear,
+    "int8": int8_linear,
+}
