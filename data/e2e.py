@@ -1,10 +1,8 @@
 """E2E NLG: restaurant meaning representations and their descriptions (Novikova, Dušek, Rieser, SIGDIAL 2017)."""
 
 import csv
-import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +22,6 @@ MENTIONS = {
     "familyFriendly": re.compile(r"famil|kid|child|adult|young|all ages", re.IGNORECASE),
 }
 
-_BETWEEN = " | "  # slots in a prompt
 _SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
@@ -38,8 +35,6 @@ class E2E(Task):
             predictions before they are scored: a model trained from scratch can't write names that it never saw.
         faithful: train on those references of each MR alone that leave out the fewest of its slots. One in six of the
             texts leaves something out, and a small model learns to leave out much more.
-        shuffle: give each training target a prompt of its own, with the slots in a random order (always the same one),
-            so that a model doesn't learn which slots come together.
     """
 
     name: ClassVar[str] = "e2e"
@@ -53,7 +48,6 @@ class E2E(Task):
         path: str | None = None,
         delexicalise: Sequence[str] = (),
         faithful: bool = False,
-        shuffle: bool = False,
     ) -> None:
         self.path = Path(path) if path is not None else None
         for slot in delexicalise:
@@ -61,7 +55,6 @@ class E2E(Task):
                 raise unknown("slot in delexicalise", slot, SLOTS)
         self.delexicalise = tuple(delexicalise)
         self.faithful = faithful
-        self.shuffle = shuffle
 
     def load(self, split: Split) -> list[Example]:
         """A split as one example per meaning representation, in the order of their first rows."""
@@ -69,13 +62,10 @@ class E2E(Task):
         grouped: dict[str, list[str]] = {}
         for mr, ref in rows:
             grouped.setdefault(mr, []).append(ref)
-        examples = [
+        return [
             self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
             for n, (mr, references) in enumerate(grouped.items())
         ]
-        if self.shuffle and split == "train":
-            return [part for example in examples for part in _shuffled(example)]
-        return examples
 
     def restore(self, example: Example, text: str) -> str:
         """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
@@ -88,7 +78,7 @@ class E2E(Task):
 
     def _example(self, name: str, slots: dict[str, str], references: list[str]) -> Example:
         hidden = {slot: value for slot, value in slots.items() if slot in self.delexicalise}
-        shown = _BETWEEN.join(f"{slot}: {_placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
+        shown = " | ".join(f"{slot}: {_placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
         # A placeholder in the prompt that the target doesn't repeat ("British" for English) would teach the model to
         # state a fact that it can't see.
         wanted = slots if self.faithful else hidden
@@ -128,15 +118,6 @@ class E2E(Task):
                 "name a local folder with data.path=FOLDER (--data-dir FOLDER in the evaluation)"
             ) from error
         return ((row["meaning_representation"], row["human_reference"]) for row in rows)
-
-
-def _shuffled(example: Example) -> Iterator[Example]:
-    """An example for each target, its slots in an order that depends on the target's name alone."""
-    slots = example.prompt.strip().split(_BETWEEN)
-    for n, target in enumerate(example.targets):
-        name = f"{example.id}-{n}"
-        order = random.Random(name).sample(slots, len(slots))
-        yield replace(example, id=name, prompt=_BETWEEN.join(order) + "\n", targets=(target,))
 
 
 def parse_mr(mr: str) -> dict[str, str]:

@@ -178,23 +178,6 @@ def test_faithful_training_leaves_out_the_references_that_leave_a_fact_out(slot:
         assert len(example.references) == len(texts) + 1  # what it is scored against stays
 
 
-def test_shuffling_gives_each_target_a_prompt_of_its_own_in_training_alone(tmp_path: Path) -> None:
-    mr = "name[Aromi], eatType[pub], food[Italian], area[riverside], familyFriendly[no], near[The Mill]"
-    texts = [f"Aromi is pub {n}: Italian, riverside, near The Mill, no kids." for n in range(12)]
-    folder_with(tmp_path, HEADER + "".join(f'"{mr}","{text}"\n' for text in texts))
-    plain, shuffled = (E2E(str(tmp_path), delexicalise=["name"], shuffle=shuffle) for shuffle in (False, True))
-    (whole,) = plain.load("train")
-    parts = shuffled.load("train")
-    assert [part.targets for part in parts] == [(target,) for target in whole.targets]
-    assert len({part.id for part in parts}) == 12
-    slots = sorted(whole.prompt.strip().split(" | "))
-    assert all(part.prompt.endswith("\n") for part in parts)
-    assert all(sorted(part.prompt.strip().split(" | ")) == slots for part in parts)
-    assert len({part.prompt for part in parts}) > 6
-    assert shuffled.load("train") == parts  # the same orders every time
-    assert shuffled.load("test") == plain.load("test")
-
-
 def test_where_every_reference_leaves_something_out_the_fullest_are_trained_on(tmp_path: Path) -> None:
     rows = "".join(
         f'"name[Aromi], area[riverside], familyFriendly[yes]","{text}"\n'

@@ -58,6 +58,8 @@ class ScheduleSection(Section):
     prompt: PromptPolicy = Field("full", description="full: prompts run every layer; max: those of the largest budget")
     warmup_layers: int = Field(1, ge=1, description="layers at the bottom that always run")
     spread: float = Field(0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is constant")
+    batch_size: int = Field(1, ge=1, description="rows that will decode together: a target is for their wall clock")
+    prompt_length: int = Field(64, ge=1, description="tokens of the prompts that will be decoded, likewise")
 
 
 class OptimSection(Section):
