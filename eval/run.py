@@ -53,7 +53,7 @@ def evaluate(request: Request) -> Report:
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)  # a file or a pipe has no width to fit the table into
+        console = Console(width=160)  # a file or a pipe has no width to fit the table into
     _check(request)
     others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
     device = resolve_device(request.device)

@@ -142,8 +142,9 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
     state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
     decoders = _DECODERS.setdefault(model, {})
-    if weights not in decoders or decoders[weights][0] != state:
-        decoders.pop(weights, None)  # what it holds is freed before the next is made
+    for kind in [kind for kind, (known, _) in decoders.items() if known != state]:
+        del decoders[kind]  # its copies are freed before the next are made
+    if weights not in decoders:
         decoders[weights] = (state, LeanDecoder(model, weights))
     return decoders[weights][1]
 
