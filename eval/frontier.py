@@ -3,8 +3,12 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eval.report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well.
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v")]
@@ -74,6 +78,13 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     axes.spines[["top", "right"]].set_visible(False)
     if len(reports) > 1:
         axes.legend(frameon=False, loc="lower left")
+    save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: "Figure") -> None:
+    """Write a figure as a PNG that is there whole or not at all, and free it."""
+    from matplotlib import pyplot
+
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png")
     pyplot.close(figure)

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.cache import PlannedCache
 from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
 from skipdecode.projections import Weights
@@ -39,21 +38,17 @@ class Transformers(Decoder):
 
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
         clock = StepClock(self._model.device)
-        self._generate(ids, new_tokens, clock)
-        return clock.prefill_seconds, clock.decode_seconds
-
-    def _generate(self, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> Any:
-        return self._model.generate(
+        self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            return_dict_in_generate=True,
             stopping_criteria=StoppingCriteriaList([clock]),
             **self._options,
         )
+        return clock.prefill_seconds, clock.decode_seconds
 
 
 class SkipDecode(Transformers):
@@ -63,12 +58,6 @@ class SkipDecode(Transformers):
         super().__init__(model)
         self.name = name
         self._options = {"custom_generate": skip_generate, "schedule": schedule, "weights": weights}
-
-    def cache_bytes(self, ids: torch.Tensor, new_tokens: int) -> int:
-        """Bytes that the cache of such a run holds."""
-        cache = self._generate(ids, new_tokens, StepClock(self._model.device)).past_key_values
-        assert isinstance(cache, PlannedCache)
-        return cache.nbytes
 
 
 class CTranslate2(Decoder):

@@ -249,16 +249,14 @@ def _rows(
     rows = []
     for entry in own:
         full = next(other for other in own if other.weights == entry.weights and other.speedup == 1)
+        assert entry.schedule is not None  # as in all of `own`
+        assert full.schedule is not None
         read = replace(cost, weight_bytes=1) if entry.weights == "int8" else cost
         bound, full_bound = (
-            sum(read.step_bytes(e.schedule.budget(i), options.prompt_length + i, batch_size) for i in range(steps))
+            sum(read.step_bytes(schedule.budget(i), options.prompt_length + i, batch_size) for i in range(steps))
             / bytes_per_second
-            for e in (entry, full)
-            if e.schedule is not None
+            for schedule in (entry.schedule, full.schedule)
         )
-        assert entry.schedule is not None
-        assert isinstance(entry.decoder, SkipDecode)
-        assert isinstance(full.decoder, SkipDecode)
         decode = statistics.median(entry.decode)
         rows.append(
             SpeedRow(
@@ -280,8 +278,8 @@ def _rows(
                 peer_decode_seconds={peer.decoder.name: statistics.median(peer.decode) for peer in peers},
                 bound_speedup=full_bound / bound,
                 bandwidth_share=bound / decode,
-                cache_bytes=entry.decoder.cache_bytes(ids, options.new_tokens),
-                full_depth_cache_bytes=full.decoder.cache_bytes(ids, options.new_tokens),
+                cache_bytes=cost.cache_bytes(entry.schedule, options.prompt_length, steps, batch_size),
+                full_depth_cache_bytes=cost.cache_bytes(full.schedule, options.prompt_length, steps, batch_size),
             )
         )
     return rows

@@ -1,7 +1,6 @@
 """The result of a speed benchmark: typed rows, as JSON, Markdown, tables on the terminal and a picture."""
 
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.frontier import STYLES
+from eval.frontier import STYLES, save_figure
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,4 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    pyplot.close(figure)
-    os.replace(partial, path)
+    save_figure(path, figure)

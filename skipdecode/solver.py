@@ -66,11 +66,12 @@ def solve_schedule(
     for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"{name} is {value!r}: it must be at least 1")
-    cost = _cost(model, dtype)
     if calibrate:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"calibrate needs the model itself: a {type(model).__name__} can't be timed")
-        cost = measure_cost(model, batch_size=batch_size, prompt_length=prompt_length, weights=weights)
+        cost: Cost = measure_cost(model, batch_size=batch_size, prompt_length=prompt_length, weights=weights)
+    else:
+        cost = model if isinstance(model, Cost) else CostModel.of(model, dtype)
     depth = cost.num_layers
 
     def schedule(most: int, least: int) -> SkipSchedule:
@@ -99,7 +100,3 @@ def solve_schedule(
     limit = min(candidates.values()) * (1 + TOLERANCE)
     near = [candidate for candidate, value in candidates.items() if value <= limit]
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
-
-
-def _cost(model: nn.Module | PretrainedConfig | Cost, dtype: torch.dtype | None) -> Cost:
-    return model if isinstance(model, Cost) else CostModel.of(model, dtype)

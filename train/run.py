@@ -115,8 +115,8 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         "placement": section.placement,
         "prompt": section.prompt,
         "spread": section.spread,
-        "batch_size": recipe.schedule.batch_size,
-        "prompt_length": recipe.schedule.prompt_length,
+        "batch_size": section.batch_size,
+        "prompt_length": section.prompt_length,
     }
     sampler = make_sampler(
         CostModel.of(model),
