@@ -31,22 +31,22 @@ def test_a_draw_depends_on_seed_and_step_alone(seed: int, steps: list[int]) -> N
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     code = (
         "from train.sampling import ScheduleSampler;"
-        "s = ScheduleSampler((1., 2., 3.), (1, 2, 3), (1., 2., 3.), 5); print([s.at(n)[0] for n in range(50)])"
+        "s = ScheduleSampler((1., 2., 3.), (1, 2, 3), (1., 2., 3.), 5); print([s.at(n)[0].speedup for n in range(50)])"
     )
     here = ScheduleSampler((1.0, 2.0, 3.0), (1, 2, 3), (1.0, 2.0, 3.0), 5)  # type: ignore[arg-type]
     environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": "."}
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert there.stdout.strip() == str([here.at(n)[0] for n in range(50)])
+    assert there.stdout.strip() == str([here.at(n)[0].speedup for n in range(50)])
 
 
 def test_draws_follow_the_weights() -> None:
-    draws = Counter(sampler(weights=[1, 0, 3]).at(step)[0] for step in range(4000))
+    draws = Counter(sampler(weights=[1, 0, 3]).at(step)[0].speedup for step in range(4000))
     assert draws[2.0] == 0
     assert draws[3.0] / draws[1.0] == pytest.approx(3, rel=0.15)
 
 
 def test_seeds_differ() -> None:
-    assert [sampler(1).at(n)[0] for n in range(30)] != [sampler(2).at(n)[0] for n in range(30)]
+    assert [sampler(1).at(n)[0].speedup for n in range(30)] != [sampler(2).at(n)[0].speedup for n in range(30)]
 
 
 def test_each_target_has_the_solved_schedule() -> None:
@@ -65,7 +65,7 @@ def test_schedules_of_ones_own_are_drawn_under_their_predicted_speedup() -> None
 
 def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
     drawn = sampler(speedups=None, speedup_range=[1, 4])
-    targets = [drawn.at(step)[0] for step in range(3000)]
+    targets = [drawn.at(step)[0].speedup for step in range(3000)]
     assert (min(targets), max(targets)) == (1.0, 4.0)
     assert sum(targets) / len(targets) == pytest.approx(2.5, abs=0.1)
 
@@ -87,3 +87,20 @@ def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
 def test_a_distribution_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sampler(**change)
+
+
+def test_a_sandwich_is_the_slowest_the_fastest_and_one_between() -> None:
+    drawn = sampler(speedups=[3, 1, 1.5, 2], sampling="sandwich")
+    between = Counter()
+    for step in range(300):
+        slowest, middle, fastest = drawn.at(step)
+        assert (slowest.speedup, fastest.speedup) == (1, 3)
+        assert all(draw.schedule == solve_schedule(COST, draw.speedup, horizon=16) for draw in drawn.at(step))
+        between[middle.speedup] += 1
+    assert set(between) == {1.5, 2}
+    assert between[2] == pytest.approx(150, rel=0.25)
+
+
+def test_a_sandwich_of_two_or_one_has_nothing_between() -> None:
+    assert [draw.speedup for draw in sampler(speedups=[2, 1], sampling="sandwich").at(0)] == [1, 2]
+    assert [draw.speedup for draw in sampler(speedups=[2], sampling="sandwich").at(0)] == [2]

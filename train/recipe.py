@@ -12,6 +12,7 @@ from yaml import YAMLError  # OmegaConf lets the parser's own errors through
 from eval.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import Decay, Placement, PromptPolicy
+from train.sampling import Sampling
 
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
@@ -45,10 +46,13 @@ class DataSection(Section):
 
 
 class ScheduleSection(Section):
-    """The schedules that training draws from, one for each optimiser step."""
+    """The schedules that training draws from in each optimiser step."""
 
     speedups: list[float] | None = Field(None, description="target speedups to draw from; [1] trains at full depth")
     files: list[str] | None = Field(None, description="schedules to draw from instead: JSON files of SkipSchedule")
+    sampling: Sampling = Field(
+        "one", description="one: a schedule a step; sandwich: slowest, fastest and one drawn between, in each step"
+    )
     weights: list[float] | None = Field(None, description="how often each target or file is drawn; null: equally")
     speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
     horizon: int | None = Field(None, ge=1, description="tokens over which the budget falls; null: the task's")

@@ -124,6 +124,7 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         speedup_range=section.speedup_range,
         schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
         weights=section.weights,
+        sampling=section.sampling,
         seed=recipe.train.seed,
         solver=solver,
     )

@@ -1,34 +1,55 @@
-"""Which schedule a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
+"""Which schedules a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
 
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
 RANGE_TARGETS = 31
 
+# one: a schedule a step. sandwich: the slowest, the fastest and one drawn between them, all in the same step.
+Sampling = Literal["one", "sandwich"]
+
+
+class Draw(NamedTuple):
+    """A target speedup and the schedule that is to reach it."""
+
+    speedup: float
+    schedule: SkipSchedule
+
 
 @dataclass(frozen=True)
 class ScheduleSampler:
-    """Draws (target speedup, schedule) pairs.
+    """Draws the schedules of training steps.
 
     `at(step)` depends on seed and step alone, so every rank and every resumed run draws the same in the same step.
+
+    The sandwich is that of universally slimmable networks (Yu and Huang 2019, arXiv 1903.05134): the widest bounds what
+    all others reach, the narrowest bounds them from below.
     """
 
     speedups: tuple[float, ...]
     schedules: tuple[SkipSchedule, ...]
     weights: tuple[float, ...]
     seed: int
+    sampling: Sampling = "one"
 
-    def at(self, step: int) -> tuple[float, SkipSchedule]:
-        """The target speedup and the schedule of a step (0-based)."""
+    def at(self, step: int) -> tuple[Draw, ...]:
+        """What the step (0-based) runs, slowest first."""
         # A string is hashed the same on every platform and in every version of Python; an int or a tuple is not.
-        draw = random.Random(f"schedule:{self.seed}:{step}")
-        index = draw.choices(range(len(self.schedules)), weights=self.weights)[0]
-        return self.speedups[index], self.schedules[index]
+        generator = random.Random(f"schedule:{self.seed}:{step}")
+        drawn = range(len(self.schedules))
+        ends: set[int] = set()
+        if self.sampling == "sandwich":
+            ends = {min(drawn, key=self.speedups.__getitem__), max(drawn, key=self.speedups.__getitem__)}
+        between = [index for index in drawn if index not in ends and self.weights[index] > 0]
+        if between:
+            ends.add(generator.choices(between, weights=[self.weights[index] for index in between])[0])
+        draws = [Draw(self.speedups[index], self.schedules[index]) for index in ends]
+        return tuple(sorted(draws, key=lambda draw: draw.speedup))
 
 
 def make_sampler(
@@ -38,6 +59,7 @@ def make_sampler(
     speedup_range: Sequence[float] | None = None,
     schedules: Sequence[SkipSchedule] | None = None,
     weights: Sequence[float] | None = None,
+    sampling: Sampling = "one",
     seed: int,
     solver: Mapping[str, Any],
 ) -> ScheduleSampler:
@@ -75,4 +97,5 @@ def make_sampler(
         schedules=tuple(schedules or (solve_schedule(cost, s, **solver) for s in speedups)),
         weights=tuple(float(w) for w in weights),
         seed=seed,
+        sampling=sampling,
     )

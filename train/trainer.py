@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from skipdecode import ConfigError, skip_layers
+from skipdecode import ConfigError, SkipSchedule, skip_layers
+from skipdecode.attach import LayerGate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.objective import DepthBands, completion_loss, distillation_loss, predicting_budgets
@@ -45,7 +46,7 @@ class SkipTrainer(Trainer):
         self._window_start = time.perf_counter()
         self._run_columns = self._skipped_columns = 0
         self._target_sum = self._budget_sum = 0.0
-        self._batches = self._tokens = 0
+        self._passes = self._tokens = 0
 
     def compute_loss(
         self,
@@ -54,41 +55,60 @@ class SkipTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The completion loss of a batch under the schedule of this optimiser step."""
-        target, schedule = self.sampler.at(self.state.global_step)
+        """The completion loss of a batch, the mean over the schedules of this optimiser step."""
         prompt_columns: int = inputs["prompt_columns"]
         labels = inputs["labels"][:, prompt_columns:]  # [batch, new tokens]
-        new_tokens = labels.shape[1]
         columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        columns["logits_to_keep"] = new_tokens + 1  # from the prompt's last column on
-        with skip_layers(model, schedule, prompt_columns=prompt_columns) as gate:
-            outputs = model(**columns, use_cache=False)
-        budgets = predicting_budgets(schedule, new_tokens)
-        loss = completion_loss(
-            outputs.logits[:, :-1],
+        columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
+        draws = self.sampler.at(self.state.global_step)
+        teacher: torch.Tensor | None = None  # what the model says at full depth, [batch, new tokens + 1, vocabulary]
+        losses: list[torch.Tensor] = []
+        for target, schedule in draws:  # full depth, where it is drawn, is the first
+            with skip_layers(model, schedule, prompt_columns=prompt_columns) as gate:
+                outputs = model(**columns, use_cache=False)
+            self._count(target, schedule, gate, labels)
+            loss = self._completion_loss(outputs.logits, labels, schedule, num_items_in_batch)
+            if self.distillation and schedule.min_layers < schedule.num_layers:
+                if teacher is None:
+                    teacher = self._full_depth_logits(model, columns)
+                divergence = distillation_loss(
+                    outputs.logits[:, :-1], teacher[:, :-1], labels, num_items=num_items_in_batch
+                )
+                loss = (1 - self.distillation) * loss + self.distillation * divergence
+            elif self.distillation:
+                teacher = outputs.logits.detach()
+            losses.append(loss)
+        self._tokens += int((labels >= 0).sum())
+        loss = torch.stack(losses).mean()
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+        return (loss, outputs) if return_outputs else loss
+
+    def _completion_loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        schedule: SkipSchedule,
+        num_items: torch.Tensor | int | None,
+    ) -> torch.Tensor:
+        return completion_loss(
+            logits[:, :-1],
             labels,
-            budgets,
+            predicting_budgets(schedule, labels.shape[1]),
             num_layers=schedule.num_layers,
-            num_items=num_items_in_batch,
+            num_items=num_items,
             depth_weight_power=self.depth_weight_power,
             label_smoothing=self.smoothing,
             bands=self.bands,
         )
-        if self.distillation and schedule.min_layers < schedule.num_layers:
-            teacher = self._full_depth_logits(model, columns)
-            divergence = distillation_loss(
-                outputs.logits[:, :-1], teacher[:, :-1], labels, num_items=num_items_in_batch
-            )
-            loss = (1 - self.distillation) * loss + self.distillation * divergence
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+
+    def _count(self, target: float, schedule: SkipSchedule, gate: LayerGate, labels: torch.Tensor) -> None:
+        """Add a pass to the figures of the next log."""
         self._run_columns += gate.layer_columns
         self._skipped_columns += gate.layer_columns_skipped
         self._target_sum += target
-        self._budget_sum += schedule.mean_budget(new_tokens)
-        self._batches += 1
-        self._tokens += int((labels >= 0).sum())
-        return (loss, outputs) if return_outputs else loss
+        self._budget_sum += schedule.mean_budget(labels.shape[1])
+        self._passes += 1
 
     @staticmethod
     @torch.no_grad()
@@ -101,12 +121,12 @@ class SkipTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the figures of the steps since the last log."""
-        if "loss" in logs and self._batches:
+        if "loss" in logs and self._passes:
             elapsed = time.perf_counter() - self._window_start
             logs = {
                 **logs,
-                "speedup_target": self._target_sum / self._batches,
-                "layers_per_token": self._budget_sum / self._batches,
+                "speedup_target": self._target_sum / self._passes,
+                "layers_per_token": self._budget_sum / self._passes,
                 "layer_column_share": self._run_columns / (self._run_columns + self._skipped_columns),
                 "tokens_per_second": self._tokens / elapsed,
                 **self.bands.take(),
