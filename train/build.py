@@ -19,8 +19,12 @@ def build_task(recipe: Recipe) -> Task:
     return load_task(recipe.data.task, path=recipe.data.path, **recipe.data.options)
 
 
-def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def build_model(
+    recipe: Recipe, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of the recipe's model section; random weights follow from `train.seed`.
+
+    A tokenizer that is given is used, in place of one that is loaded or trained on `examples`.
 
     Raises ConfigError unless exactly one of `model.name_or_path` and `model.shape` is given, and where neither loads.
     """
@@ -30,11 +34,13 @@ def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrained
     dtype: torch.dtype = getattr(torch, section.dtype)
     set_seed(recipe.train.seed)
     if section.name_or_path is not None:
-        tokenizer = load_tokenizer(section.tokenizer or section.name_or_path)
+        tokenizer = tokenizer or load_tokenizer(section.tokenizer or section.name_or_path)
         return load_model(section.name_or_path, dtype=dtype, **(section.config or {})), tokenizer
     shape = {**read_shape(section.shape or "", "model.shape"), **(section.config or {})}
     positions = shape.get("max_position_embeddings", 2048)
-    if section.tokenizer is not None:
+    if tokenizer is not None:
+        pass
+    elif section.tokenizer is not None:
         tokenizer = load_tokenizer(section.tokenizer)
     else:
         tokenizer = train_tokenizer(examples, section.vocab_size, positions)

@@ -11,7 +11,11 @@ from train.recipe import Recipe, load_recipe, recipe_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a recipe. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Run a recipe. Returns the exit status: 0, 2 after a one-line error for what the user must change, or another.
+
+    1 where the run can't go on (a loss that isn't finite, a full disk), 143 after SIGTERM, each after a line that says
+    which checkpoint is left.
+    """
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Fine-tune a decoder under sampled skip schedules, so that it decodes faster on the clock.",
@@ -26,8 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(options.recipe, options.overrides)
         from train.run import run  # here: it takes seconds, and a mistyped key should not
+        from train.stops import RunStopped
 
-        run(recipe, options.recipe)
+        try:
+            run(recipe, options.recipe)
+        except RunStopped as stop:
+            print(f"stopped: {stop}", file=sys.stderr)
+            return stop.status
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -94,8 +94,33 @@ class TrainSection(Section):
     precision: Literal["float32", "bf16", "fp16"] = Field("float32", description="of the computation (autocast)")
     logging_steps: int = Field(10, ge=1)
     save_steps: int = Field(500, ge=1, description="a checkpoint to resume from, every so many steps")
-    save_total_limit: int = Field(2, ge=1)
+    save_total_limit: int = Field(2, ge=1, description="how many of them are kept; the best one besides")
+    validate_rows: int = Field(
+        0, ge=0, description="rows of the validation split whose loss at each target is taken at every checkpoint"
+    )
+    finish_with: Literal["last", "best"] = Field("last", description="whose weights the finished run holds")
     seed: int = Field(0, ge=0, description="weights, data order, dropout and schedule draws follow from it")
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, through peft) in place of training every weight."""
+
+    r: int | None = Field(None, ge=1, description="their rank; null: no adapters, every weight is trained")
+    alpha: int = Field(32, ge=1, description="their weight is alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | None = Field(None, description="names of modules; null: peft's for the model")
+    merge: bool = Field(
+        True, description="the finished run holds merged weights, adapter/ the adapters; or these alone"
+    )
+
+
+class EvaluationSection(Section):
+    """What the finished run is evaluated on, into eval/ in the output folder."""
+
+    speedups: list[float] | None = Field(None, description="targets, such as [1, 2, 3, 4, 5]; null: no evaluation")
+    limit: int | None = Field(None, ge=1, description="only the first so many prompts of the test set")
+    batch_size: int = Field(32, ge=1, description="prompts decoded together")
+    max_new_tokens: int | None = Field(None, ge=1, description="null: the task's")
 
 
 class DeepSpeedSection(Section):
@@ -131,6 +156,8 @@ class Recipe(Section):
     schedule: ScheduleSection
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
+    evaluation: EvaluationSection = EvaluationSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()

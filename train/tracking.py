@@ -2,30 +2,39 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from eval.files import write_whole
 from train.recipe import Recipe
 
 METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+TIMED_STEPS = 8  # after the first, which warms up: schedules differ, so one says little
 
 
 class MetricsFile(TrainerCallback):
-    """Appends each logged step to `metrics.jsonl`, flushed, so that a kill loses nothing that was logged."""
+    """Appends each logged step to `metrics.jsonl` and each validation to `validation.jsonl`.
+
+    Every line is flushed, so that a kill loses nothing that was logged.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS_FILE
+        self.folder = folder
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.is_world_process_zero and self.path.exists():
-            # A resumed run logs the steps after its checkpoint again.
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _step_of(line) <= state.global_step and state.global_step > 0]
-            self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        for path in (self.folder / METRICS_FILE, self.folder / VALIDATION_FILE):
+            if state.is_world_process_zero and path.exists():
+                # A resumed run logs the steps after its checkpoint again.
+                lines = path.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if _step_of(line) <= state.global_step and state.global_step > 0]
+                write_whole(path, "".join(line + "\n" for line in kept))
 
     def on_log(
         self,
@@ -35,12 +44,33 @@ class MetricsFile(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or "loss" not in (logs or {}):
+        logs = logs or {}
+        name = METRICS_FILE if "loss" in logs else VALIDATION_FILE
+        if not state.is_world_process_zero or not {"loss", "eval_loss"} & set(logs):
             return  # the Trainer's closing summary is no step
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+        with (self.folder / name).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
+
+
+class TimeEstimate(TrainerCallback):
+    """Says how long the run will take, as soon as a few of its steps have been timed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._first_step = 0
+        self._start = 0.0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._start == 0:
+            self._first_step, self._start = state.global_step, time.perf_counter()
+        elif state.global_step == self._first_step + TIMED_STEPS:
+            seconds = (time.perf_counter() - self._start) / TIMED_STEPS
+            left = (state.max_steps - state.global_step) * seconds
+            self._console.print(
+                f"{state.max_steps} steps, {seconds:.2f} s each so far: about {left / 60:.0f} minutes to go"
+            )
 
 
 def _step_of(line: str) -> float:

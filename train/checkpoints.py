@@ -1,0 +1,139 @@
+"""Checkpoints to resume from: whole or not at all, checked before they are trusted, the last few and the best kept."""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+
+from eval.files import write_whole
+from train.stops import RunStopped
+
+SEAL = "complete.json"  # the last file of a checkpoint: every other one with its size and checksum
+PARTIAL = "unfinished"  # what is being written is in here, and moves out of it when it is whole
+_BLOCK = 2**24
+
+
+class SealedCheckpointTrainer(Trainer):
+    """A Trainer whose checkpoints appear under their name when every rank has written all of its files.
+
+    Ranks on several nodes write to one shared folder.
+    """
+
+    _partial_folder: Path | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._partial_folder or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        run_folder = Path(super()._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(run_folder / name)  # before the state is written
+        partial = run_folder / PARTIAL
+        if self.args.should_save:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._partial_folder = partial
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                _seal(partial / name)
+                _move(partial / name, run_folder / name)
+                partial.rmdir()
+        except (OSError, RuntimeError) as error:  # torch says RuntimeError where a write fails
+            if self.args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise RunStopped(
+                f"{name} could not be written ({' '.join(str(error).split())}): {resume_advice(run_folder)}"
+            ) from error
+        finally:
+            self._partial_folder = None
+        if self.args.should_save:
+            rotate_checkpoints(str(run_folder), self.args.save_total_limit, self.state.best_model_checkpoint)
+
+
+def resume_advice(run_folder: Path) -> str:
+    """What the user of a run that stopped has, and can do."""
+    last = get_last_checkpoint(str(run_folder))
+    if last is None:
+        return "no checkpoint had been written; the same command starts the run anew"
+    return f"the last good checkpoint is {last}; the same command continues from it"
+
+
+def last_complete_checkpoint(run_folder: Path, console: Console) -> str | None:
+    """The newest checkpoint whose files are all as they were written; None where there is none.
+
+    Each newer one that is damaged is named, with what is wrong with it.
+    """
+    for checkpoint in _newest_first(run_folder):
+        damage = _damage(checkpoint)
+        if damage is None:
+            return str(checkpoint)
+        console.print(f"{checkpoint} is damaged ({damage}): the one before it is used", style="yellow", markup=False)
+    return None
+
+
+def _newest_first(run_folder: Path) -> Iterator[Path]:
+    found = {}
+    for folder in run_folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if folder.is_dir() and step.isdigit():
+            found[int(step)] = folder
+    return (found[step] for step in sorted(found, reverse=True))
+
+
+def _damage(checkpoint: Path) -> str | None:
+    try:
+        sealed: dict[str, list[int]] = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"it has no {SEAL}"
+    except (ValueError, OSError):
+        return f"its {SEAL} can't be read"
+    for name, (size, checksum) in sealed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if _checksum(file) != checksum:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _seal(checkpoint: Path) -> None:
+    """Write down every file of a checkpoint, after each is on the disk itself and not in a buffer."""
+    sealed = {}
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        sealed[file.relative_to(checkpoint).as_posix()] = [file.stat().st_size, _checksum(file)]
+    write_whole(checkpoint / SEAL, json.dumps(sealed, indent=1) + "\n")
+
+
+def _checksum(file: Path) -> int:
+    """CRC-32: it is there for damage by accident, and keeps pace with a disk."""
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _move(source: Path, target: Path) -> None:
+    if target.exists():  # damaged, or of a run that went on from an earlier one
+        shutil.rmtree(target)
+    os.replace(source, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
