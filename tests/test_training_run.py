@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import SMALL, metrics, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
@@ -24,28 +25,6 @@ from train.build import build_model, build_task
 from train.recipe import load_recipe
 from train.run import run
 from train.tracking import MetricsFile
-
-SMALL = [
-    "model.config.num_hidden_layers=8",
-    "model.config.hidden_size=48",
-    "model.config.word_embed_proj_dim=48",
-    "model.config.ffn_dim=192",
-    "model.vocab_size=320",
-    "data.options={train_size: 60, validation_size: 4, test_size: 12}",
-    "train.per_device_batch_size=8",
-    "train.logging_steps=1",
-    "train.save_steps=3",
-    "optim.warmup_steps=0",
-    "tracking.wandb=off",
-]
-
-
-def train_small(folder: Path, *overrides: str) -> Path:
-    return run(load_recipe("quickstart", [*SMALL, f"output.dir={folder}", *overrides]), "quickstart")
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from eval.files import write_whole
@@ -35,8 +37,6 @@ class SealedCheckpointTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         run_folder = Path(super()._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(run_folder / name)  # before the state is written
         partial = run_folder / PARTIAL
         if self.args.should_save:
             shutil.rmtree(partial, ignore_errors=True)
@@ -44,12 +44,17 @@ class SealedCheckpointTrainer(Trainer):
         self._partial_folder = partial
         try:
             super()._save_checkpoint(model, trial)
+            if self.state.best_global_step:  # which the Trainer looks for in the partial folder
+                self.state.best_model_checkpoint = str(
+                    run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+                )
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
+                self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
                 _seal(partial / name)
                 _move(partial / name, run_folder / name)
                 partial.rmdir()
-        except (OSError, RuntimeError) as error:  # torch says RuntimeError where a write fails
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError where a write fails
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RunStopped(

@@ -1,0 +1,30 @@
+"""Runs of the quickstart recipe that take seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from train.recipe import load_recipe
+from train.run import run
+
+SMALL = [
+    "model.config.num_hidden_layers=8",
+    "model.config.hidden_size=48",
+    "model.config.word_embed_proj_dim=48",
+    "model.config.ffn_dim=192",
+    "model.vocab_size=320",
+    "data.options={train_size: 60, validation_size: 4, test_size: 12}",
+    "train.per_device_batch_size=8",
+    "train.logging_steps=1",
+    "train.save_steps=3",
+    "optim.warmup_steps=0",
+    "tracking.wandb=off",
+]
+
+
+def train_small(folder: Path, *overrides: str) -> Path:
+    return run(load_recipe("quickstart", [*SMALL, f"output.dir={folder}", *overrides]), "quickstart")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

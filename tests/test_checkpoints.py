@@ -1,0 +1,211 @@
+"""A run that is stopped at any moment goes on from a checkpoint that is whole, and ends as if nothing had happened."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from small_runs import SMALL, metrics, train_small
+
+import train.cli
+from train.checkpoints import SEAL, last_complete_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that wrote checkpoints at steps 3, 6 and 9 (of which two are kept) and was killed after the last."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    train_small(folder, "train.max_steps=9")
+    (folder / "config.json").unlink()  # the mark of a finished run, written last
+    return folder
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    subprocess.run(["cp", "-r", str(folder), str(target)], check=True)
+    return target
+
+
+def chosen(folder: Path) -> tuple[str | None, str]:
+    console = Console(record=True, width=500, file=io.StringIO())
+    found = last_complete_checkpoint(folder, console)
+    return (Path(found).name if found is not None else None), console.export_text()
+
+
+def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
+    kept = sorted(path.name for path in cut.glob("checkpoint-*"))
+    assert kept == ["checkpoint-6", "checkpoint-9"]
+    for name in kept:
+        sealed = json.loads((cut / name / SEAL).read_text())
+        assert set(sealed) == {path.name for path in (cut / name).iterdir()} - {SEAL}
+    assert chosen(cut) == ("checkpoint-9", "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: (c / "optimizer.pt").write_bytes((c / "optimizer.pt").read_bytes()[:-100]), "optimizer.pt has"),
+        (lambda c: (c / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+        (lambda c: (c / SEAL).unlink(), f"it has no {SEAL}"),
+        (lambda c: (c / SEAL).write_text("{"), f"its {SEAL} can't be read"),
+        (lambda c: flip(c / "model.safetensors"), "model.safetensors has changed since it was written"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    damage: Any, reason: str, cut: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(cut, tmp_path / "run")
+    damage(folder / "checkpoint-9")
+    name, said = chosen(folder)
+    assert name == "checkpoint-6"
+    assert "checkpoint-9 is damaged" in said
+    assert reason in said
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(cut: Path, tmp_path: Path) -> None:
+    folder = copy_of(cut, tmp_path / "run")
+    # The recipe names its own folder.
+    recipe = (folder / "recipe.yaml").read_text().replace(str(cut), str(folder))
+    (folder / "recipe.yaml").write_text(recipe)
+    flip(folder / "checkpoint-9" / "model.safetensors")
+    expected = load_file(cut / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    train_small(folder, "train.max_steps=9")
+    for name, value in load_file(folder / "model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+    assert metrics(folder) != []
+    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
+    assert chosen(folder) == ("checkpoint-9", "")
+
+
+def test_resuming_under_another_recipe_is_refused_with_the_difference(cut: Path, capsys: Any) -> None:
+    changes = ["train.max_steps=9", "optim.learning_rate=0.5", "schedule.speedups=[1,2]"]
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={cut}", *changes]) == 2
+    error = capsys.readouterr().err
+    assert "optim.learning_rate was 0.003, is 0.5" in error
+    assert "schedule.speedups was [1.0, 2.0, 3.0, 4.0], is [1.0, 2.0]" in error
+    assert error.count(" was ") == 2
+
+
+def start(folder: Path, *overrides: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, *overrides, f"output.dir={folder}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint_of_the_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(folder, "train.max_steps=5000", "train.save_steps=5000")
+    while not (folder / "metrics.jsonl").exists() and run.poll() is None:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 143
+    step = metrics(folder)[-1]["step"]
+    line = said.strip().splitlines()[-1]
+    assert line.startswith(
+        f"stopped: SIGTERM after step {step}: the last good checkpoint is {folder}/checkpoint-{step}"
+    )
+    assert chosen(folder)[0] == f"checkpoint-{step}"
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_one_line(tmp_path: Path) -> None:
+    """The second checkpoint can't be written: every file of the process is limited to less than it needs."""
+    folder = tmp_path / "run"
+    code = (
+        "import resource, sys, train.checkpoints as c, train.cli\n"
+        "save = c.SealedCheckpointTrainer._save_checkpoint\n"
+        "def limited(self, *a):\n"
+        "    if self.state.global_step > 3: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "    save(self, *a)\n"
+        "c.SealedCheckpointTrainer._save_checkpoint = limited\n"
+        "sys.exit(train.cli.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "--recipe", "quickstart", *SMALL, "train.max_steps=9"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("stopped: checkpoint-6 could not be written (")
+    assert f"the last good checkpoint is {folder}/checkpoint-3; the same command continues from it" in line
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3"]
+    assert not (folder / "unfinished").exists()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train.trainer
+
+    original = train.trainer.completion_loss
+
+    def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
+        poisoned.calls += 1  # type: ignore[attr-defined]
+        return original(*arguments, **options) * (float("nan") if poisoned.calls == 5 else 1)  # type: ignore[attr-defined]
+
+    poisoned.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(train.trainer, "completion_loss", poisoned)
+    folder = tmp_path / "run"
+    overrides = ["train.max_steps=9", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("stopped: the loss was infinite or no number before step 6")
+    assert f"the last good checkpoint is {folder}/checkpoint-3" in error
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3"]
+    # Where it is logged, it stops there and then.
+    poisoned.calls = 3  # type: ignore[attr-defined]
+    other = [*overrides[:-1], "train.logging_steps=1", f"output.dir={tmp_path / 'other'}"]
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *other]) == 1
+    assert "stopped: loss is nan at step 2: no checkpoint had been written" in capsys.readouterr().err
+
+
+def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> None:
+    """The learning rate is so high that the first checkpoint is the best."""
+    folder = train_small(
+        tmp_path / "run",
+        "train.max_steps=12",
+        "train.save_total_limit=2",
+        "train.validate_rows=8",
+        "train.finish_with=best",
+        "optim.learning_rate=0.5",
+        "optim.scheduler=constant",
+        "optim.max_grad_norm=1000.0",
+    )
+    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6, 9, 12]
+    for line in lines:
+        parts = [line[f"eval_loss_{speedup}x"] for speedup in (1, 2, 3, 4)]
+        assert line["eval_loss"] == pytest.approx(sum(parts) / 4)
+    best = min(lines, key=lambda line: line["eval_loss"])["step"]
+    kept = {path.name for path in folder.glob("checkpoint-*")}
+    assert best in (3, 6)
+    assert kept == {f"checkpoint-{best}", "checkpoint-12"}
+    ours, expected = (load_file(f / "model.safetensors") for f in (folder, folder / f"checkpoint-{best}"))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(processes: str) -> None:
+    """The short form of what scripts/kill_and_resume.py does with 20 kills."""
+    command = [sys.executable, "scripts/kill_and_resume.py", "--kills", "2", "--processes", processes]
+    result = subprocess.run([*command, "train.max_steps=24"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith("2 kills")
