@@ -1,6 +1,6 @@
 """Making what a recipe names: the model, its tokenizer and its task."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -19,10 +19,11 @@ def build_task(recipe: Recipe) -> Task:
     return load_task(recipe.data.task, path=recipe.data.path, **recipe.data.options)
 
 
-def build_model(recipe: Recipe, examples: Sequence[Example]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def build_model(recipe: Recipe, examples: Iterable[Example]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of the recipe's model section; random weights follow from `train.seed`.
 
-    Raises ConfigError unless exactly one of `model.name_or_path` and `model.shape` is given, and where neither loads.
+    `examples` are read only where a tokenizer is trained on them. Raises ConfigError unless exactly one of
+    `model.name_or_path` and `model.shape` is given, and where neither loads.
     """
     section = recipe.model
     if (section.name_or_path is None) == (section.shape is None):

@@ -3,16 +3,17 @@
 import os
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from data import Task
-from data.columns import ColumnCollator, Encoded, encode_pairs
+from data.columns import ColumnCollator
+from data.rows import Encoded, encode_task
 from eval.files import named_file
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
@@ -37,17 +38,13 @@ def run(recipe: Recipe, name: str) -> Path:
     if _is_first_process():  # which alone writes there, soon
         _check_folder(folder, recipe)
     task = build_task(recipe)
-    examples = task.load("train")
-    model, tokenizer = build_model(recipe, examples)
-    encoded = encode_pairs(
-        tokenizer,
-        examples,
-        max_prompt_tokens=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
-        max_completion_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
-    )
-    check_positions(model, _longest(encoded))
-    sampler, skip_config = _schedules(recipe, task, model)
+    task.files("train")  # a file that isn't there is missed before a large model is loaded
+    model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     arguments = _arguments(recipe, folder)
+    with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
+        encoded = _encode(recipe, task, tokenizer)
+    check_positions(model, encoded.longest_prompt + encoded.longest_completion)
+    sampler, skip_config = _schedules(recipe, task, model)
 
     folder.mkdir(parents=True, exist_ok=True)
     if _is_first_process():
@@ -61,7 +58,7 @@ def run(recipe: Recipe, name: str) -> Path:
     trainer = SkipTrainer(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_list(encoded.rows),
+        train_dataset=encoded.rows,
         data_collator=ColumnCollator(tokenizer.pad_token_id),
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder)],
@@ -128,13 +125,25 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         seed=recipe.train.seed,
         solver=solver,
     )
-    described = {"name": task.name, "options": dict(recipe.data.options)}
+    described = {
+        "name": task.name,
+        "options": dict(recipe.data.options),
+        "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
+    }
     return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
 
 
-def _longest(encoded: Encoded) -> int:
-    """Columns of the widest batch that could be drawn."""
-    return max(len(r["prompt_ids"]) for r in encoded.rows) + max(len(r["completion_ids"]) for r in encoded.rows)
+def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    section = recipe.data
+    return encode_task(
+        task,
+        tokenizer,
+        max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
+        max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
+        limit=section.limit,
+        num_proc=section.num_proc,
+        cache_dir=section.cache_dir,
+    )
 
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -188,6 +197,10 @@ def _introduce(
         f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, {len(encoded.rows)} rows, "
         f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
+    if encoded.prompts_cut:
+        console.print(
+            f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"
+        )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
     cost = CostModel.of(model)
