@@ -11,22 +11,47 @@ from data.task import Example
 from skipdecode.errors import ConfigError
 
 IGNORED = -100  # labels that no loss counts; the value that torch and transformers use
+ROW = ("prompt_ids", "completion_ids", "length", "prompt_cut", "completion_cut")
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Training rows, and how many completions had to be cut."""
+class Prompt:
+    """The token ids of a prompt, and whether its body lost its end."""
 
-    rows: list[dict[str, Any]]
-    completions_cut: int
+    ids: list[int]
+    cut: bool = False
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, example: Example, limit: int, advice: str) -> list[int]:
-    """Token ids of a prompt. Raises ConfigError, ending in `advice`, where there are more than `limit`."""
-    ids = list(tokenizer(example.prompt)["input_ids"])
-    if len(ids) > limit:
-        raise ConfigError(f"the prompt of {example.id} has {len(ids)} tokens, at most {limit} fit: {advice}")
-    return ids
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    limit: int,
+    advice: str,
+    *,
+    cut_to: int | None = None,
+) -> list[Prompt]:
+    """Token ids of prompts, body and instruction apart, so that a cut prompt ends in the same tokens as a whole one.
+
+    A prompt with an instruction that is longer than `cut_to` tokens (None: `limit`) loses the end of its body. Raises
+    ConfigError, ending in `advice`, for one without that is longer than `limit`, and for an instruction that leaves no
+    room for a body.
+    """
+    if not examples:
+        return []
+    most = limit if cut_to is None else min(cut_to, limit)
+    bodies = tokenizer([example.body for example in examples])["input_ids"]
+    ends = tokenizer([example.instruction for example in examples], add_special_tokens=False)["input_ids"]
+    prompts: list[Prompt] = []
+    for example, body, end in zip(examples, bodies, ends, strict=True):
+        length = len(body) + len(end)
+        if end and length > most > len(end):
+            prompts.append(Prompt([*body[: most - len(end)], *end], cut=True))
+        elif length > (most if end else limit):
+            fit = most if end else limit
+            raise ConfigError(f"the prompt of {example.id} has {length} tokens, at most {fit} fit: {advice}")
+        else:
+            prompts.append(Prompt([*body, *end]))
+    return prompts
 
 
 def encode_pairs(
@@ -35,20 +60,26 @@ def encode_pairs(
     *,
     max_prompt_tokens: int,
     max_completion_tokens: int,
-) -> Encoded:
-    """A row for each prompt and target: `prompt_ids`, `completion_ids` (with the end token) and `length`."""
-    rows: list[dict[str, Any]] = []
-    cut = 0
-    for example in examples:
-        prompt = encode_prompt(
-            tokenizer, example, max_prompt_tokens, "raise data.max_prompt_tokens, or shorten the prompt"
-        )
-        for target in example.targets:
-            completion = [*tokenizer(target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            cut += len(completion) > max_completion_tokens
-            completion = completion[:max_completion_tokens]
-            rows.append({"prompt_ids": prompt, "completion_ids": completion, "length": len(prompt) + len(completion)})
-    return Encoded(rows, cut)
+) -> dict[str, list[Any]]:
+    """A row for each prompt and target, as columns.
+
+    `prompt_ids`, `completion_ids` (with the end token), `length` (of both), and whether tokens were lost:
+    `prompt_cut`, in the first row of an example alone, and `completion_cut`. Raises what `encode_prompts` raises.
+    """
+    advice = "raise data.max_prompt_tokens, or shorten the prompt"
+    prompts = encode_prompts(tokenizer, examples, max_prompt_tokens, advice)
+    targets = [target for example in examples for target in example.targets]
+    completions = iter(tokenizer(targets, add_special_tokens=False)["input_ids"] if targets else [])
+    columns: dict[str, list[Any]] = {name: [] for name in ROW}
+    for example, prompt in zip(examples, prompts, strict=True):
+        for number in range(len(example.targets)):
+            whole = [*next(completions), tokenizer.eos_token_id]
+            completion = whole[:max_completion_tokens]
+            values = (prompt.ids, completion, len(prompt.ids) + len(completion))
+            cuts = (prompt.cut and number == 0, len(whole) > max_completion_tokens)
+            for name, value in zip(ROW, (*values, *cuts), strict=True):
+                columns[name].append(value)
+    return columns
 
 
 def lay_out(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad_token: int) -> dict[str, Any]:
@@ -77,7 +108,7 @@ def lay_out(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad_
 
 
 class ColumnCollator:
-    """Collates rows of `encode_pairs` into a batch in columns."""
+    """Collates rows with `prompt_ids` and `completion_ids` into a batch in columns."""
 
     def __init__(self, pad_token: int) -> None:
         self.pad_token = pad_token

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 import re
+from collections.abc import Iterator
 from typing import ClassVar, get_args
 
 from data.task import Example, Split, Task
@@ -283,17 +284,17 @@ class Departures(Task):
         self.seed = seed
         self._sizes = {"train": train_size, "validation": validation_size, "test": test_size}
 
-    def load(self, split: Split) -> list[Example]:
+    def stream(self, split: Split) -> Iterator[Example]:
         """The examples of a split, no meaning twice. Raises ConfigError for a split that doesn't exist."""
         if split not in self._sizes:
             raise unknown("split", split, get_args(Split))
-        examples: dict[str, Example] = {}
+        prompts: set[str] = set()
         for index in range(self._sizes[split]):
             rng = random.Random(f"{self.seed}:{split}:{index}")
             prompt = ""
-            while not prompt or prompt in examples or split_of(prompt) != split:
+            while not prompt or prompt in prompts or split_of(prompt) != split:
                 meaning = draw(rng)
                 prompt = linearise(meaning)
+            prompts.add(prompt)
             references = write_references(meaning, REFERENCES[split], rng)
-            examples[prompt] = Example(f"departures-{split}-{index:05d}", prompt, references)
-        return list(examples.values())
+            yield Example(f"departures-{split}-{index:05d}", prompt, references)

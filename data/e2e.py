@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from data.source import hub_rows
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, unknown
 
@@ -56,16 +57,20 @@ class E2E(Task):
         self.delexicalise = tuple(delexicalise)
         self.faithful = faithful
 
-    def load(self, split: Split) -> list[Example]:
-        """A split as one example per meaning representation, in the order of their first rows."""
+    def stream(self, split: Split) -> Iterator[Example]:
+        """A split as one example per meaning representation, in the order of their first rows.
+
+        Its rows are all read first, since those of one meaning representation needn't follow each other.
+        """
         rows = self._hub_rows(split) if self.path is None else _csv_rows(self._file(split))
         grouped: dict[str, list[str]] = {}
         for mr, ref in rows:
             grouped.setdefault(mr, []).append(ref)
-        return [
-            self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
-            for n, (mr, references) in enumerate(grouped.items())
-        ]
+        for n, (mr, references) in enumerate(grouped.items()):
+            yield self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
+
+    def files(self, split: Split) -> tuple[Path, ...]:
+        return () if self.path is None else (self._file(split),)
 
     def restore(self, example: Example, text: str) -> str:
         """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
@@ -108,16 +113,8 @@ class E2E(Task):
         return file
 
     def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
-        import datasets  # here, since it takes seconds and a local folder doesn't need it
-
-        try:
-            rows = datasets.load_dataset(HUB_REPOSITORY, revision=HUB_REVISION, split=split)
-        except Exception as error:  # no network shows as any of a dozen types
-            raise ConfigError(
-                f"{HUB_REPOSITORY} can't be read from the Hub ({type(error).__name__}): "
-                "name a local folder with data.path=FOLDER (--data-dir FOLDER in the evaluation)"
-            ) from error
-        return ((row["meaning_representation"], row["human_reference"]) for row in rows)
+        for row in hub_rows(HUB_REPOSITORY, revision=HUB_REVISION, split=split):
+            yield row["meaning_representation"], row["human_reference"]
 
 
 def parse_mr(mr: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A tokenizer trained on a task's own text, for models that start from random weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -13,8 +13,8 @@ SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 SMALLEST = 256 + len(SPECIAL_TOKENS)  # every byte is a token, so that any text can be written
 
 
-def train_tokenizer(examples: Sequence[Example], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, learnt from prompts and targets.
+def train_tokenizer(examples: Iterable[Example], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` tokens, learnt from prompts and targets, which are read once.
 
     Raises ConfigError for a vocabulary that can't hold every byte.
     """
@@ -31,7 +31,7 @@ def train_tokenizer(examples: Sequence[Example], vocab_size: int, max_length: in
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [text for example in examples for text in (example.prompt, *example.targets)]
+    texts = (text for example in examples for text in (example.prompt, *example.targets))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

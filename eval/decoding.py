@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from data import Example, Task
-from data.columns import encode_prompt
+from data.columns import Prompt, encode_prompts
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.decode import GenerativeModel
@@ -39,28 +39,45 @@ class Decoded:
         return self.layers / self.tokens if self.tokens else float(self.schedule.budget(0))
 
 
-def decode_test_set(
+def encode_test_set(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
     examples: Sequence[Example],
-    schedules: Sequence[SkipSchedule],
     *,
-    batch_size: int,
+    max_prompt_tokens: int,
     max_new_tokens: int,
-    weights: Weights = "model",
-) -> Iterator[list[Decoded]]:
-    """Decode `examples` greedily under each schedule; yields the results so far after every batch of prompts.
+) -> list[Prompt]:
+    """The prompts of a test set, those with an instruction cut to `max_prompt_tokens` or what the model has room for.
 
-    Batches hold prompts of like length, padded on the left. In each batch the schedules take turns, in an order that
-    rotates, so that a machine whose speed drifts treats them alike. One batch is decoded untimed first.
+    Raises ConfigError where one without is longer than the model's positions allow.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     limit = positions - max_new_tokens + 1 if positions is not None else 2**31
     advice = (
         f"the model has {positions} positions and max_new_tokens is {max_new_tokens}: lower it or shorten the prompt"
     )
-    prompts = [encode_prompt(tokenizer, example, limit, advice) for example in examples]
+    return encode_prompts(tokenizer, examples, limit, advice, cut_to=max_prompt_tokens)
+
+
+def decode_test_set(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    examples: Sequence[Example],
+    prompts: Sequence[list[int]],
+    schedules: Sequence[SkipSchedule],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    weights: Weights = "model",
+) -> Iterator[list[Decoded]]:
+    """Decode `prompts`, the token ids of `examples`, greedily under each schedule.
+
+    Yields the results so far after every batch of prompts.
+
+    Batches hold prompts of like length, padded on the left. In each batch the schedules take turns, in an order that
+    rotates, so that a machine whose speed drifts treats them alike. One batch is decoded untimed first.
+    """
     order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
     batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
     results = [Decoded(schedule, [""] * len(examples)) for schedule in schedules]

@@ -69,6 +69,7 @@ class Report:
     versions: dict[str, str]
     rows: list[Row]
     weights: str = "model"
+    prompts_cut: int = 0  # prompts that lost the end of their article or post
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
@@ -106,8 +107,9 @@ class Report:
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
         weights = f" with {self.weights} weights" if self.weights == "int8" else ""
+        cut = f" ({self.prompts_cut} of them cut)" if self.prompts_cut else ""
         return [
-            f"{self.examples} prompts, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
+            f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
             f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
             "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
             "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "

@@ -6,14 +6,16 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example, Task, load_task
-from eval.decoding import Decoded, decode_test_set
+from eval.decoding import Decoded, decode_test_set, encode_test_set
 from eval.frontier import draw_frontier
 from eval.machine import describe_machine, resolve_device, versions
 from eval.report import FILE_NAME, Report, make_row, write_predictions
@@ -67,17 +69,21 @@ def evaluate(request: Request) -> Report:
     if request.weights not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {request.weights}: this model can't decode with them: {reason}")
     weights = request.weights or (choose_weights(model) if reason is None else "model")
-    examples = task.load("test")[: request.limit]
+    examples = list(islice(task.stream("test"), request.limit))
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
+    max_prompt_tokens = _trained_on(task.name, config).get("max_prompt_tokens", task.max_prompt_tokens)
+    encoded = encode_test_set(
+        model, tokenizer, examples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens
+    )
+    prompts = [prompt.ids for prompt in encoded]
     config = config or SkipConfig(solver={"horizon": task.horizon})
     cost: Cost = CostModel.of(model)
     if request.calibrate:
         config = replace(config, schedules={})  # those of the training were solved for another clock
-        lengths = [len(tokenizer(example.prompt).input_ids) for example in examples]
         cost = measure_cost(
             model,
             batch_size=min(request.batch_size, len(examples)),
-            prompt_length=round(statistics.median(lengths)),
+            prompt_length=round(statistics.median(map(len, prompts))),
             weights=weights,
         )
     speeds = _speeds(request, config, cost)
@@ -86,6 +92,7 @@ def evaluate(request: Request) -> Report:
         tokenizer,
         task,
         examples,
+        prompts,
         list(speeds.values()),
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
@@ -102,6 +109,7 @@ def evaluate(request: Request) -> Report:
         max_new_tokens=max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
         weights=weights,
+        prompts_cut=sum(prompt.cut for prompt in encoded),
         device=str(device),
         date=datetime.date.today().isoformat(),
         command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
@@ -162,12 +170,15 @@ def _check(request: Request) -> None:
 
 def _task(request: Request, config: SkipConfig | None) -> Task:
     """The task asked for, with the options that the checkpoint was trained with where it is the same task."""
-    trained = dict(config.task) if config is not None else {}
-    name = request.task or trained.get("name")
+    name = request.task or (config.task.get("name") if config is not None else None)
     if name is None:
         raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
-    options = trained.get("options", {}) if trained.get("name") == name else {}
-    return load_task(name, path=request.data_dir, **options)
+    return load_task(name, path=request.data_dir, **_trained_on(name, config).get("options", {}))
+
+
+def _trained_on(name: str, config: SkipConfig | None) -> Mapping[str, Any]:
+    """What the checkpoint remembers of a task; nothing where it was trained on another."""
+    return config.task if config is not None and config.task.get("name") == name else {}
 
 
 def _write(

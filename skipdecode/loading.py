@@ -1,12 +1,22 @@
 """Loading a checkpoint: model, tokenizer and schedules from a folder or the Hub."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.errors import ConfigError, first_line
+
+# What sets OPT's apart from GPT-2's: a text starts with </s>, which ends it too.
+OPT_TOKENS: dict[str, Any] = {
+    "bos_token": "</s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+}
 
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -24,9 +34,15 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none."""
+    """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none.
+
+    A folder that holds OPT's `vocab.json` and `merges.txt` and nothing that says what they are is read as OPT's.
+    """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, padding_side="left")
+        if _is_bare_opt(Path(name)):
+            tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -34,3 +50,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_bare_opt(folder: Path) -> bool:
+    """Whether a folder's only tokenizer files are a vocabulary that starts as OPT's does, and its merges."""
+    if any((folder / file).exists() for file in ("config.json", "tokenizer.json", "tokenizer_config.json")):
+        return False
+    if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
+        return False
+    ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    return isinstance(ids, dict) and all(ids.get(token) == n for n, token in enumerate(("<s>", "<pad>", "</s>")))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import Example
-from data.columns import IGNORED, ColumnCollator, encode_pairs, encode_prompt, lay_out
+from data.columns import IGNORED, ColumnCollator, encode_pairs, encode_prompts, lay_out
 from data.vocabulary import SMALLEST, train_tokenizer
 from skipdecode import ConfigError
 from skipdecode.loading import load_tokenizer
@@ -36,25 +36,26 @@ def test_prompts_end_and_completions_start_in_one_column(rows: list[tuple[list[i
 
 def test_pairs_of_an_example_are_its_targets_with_an_end_token() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
-    encoded = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=64)
-    assert len(encoded.rows) == 40
-    assert encoded.completions_cut == 0
-    row = encoded.rows[3]
+    columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=64)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    assert len(rows) == 40
+    assert not any(columns["completion_cut"])
+    row = rows[3]
     assert tokenizer.decode(row["prompt_ids"]) == EXAMPLES[1].prompt
     assert row["completion_ids"][-1] == tokenizer.eos_token_id
     assert tokenizer.decode(row["completion_ids"][:-1]) == EXAMPLES[1].targets[1]
     assert row["length"] == len(row["prompt_ids"]) + len(row["completion_ids"])
-    batch = ColumnCollator(tokenizer.pad_token_id)(encoded.rows[:5])
+    batch = ColumnCollator(tokenizer.pad_token_id)(rows[:5])
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.long
 
 
 def test_long_completions_are_cut_and_counted_and_long_prompts_refused() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
-    encoded = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
-    assert encoded.completions_cut == 40
-    assert {len(row["completion_ids"]) for row in encoded.rows} == {4}
+    columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
+    assert sum(columns["completion_cut"]) == 40
+    assert {len(ids) for ids in columns["completion_ids"]} == {4}
     with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 fit: do this"):
-        encode_prompt(tokenizer, EXAMPLES[0], 2, "do this")
+        encode_prompts(tokenizer, EXAMPLES[:1], 2, "do this")
 
 
 def test_a_trained_tokenizer_writes_any_text_and_survives_saving(tmp_path) -> None:  # type: ignore[no-untyped-def]

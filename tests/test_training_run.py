@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval.cli
 import train.cli
 from data import load_task
-from data.columns import ColumnCollator, encode_pairs
+from data.columns import ColumnCollator
+from data.rows import encode_task
 from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_tokenizer
@@ -325,8 +326,8 @@ def test_distillation_pulls_to_the_models_own_full_depth_output(tmp_path: Path) 
     recipe = load_recipe("quickstart", [*overrides, "optim.distillation=1.0"])
     task = build_task(recipe)
     model, tokenizer = build_model(recipe, task.load("train"))
-    rows = encode_pairs(tokenizer, task.load("train"), max_prompt_tokens=96, max_completion_tokens=64).rows
-    batch = ColumnCollator(tokenizer.pad_token_id)(rows)
+    rows = encode_task(task, tokenizer, max_prompt_tokens=96, max_completion_tokens=64).rows
+    batch = ColumnCollator(tokenizer.pad_token_id)(list(rows))
     prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
     with torch.no_grad():
         full = model(**batch).logits.log_softmax(-1)

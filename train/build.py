@@ -1,6 +1,6 @@
 """Making what a recipe names: the model, its tokenizer and its task."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -20,13 +20,13 @@ def build_task(recipe: Recipe) -> Task:
 
 
 def build_model(
-    recipe: Recipe, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase | None = None
+    recipe: Recipe, examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of the recipe's model section; random weights follow from `train.seed`.
 
-    A tokenizer that is given is used, in place of one that is loaded or trained on `examples`.
-
-    Raises ConfigError unless exactly one of `model.name_or_path` and `model.shape` is given, and where neither loads.
+    A tokenizer that is given is used in place of one that is loaded, or trained on `examples`, which are read for that
+    alone. Raises ConfigError unless exactly one of `model.name_or_path` and `model.shape` is given, and where neither
+    loads.
     """
     section = recipe.model
     if (section.name_or_path is None) == (section.shape is None):

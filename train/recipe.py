@@ -41,8 +41,15 @@ class DataSection(Section):
     task: str = Field(description="the task's name")
     path: str | None = Field(None, description="a local folder; null reads the Hub, or is right for a built-in task")
     options: dict[str, Any] = Field({}, description="the task's own options, such as delexicalise")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="null: the task's default; a longer one is an error")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="null: the task's default; a longer article or post is cut, another prompt is an error"
+    )
     max_completion_tokens: int | None = Field(None, ge=1, description="null: the task's default; longer ones are cut")
+    limit: int | None = Field(None, ge=1, description="only the first so many examples; null: all")
+    num_proc: int | None = Field(None, ge=1, description="processes that tokenise; null: one")
+    cache_dir: str | None = Field(
+        None, description="where tokenised rows are kept for the next start; null: the datasets library's own cache"
+    )
 
 
 class ScheduleSection(Section):

@@ -4,18 +4,20 @@ import gc
 import os
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from data import Example, Task
-from data.columns import ColumnCollator, Encoded, encode_pairs
+from data import Task
+from data.columns import ColumnCollator
+from data.rows import Encoded, encode_task
+from data.task import Split
 from eval.files import named_file, write_whole
 from eval.report import FILE_NAME, Report
 from eval.run import Request, evaluate
@@ -57,16 +59,16 @@ def run(recipe: Recipe, name: str) -> Path:
 
 
 def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console) -> None:
-    examples = task.load("train")
-    model, tokenizer = build_model(recipe, examples)
-    encoded = _encode(recipe, task, tokenizer, examples)
-    validation = None
-    if recipe.train.validate_rows:
-        held_out = _encode(recipe, task, tokenizer, task.load("validation"))
-        validation = Dataset.from_list(held_out.rows[: recipe.train.validate_rows])
-    check_positions(model, _longest(encoded))
-    sampler, skip_config = _schedules(recipe, task, model)
+    validate_rows = recipe.train.validate_rows
+    for split in ("train", "validation") if validate_rows else ("train",):
+        task.files(split)  # one that isn't there is missed before a large model is loaded
+    model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     arguments = _arguments(recipe, folder)
+    with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
+        encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
+        validation = _encode(recipe, task, tokenizer, "validation", validate_rows) if validate_rows else None
+    check_positions(model, encoded.longest_prompt + encoded.longest_completion)
+    sampler, skip_config = _schedules(recipe, task, model)
     trained = add_adapters(model, recipe.lora)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +86,8 @@ def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console
     trainer = SkipTrainer(
         model=trained,
         args=arguments,
-        train_dataset=Dataset.from_list(encoded.rows),
-        eval_dataset=validation,
+        train_dataset=encoded.rows,
+        eval_dataset=validation.rows.select(range(min(validate_rows, len(validation.rows)))) if validation else None,
         data_collator=ColumnCollator(tokenizer.pad_token_id),
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder), TimeEstimate(console), stop],
@@ -109,15 +111,6 @@ def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console
         import wandb
 
         wandb.finish()
-
-
-def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> Encoded:
-    return encode_pairs(
-        tokenizer,
-        examples,
-        max_prompt_tokens=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
-        max_completion_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
-    )
 
 
 def _is_first_process() -> bool:
@@ -186,13 +179,26 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         seed=recipe.train.seed,
         solver=solver,
     )
-    described = {"name": task.name, "options": dict(recipe.data.options)}
+    described = {
+        "name": task.name,
+        "options": dict(recipe.data.options),
+        "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
+    }
     return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
 
 
-def _longest(encoded: Encoded) -> int:
-    """Columns of the widest batch that could be drawn."""
-    return max(len(r["prompt_ids"]) for r in encoded.rows) + max(len(r["completion_ids"]) for r in encoded.rows)
+def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:
+    section = recipe.data
+    return encode_task(
+        task,
+        tokenizer,
+        split,
+        max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
+        max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
+        limit=limit,
+        num_proc=section.num_proc,
+        cache_dir=section.cache_dir,
+    )
 
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -253,6 +259,10 @@ def _introduce(
         f"{model.num_parameters(only_trainable=True) / 1e6:.2f} M of them trained, {len(encoded.rows)} rows, "
         f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
+    if encoded.prompts_cut:
+        console.print(
+            f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"
+        )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
     cost = CostModel.of(model)

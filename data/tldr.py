@@ -1,0 +1,44 @@
+"""Reddit TL;DR: posts and their authors' summaries (Völske et al. 2017), as filtered by Stiennon et al. 2020."""
+
+import re
+from typing import ClassVar
+
+from data.source import Row, TextToText
+from data.task import Example
+from skipdecode.errors import ConfigError
+
+INSTRUCTION = "\n\nTL;DR:"
+# Some copies of the data part these by one newline; a model should see one format.
+_HEADED = re.compile(r"(SUBREDDIT: .*?)\n+(TITLE: .*?)\n+(POST: .*)", re.DOTALL)
+
+
+class TLDR(TextToText):
+    """Reddit TL;DR, with the summary in a column `completion` (trl-lib/tldr) or `label` (CarperAI's copy)."""
+
+    name: ClassVar[str] = "tldr"
+    columns: ClassVar[tuple[str, ...]] = ("prompt", "completion")
+    repository: ClassVar[str] = "trl-lib/tldr"
+    # Not measured here: Stiennon et al. kept posts of at most 512 tokens and summaries of 24 to 48, in the merges of
+    # GPT-2 that OPT's tokenizer shares.
+    max_prompt_tokens: ClassVar[int] = 512
+    max_new_tokens: ClassVar[int] = 64
+    horizon: ClassVar[int] = 32
+
+    def example(self, name: str, row: Row) -> Example:
+        """The prompt "SUBREDDIT: …\\n\\nTITLE: …\\n\\nPOST: …\\n\\nTL;DR:" and its one summary."""
+        prompt = row.text("prompt").rstrip()
+        if not prompt.endswith(INSTRUCTION.strip()):
+            raise ConfigError(f"{row.where}: prompt must end in {INSTRUCTION.strip()}, got {prompt[-20:]!r}")
+        body = prompt.removesuffix(INSTRUCTION.strip()).strip()
+        headed = _HEADED.fullmatch(body)
+        if headed is not None:
+            body = "\n\n".join(headed.groups())
+        # Where a row has both, `label` is something else.
+        summary = row.text("label" if "completion" not in row.values and "label" in row.values else "completion")
+        return Example(
+            id=name,
+            prompt=body + INSTRUCTION,
+            references=(summary.strip(),),
+            targets=(" " + summary.strip(),),
+            instruction=INSTRUCTION,
+        )

@@ -1,0 +1,212 @@
+"""Tokenised rows: cut where they may be, kept on disk, made again when anything that they depend on changes."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+import data.rows
+from data import Example, Split, Task, load_task
+from data.columns import encode_pairs, encode_prompts
+from data.rows import Encoded, encode_task
+from data.vocabulary import train_tokenizer
+from skipdecode import ConfigError
+from skipdecode.loading import load_tokenizer
+
+LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
+ROWS = [{"article": f"Article {n}: " + "so much " * n, "highlights": f"It was {n} ."} for n in range(20)]
+TEXTS = [Example(str(n), row["article"] + "\n\nTL;DR:", (row["highlights"],)) for n, row in enumerate(ROWS)]
+words = st.text("ab Ärz.\n日", min_size=1, max_size=40)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, 320, max_length=64)
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many examples each batch that was tokenised had."""
+    counts: list[int] = []
+
+    def counting(tokenizer: Any, examples: Any, **limits: Any) -> Any:
+        counts.append(len(examples))
+        return encode_pairs(tokenizer, examples, **limits)
+
+    monkeypatch.setattr(data.rows, "encode_pairs", counting)
+    return counts
+
+
+def encode(folder: Path, tokenizer: Any, options: dict[str, Any] | None = None, **changes: Any) -> Encoded:
+    task = load_task("cnndm", path=str(folder / "data"), **(options or {}))
+    return encode_task(task, tokenizer, **{**LIMITS, "cache_dir": str(folder / "cache"), **changes})
+
+
+TRAINED = train_tokenizer(TEXTS, 320, max_length=64)
+
+
+@given(body=words, instruction=words, limit=st.integers(1, 60))
+def test_a_cut_prompt_is_the_start_of_its_body_and_all_of_its_instruction(
+    body: str, instruction: str, limit: int
+) -> None:
+    example = Example("x", body + instruction, ("",), instruction=instruction)
+    start = TRAINED(body)["input_ids"]
+    end = TRAINED(instruction, add_special_tokens=False)["input_ids"]
+    if len(end) >= limit and len(start) + len(end) > limit:  # no room for a token of the body
+        with pytest.raises(ConfigError, match=f"the prompt of x has {len(start) + len(end)} tokens, at most {limit}"):
+            encode_prompts(TRAINED, [example], limit, "shorten it")
+        return
+    (prompt,) = encode_prompts(TRAINED, [example], limit, "shorten it")
+    assert prompt.cut == (len(start) + len(end) > limit)
+    kept = min(len(start), limit - len(end))
+    assert prompt.ids == start[:kept] + end
+    assert len(prompt.ids) <= limit
+    # Cutting to what fits anyway, or to more, is no cutting.
+    assert encode_prompts(TRAINED, [example], 1000, "", cut_to=len(start) + len(end))[0].ids == start + end
+    assert encode_prompts(TRAINED, [example], 1000, "", cut_to=limit) == [prompt]
+
+
+def test_a_prompt_without_instruction_is_never_cut() -> None:
+    example = Example("x", "a long prompt\n", ("",))
+    length = len(TRAINED(example.prompt)["input_ids"])
+    assert encode_prompts(TRAINED, [example], length, "", cut_to=2)[0].ids == TRAINED(example.prompt)["input_ids"]
+    with pytest.raises(ConfigError, match=f"has {length} tokens, at most {length - 1} fit: shorten it"):
+        encode_prompts(TRAINED, [example], length - 1, "shorten it")
+    with pytest.raises(ValueError, match="must end in its instruction"):
+        Example("x", "a prompt", ("",), instruction="another")
+
+
+def test_opts_start_of_text_is_not_in_the_middle_of_a_row(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "opt"))
+    task = load_task("cnndm", path=str(shared_data / "cnndm"))
+    limits = {"max_prompt_tokens": task.max_prompt_tokens, "max_completion_tokens": task.max_new_tokens}
+    encoded = encode_task(task, tokenizer, cache_dir=str(tmp_path), **limits)
+    assert len(encoded.rows) == 100
+    assert (encoded.longest_prompt, encoded.longest_completion) == (896, 128)
+    # Counted by themselves: articles and highlights of the file, and six tokens for the instruction.
+    examples = task.load("train")
+    assert encoded.prompts_cut == sum(len(tokenizer(e.body)["input_ids"]) + 6 > 896 for e in examples) > 30
+    assert encoded.completions_cut == sum(len(tokenizer(e.targets[0])["input_ids"]) > 128 for e in examples) > 0
+    ending = tokenizer("\n\nTL;DR:", add_special_tokens=False)["input_ids"]
+    for row, example in zip(encoded.rows, examples, strict=True):
+        assert row["prompt_ids"][0] == 2
+        assert 2 not in row["prompt_ids"][1:]
+        assert 2 not in row["completion_ids"][:-1]
+        assert row["prompt_ids"][-6:] == ending
+        assert row["length"] == len(row["prompt_ids"]) + len(row["completion_ids"])
+        assert example.prompt.startswith(tokenizer.decode(row["prompt_ids"][1:-6]).rstrip("\ufffd"))
+        assert example.targets[0].startswith(tokenizer.decode(row["completion_ids"], skip_special_tokens=True))
+
+
+def test_rows_are_those_of_the_examples_in_their_order(folder: Path, tokenizer: Any) -> None:
+    encoded = encode(folder, tokenizer)
+    columns = encode_pairs(tokenizer, load_task("cnndm", path=str(folder / "data")).load("train"), **LIMITS)
+    assert encoded.rows.column_names == ["prompt_ids", "completion_ids", "length"]
+    for name in encoded.rows.column_names:
+        assert list(encoded.rows[name]) == columns[name]
+    assert encoded.longest_prompt == max(map(len, columns["prompt_ids"])) == 40
+    assert encoded.longest_completion == max(map(len, columns["completion_ids"]))
+    assert 0 < encoded.prompts_cut == sum(columns["prompt_cut"]) < 20
+    assert encoded.completions_cut == sum(columns["completion_cut"])
+
+
+def test_a_second_start_tokenises_nothing(folder: Path, tokenizer: Any, tokenised: list[int]) -> None:
+    first = encode(folder, tokenizer)
+    assert sum(tokenised) == 20
+    # Another object of the same task and of the same tokenizer, and another number of processes.
+    again = encode(folder, train_tokenizer(TEXTS, 320, max_length=64), num_proc=2)
+    assert sum(tokenised) == 20
+    assert again.rows[:] == first.rows[:]
+    assert (again.prompts_cut, again.completions_cut) == (first.prompts_cut, first.completions_cut)
+    assert not list((folder / "cache" / "skipdecode").glob("unfinished-*"))
+
+
+def touch(folder: Path) -> None:
+    file = folder / "data" / "train.jsonl"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_prompt_tokens": 41},
+        {"max_completion_tokens": 13},
+        {"limit": 19},
+        {"options": {"holdout": 1}},
+        {"vocabulary": 280},
+        {"bos": True},
+        {"touch": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_the_rows_depend_on_makes_them_again(
+    change: dict[str, Any], folder: Path, tokenizer: Any, tokenised: list[int]
+) -> None:
+    encode(folder, tokenizer)
+    before = len(tokenised)
+    if change.pop("touch", False):
+        touch(folder)
+    if change.pop("bos", False):
+        tokenizer.eos_token = "<unk>"
+    if size := change.pop("vocabulary", None):
+        tokenizer = train_tokenizer(TEXTS, size, max_length=64)
+    encode(folder, tokenizer, **change)
+    assert len(tokenised) > before
+
+
+def test_two_processes_make_the_rows_of_one(folder: Path, tokenizer: Any) -> None:
+    one = encode(folder, tokenizer)
+    two = encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2)
+    assert two.rows[:] == one.rows[:]
+    assert (two.prompts_cut, two.longest_prompt) == (one.prompts_cut, one.longest_prompt)
+
+
+class Bottomless(Task):
+    """Fails as soon as more than three examples are asked for."""
+
+    name: ClassVar[str] = "bottomless"
+
+    def stream(self, split: Split) -> Iterator[Example]:
+        yield from TEXTS[:3]
+        raise ConfigError("there is no bottom")
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_only_the_rows_that_the_limit_needs_are_read(num_proc: int | None, tokenizer: Any, tmp_path: Path) -> None:
+    where: dict[str, Any] = {"cache_dir": str(tmp_path), "num_proc": num_proc, "max_completion_tokens": 12}
+    encoded = encode_task(Bottomless(), tokenizer, limit=3, max_prompt_tokens=99, **where)
+    assert [row["prompt_ids"] for row in encoded.rows] == [tokenizer(e.prompt)["input_ids"] for e in TEXTS[:3]]
+    # A mistake of the source, and one that the processes find, come through as they are; nothing is kept of either.
+    with pytest.raises(ConfigError, match=r"^there is no bottom$"):
+        encode_task(Bottomless(), tokenizer, limit=4, max_prompt_tokens=99, **where)
+    with pytest.raises(ConfigError, match=r"^the prompt of 0 has \d+ tokens, at most 5 fit: raise data\.max_prompt"):
+        encode_task(Bottomless(), tokenizer, limit=3, max_prompt_tokens=5, **where)
+    assert len(list((tmp_path / "skipdecode").iterdir())) == 1
+
+
+def test_a_tokenizer_learns_the_same_from_a_stream(tmp_path: Path) -> None:
+    task = load_task("departures", train_size=50)
+    whole = train_tokenizer(task.load("train"), 320, max_length=64)
+    streamed = train_tokenizer(task.stream("train"), 320, max_length=64)
+    assert streamed.backend_tokenizer.to_str() == whole.backend_tokenizer.to_str()
+    with pytest.raises(ConfigError, match=r"^there is no bottom$"):
+        train_tokenizer(Bottomless().stream("train"), 320, max_length=64)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused(folder: Path, tokenizer: Any) -> None:
+    (folder / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir is '.*cache': no folder can be made there"):
+        encode(folder, tokenizer)

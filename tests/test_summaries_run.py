@@ -1,0 +1,93 @@
+"""Real articles through a whole run: trained on, cut, and cut the same way when it is evaluated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eval.cli
+import eval.decoding
+import train.cli
+from data import load_task
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.loading import load_model, load_tokenizer
+
+RECIPE = """
+model: {shape: opt-tiny, config: {num_hidden_layers: 4, hidden_size: 32, word_embed_proj_dim: 32, ffn_dim: 64,
+        num_attention_heads: 4, vocab_size: 50272}}
+data: {task: cnndm, options: {holdout: 3}, limit: 6, max_prompt_tokens: 60, max_completion_tokens: 20}
+schedule: {speedups: [1], horizon: 16}
+train: {max_steps: 2, per_device_batch_size: 3, logging_steps: 1}
+tracking: {wandb: "off"}
+"""
+
+
+@pytest.fixture
+def recipe(shared_data: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    changes = [f"model.tokenizer={shared_data / 'opt'}", f"data.path={shared_data / 'cnndm'}"]
+    return ["--recipe", str(tmp_path / "tiny.yaml"), *changes, f"output.dir={tmp_path / 'run'}"]
+
+
+def test_articles_are_cut_in_evaluation_where_training_cut_them(
+    recipe: list[str], shared_data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert train.cli.main(recipe) == 0
+    printed = capsys.readouterr().err
+    assert "6 rows" in printed
+    assert "6 prompts were cut to data.max_prompt_tokens" in printed
+    config = SkipConfig.load(folder)
+    assert config is not None
+    assert config.task == {"name": "cnndm", "options": {"holdout": 3}, "max_prompt_tokens": 60}
+
+    decoded: list[list[list[int]]] = []
+    original = eval.decoding._decode_batch
+
+    def recording(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> Any:
+        decoded.append(prompts)
+        return original(model, tokenizer, prompts, *rest)
+
+    monkeypatch.setattr("eval.decoding._decode_batch", recording)
+    arguments = ["--checkpoint", str(folder), "--data-dir", str(shared_data / "cnndm"), "--speedup", "1"]
+    arguments += ["--limit", "2", "--max-new-tokens", "4"]
+    assert eval.cli.main([*arguments, "--output", str(tmp_path / "eval")]) == 0
+    tokenizer = load_tokenizer(str(folder))
+    lines = [json.loads(t) for t in (tmp_path / "eval" / "predictions" / "1x.jsonl").read_text().splitlines()]
+    ending = tokenizer("\n\nTL;DR:", add_special_tokens=False)["input_ids"]
+    assert [line["id"] for line in lines] == ["cnndm-test-0", "cnndm-test-1"]
+    assert sorted(decoded[-1]) == sorted(tokenizer(line["prompt"])["input_ids"][:54] + ending for line in lines)
+    assert json.loads((tmp_path / "eval" / "report.json").read_text())["prompts_cut"] == 2
+    assert "2 prompts (2 of them cut)" in (tmp_path / "eval" / "report.md").read_text()
+
+    # With a limit beyond them, the model's positions are what cuts: 256, of which the last new token needs none.
+    examples = load_task("cnndm", path=str(shared_data / "cnndm")).load("train")
+    prompts = eval.decoding.encode_test_set(
+        load_model(str(folder)), tokenizer, examples, max_prompt_tokens=896, max_new_tokens=4
+    )
+    whole = [len(tokenizer(e.body)["input_ids"]) + 6 for e in examples]
+    assert [len(prompt.ids) for prompt in prompts] == [min(length, 253) for length in whole]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.options={holdout: 50}", "holdout is 50: "),
+        ("data.options={holdout: x}", "holdout is 'x': it must be an integer"),
+        ("data.path=recipes", "split 'train' of cnndm has no file in recipes"),
+        ("data.max_prompt_tokens=6", "at most 6 fit: raise data.max_prompt_tokens"),
+        ("data.max_prompt_tokens=400", "need 420 positions, the model has 256"),
+        ("data.limit=0", "data.limit is 0"),
+        ("data.num_proc=0", "data.num_proc is 0"),
+        ("data.task=tldr", "row 1: no column 'prompt', only Unnamed: 0, id, article, highlights"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(
+    override: str, message: str, recipe: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    assert train.cli.main([*recipe, override]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "run").exists()
