@@ -20,15 +20,18 @@ OPT_TOKENS: dict[str, Any] = {
 
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
-    """A causal language model from a local folder or the Hub. Raises ConfigError where there is none."""
+    """A causal language model from a local folder or the Hub, with its adapters where it is a folder of them.
+
+    Raises ConfigError where there is none.
+    """
     path = Path(name)
     looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
+    if looks_local and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
         what = "has no config.json" if path.is_dir() else "is not a folder"
         raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # adapters need peft
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
     return model
 

@@ -20,6 +20,10 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
     """
     if section.r is None:
         return model
+    if not section.merge and not model.name_or_path:
+        raise ConfigError(
+            "lora.merge=false needs model.name_or_path: adapters apart are loaded onto a model that can be found again"
+        )
     import peft  # here: it takes seconds
 
     config = peft.LoraConfig(

@@ -1,0 +1,106 @@
+"""LoRA: adapters trained under the schedule; merged or apart, the same tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval.cli
+import train.cli
+from skipdecode import skip_generate
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.loading import load_model
+from small_runs import SMALL, train_small
+
+LORA = ("lora.r=4", "lora.alpha=8", "optim.learning_rate=0.03", "train.max_steps=4", "train.gradient_checkpointing=true")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(tmp_path_factory.mktemp("base") / "run", "train.max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def apart(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned(base, tmp_path_factory.mktemp("apart") / "run", "lora.merge=false")
+
+
+def tuned(base: Path, folder: Path, *overrides: str) -> Path:
+    start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}")
+    return train_small(folder, *start, *LORA, *overrides)
+
+
+def tokens(model: Any, folder: Path, weights: Any = None) -> torch.Tensor:
+    config = SkipConfig.load(folder)
+    assert config is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    return model.generate(
+        **inputs,
+        custom_generate=skip_generate,
+        schedule=config.schedules[3.0],
+        weights=weights,
+        max_new_tokens=24,
+        do_sample=False,
+    )
+
+
+def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path: Path) -> None:
+    merged = tuned(base, tmp_path / "merged")
+    assert (merged / "config.json").exists()
+    assert not (merged / "adapter_config.json").exists()
+    adapters = [load_file(f / "adapter_model.safetensors") for f in (apart, merged / "adapter")]
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+    assert any(value.abs().max() > 0.01 for name, value in adapters[0].items() if "lora_B" in name)
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    assert type(plain).__name__ == "OPTForCausalLM"
+    with_adapters = load_model(str(apart))
+    assert any("lora_A" in name for name, _ in with_adapters.named_parameters())
+    found = tokens(plain, merged)
+    assert torch.equal(found, tokens(with_adapters, apart))
+    assert torch.equal(found, tokens(load_model(str(merged / "adapter")), merged / "adapter"))
+    assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
+
+
+def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
+    """What peft merges by its own means is the base and the adapters' product, layer by layer."""
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    adapters = load_file(apart / "adapter_model.safetensors")
+    import peft
+
+    merged = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), apart).merge_and_unload()
+    for name, value in merged.state_dict().items():
+        expected = before[name]
+        key = "base_model.model." + name.removesuffix(".weight") + ".lora_{}.weight"
+        if key.format("A") in adapters:
+            expected = expected + 8 / 4 * adapters[key.format("B")] @ adapters[key.format("A")]
+        torch.testing.assert_close(value, expected)
+
+
+def test_adapters_apart_are_evaluated(apart: Path, tmp_path: Path) -> None:
+    output = tmp_path / "eval"
+    arguments = ["--checkpoint", str(apart), "--speedup", "2", "--limit", "4", "--max-new-tokens", "8"]
+    assert eval.cli.main([*arguments, "--output", str(output)]) == 0
+    assert [row["speedup_target"] for row in json.loads((output / "report.json").read_text())["rows"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora.r=4", "lora.target_modules=[nothing]"], "lora.target_modules is ['nothing']"),
+        (["lora.r=4", "lora.merge=false"], "lora.merge=false needs model.name_or_path"),
+        (["lora.r=0"], "lora.r is 0"),
+    ],
+)
+def test_a_bad_lora_request_is_one_line_and_writes_nothing(
+    overrides: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "run"
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides, f"output.dir={folder}"]) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not folder.exists()
