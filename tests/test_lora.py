@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import SMALL, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
@@ -14,9 +15,14 @@ import train.cli
 from skipdecode import skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
-from small_runs import SMALL, train_small
 
-LORA = ("lora.r=4", "lora.alpha=8", "optim.learning_rate=0.03", "train.max_steps=4", "train.gradient_checkpointing=true")
+LORA = (
+    "lora.r=4",
+    "lora.alpha=8",
+    "optim.learning_rate=0.03",
+    "train.max_steps=4",
+    "train.gradient_checkpointing=true",
+)
 
 
 @pytest.fixture(scope="module")

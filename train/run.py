@@ -3,8 +3,6 @@
 import gc
 import os
 import shutil
-import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +10,24 @@ import torch
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
 from data import Task
 from data.columns import ColumnCollator
-from data.rows import Encoded, encode_task
-from data.task import Split
-from eval.files import named_file, write_whole
+from eval.files import write_whole
 from eval.report import FILE_NAME, Report
 from eval.run import Request, evaluate
-from skipdecode import ConfigError, CostModel, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from train.adapters import add_adapters, merge_adapters
+from eval.schedule_map import draw_schedules
+from skipdecode import ConfigError
+from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
-from train.recipe import DEEPSPEED, Recipe
-from train.sampling import ScheduleSampler, make_sampler
+from train.prepare import Prepared, introduce, prepare
+from train.recipe import Recipe
 from train.stops import RunStopped, StopOnSignal
-from train.tracking import MetricsFile, TimeEstimate, start_wandb
-from train.trainer import SkipTrainer, check_positions
+from train.tracking import MetricsFile, TimeEstimate
+from train.trainer import SkipTrainer
+from train.weights_and_biases import SCHEDULES_FILE, tracked
 
 RECIPE_FILE = "recipe.yaml"
 EVALUATION = "eval"  # the folder in a finished run's
@@ -50,67 +47,51 @@ def run(recipe: Recipe, name: str) -> Path:
     if _is_first_process():  # which alone writes there, soon
         _check_folder(folder, recipe)
     task = build_task(recipe)
-    if not _is_finished(folder):
-        _train(recipe, name, task, folder, console)
-    if recipe.evaluation.speedups is not None and _is_first_process():
-        _evaluate(recipe, task, folder)
+    prepared = None if _is_finished(folder) else prepare(recipe, task, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_first_process():
+        write_whole(folder / RECIPE_FILE, recipe.to_yaml())
+    with tracked(recipe, name, folder) as tracker:
+        if prepared is not None:
+            introduce(console, name, prepared)
+            if _is_first_process():
+                draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
+                tracker.schedules(folder)
+            _train(recipe, prepared, folder, console)
+            prepared = None  # the evaluation needs the memory
+        if recipe.evaluation.speedups is not None and _is_first_process():
+            tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
+        tracker.checkpoint(folder)
     console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
     return folder
 
 
-def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console) -> None:
-    validate_rows = recipe.train.validate_rows
-    for split in ("train", "validation") if validate_rows else ("train",):
-        task.files(split)  # one that isn't there is missed before a large model is loaded
-    model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
-    arguments = _arguments(recipe, folder)
-    with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
-        encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
-        validation = _encode(recipe, task, tokenizer, "validation", validate_rows) if validate_rows else None
-    check_positions(model, encoded.longest_prompt + encoded.longest_completion)
-    sampler, skip_config = _schedules(recipe, task, model)
-    trained = add_adapters(model, recipe.lora)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if _is_first_process():
-        write_whole(folder / RECIPE_FILE, recipe.to_yaml())
-    _introduce(console, name, trained, encoded, sampler, arguments)
-    tracked = start_wandb(recipe, name, folder)
-    if recipe.train.gradient_checkpointing:
-        # Renamed in transformers 5.23; the old name goes in 6.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        if recipe.lora.r is not None:
-            model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
+def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> None:
     stop = StopOnSignal()
     trainer = SkipTrainer(
-        model=trained,
-        args=arguments,
-        train_dataset=encoded.rows,
-        eval_dataset=validation.rows.select(range(min(validate_rows, len(validation.rows)))) if validation else None,
-        data_collator=ColumnCollator(tokenizer.pad_token_id),
-        processing_class=tokenizer,
+        model=prepared.model,
+        args=prepared.arguments,
+        train_dataset=prepared.encoded.rows,
+        eval_dataset=prepared.validation,
+        data_collator=ColumnCollator(prepared.tokenizer.pad_token_id),
+        processing_class=prepared.tokenizer,
         callbacks=[MetricsFile(folder), TimeEstimate(console), stop],
-        sampler=sampler,
-        skip_config=skip_config,
+        sampler=prepared.sampler,
+        skip_config=prepared.skip_config,
         depth_weight_power=recipe.optim.depth_weight_power,
         label_smoothing=recipe.optim.label_smoothing,
         distillation=recipe.optim.distillation,
     )
     # One rank looks, and all continue from the same.
     chosen = [last_complete_checkpoint(folder, console) if _is_first_process() else None]
-    if arguments.world_size > 1:
+    if prepared.arguments.world_size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is not None:
         console.print(f"continuing from {chosen[0]}")
     trainer.train(resume_from_checkpoint=chosen[0])
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
-    _finish(trainer, recipe, tokenizer, folder)
-    if tracked:
-        import wandb
-
-        wandb.finish()
+    _finish(trainer, recipe, prepared.tokenizer, folder)
 
 
 def _is_first_process() -> bool:
@@ -154,123 +135,6 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: values}
     nested = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items()]
     return {key: value for part in nested for key, value in part.items()}
-
-
-def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[ScheduleSampler, SkipConfig]:
-    section = recipe.schedule
-    solver = {
-        "horizon": section.horizon or task.horizon,
-        "warmup_layers": section.warmup_layers,
-        "decay": section.decay,
-        "decay_rate": section.decay_rate,
-        "placement": section.placement,
-        "prompt": section.prompt,
-        "spread": section.spread,
-        "batch_size": section.batch_size,
-        "prompt_length": section.prompt_length,
-    }
-    sampler = make_sampler(
-        CostModel.of(model),
-        speedups=section.speedups,
-        speedup_range=section.speedup_range,
-        schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
-        weights=section.weights,
-        sampling=section.sampling,
-        seed=recipe.train.seed,
-        solver=solver,
-    )
-    described = {
-        "name": task.name,
-        "options": dict(recipe.data.options),
-        "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
-    }
-    return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
-
-
-def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:
-    section = recipe.data
-    return encode_task(
-        task,
-        tokenizer,
-        split,
-        max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
-        max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
-        limit=limit,
-        num_proc=section.num_proc,
-        cache_dir=section.cache_dir,
-    )
-
-
-def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
-    optim, section = recipe.optim, recipe.train
-    deepspeed = None
-    if recipe.deepspeed.config is not None:
-        deepspeed = str(named_file(recipe.deepspeed.config, DEEPSPEED, ".json", "deepspeed.config"))
-    try:
-        return TrainingArguments(
-            output_dir=str(folder),
-            learning_rate=optim.learning_rate,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            lr_scheduler_type=optim.scheduler,
-            warmup_steps=optim.warmup_steps,
-            max_grad_norm=optim.max_grad_norm,
-            num_train_epochs=section.epochs,
-            max_steps=section.max_steps or -1,
-            per_device_train_batch_size=section.per_device_batch_size,
-            gradient_accumulation_steps=section.gradient_accumulation_steps,
-            bf16=section.precision == "bf16",
-            fp16=section.precision == "fp16",
-            logging_steps=section.logging_steps,
-            save_steps=section.save_steps,
-            save_total_limit=section.save_total_limit,
-            eval_strategy="steps" if section.validate_rows else "no",
-            eval_steps=section.save_steps,
-            per_device_eval_batch_size=section.per_device_batch_size,
-            metric_for_best_model="loss" if section.validate_rows else None,
-            load_best_model_at_end=section.finish_with == "best",
-            logging_nan_inf_filter=False,  # it would log the mean of the rest
-            seed=section.seed,
-            train_sampling_strategy="group_by_length",
-            remove_unused_columns=False,
-            report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
-            deepspeed=deepspeed,
-            use_cpu=not torch.accelerator.is_available(),  # else torchrun's processes would each train alone
-            dataloader_pin_memory=torch.accelerator.is_available(),
-            disable_tqdm=not sys.stderr.isatty(),
-        )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
-
-
-def _introduce(
-    console: Console,
-    name: str,
-    model: PreTrainedModel,
-    encoded: Encoded,
-    sampler: ScheduleSampler,
-    arguments: TrainingArguments,
-) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
-    console.print(
-        f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, "
-        f"{model.num_parameters(only_trainable=True) / 1e6:.2f} M of them trained, {len(encoded.rows)} rows, "
-        f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
-    )
-    if encoded.prompts_cut:
-        console.print(
-            f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"
-        )
-    if encoded.completions_cut:
-        console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
-    cost = CostModel.of(model)
-    for speedup, schedule in zip(sampler.speedups, sampler.schedules, strict=True):
-        console.print(
-            f"  target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
-            f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
-        )
 
 
 def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl always, Weights & Biases where it is wanted."""
+"""A run's figures in its folder, and on the terminal."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eval.files import write_whole
-from train.recipe import Recipe
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -78,23 +77,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")  # the half line of a killed run
-
-
-def start_wandb(recipe: Recipe, name: str, folder: Path) -> bool:
-    """Start a W&B run unless it is off; the Trainer's own callback logs into it. Returns whether there is one."""
-    mode = recipe.tracking.wandb
-    if mode == "off" or int(os.environ.get("RANK", "0")) != 0:
-        return False
-    import wandb
-
-    if mode == "auto":
-        mode = "online" if wandb.api.api_key else "offline"
-    wandb.init(
-        mode=mode,
-        project=recipe.tracking.project,
-        name=recipe.tracking.name or name,
-        dir=str(folder),
-        config=recipe.model_dump(),
-        settings=wandb.Settings(silent=mode == "offline"),
-    )
-    return True

@@ -1,0 +1,133 @@
+"""What a run leaves behind is complete: an offline W&B run is read back from its own file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb.proto.wandb_internal_pb2 import Record
+
+from small_runs import metrics, train_small
+
+BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records
+HEADER = 7
+
+
+def records(file: Path) -> list[Record]:
+    """Every record of a `.wandb` file: a header of 7 bytes, then blocks of chunks (checksum 4, length 2, kind 1)."""
+    content = file.read_bytes()
+    found, whole, at = [], b"", HEADER
+    while at + HEADER <= len(content):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK  # the rest of the block is too short for a chunk
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(whole)
+            found.append(record)
+            whole = b""
+    return found
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(
+        tmp_path_factory.mktemp("tracked") / "run",
+        "train.max_steps=4",
+        "train.validate_rows=8",
+        "tracking.wandb=offline",
+        "tracking.name=by-hand",
+        "evaluation.speedups=[1,3]",
+        "evaluation.limit=10",
+        "evaluation.max_new_tokens=8",
+    )
+
+
+@pytest.fixture(scope="module")
+def run_folder(tracked: Path) -> Path:
+    (folder,) = (tracked / "wandb").glob("offline-run-*")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(run_folder: Path) -> list[Record]:
+    (file,) = run_folder.glob("run-*.wandb")
+    return records(file)
+
+
+def history(written: list[Record]) -> list[dict[str, Any]]:
+    rows = [record.history for record in written if record.WhichOneof("record_type") == "history"]
+    return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def test_every_logged_step_is_there_with_the_figures_of_metrics_jsonl(tracked: Path, written: list[Record]) -> None:
+    logged = [row for row in history(written) if "train/loss" in row]
+    lines = metrics(tracked)
+    assert len(logged) == len(lines) == 4
+    expected = {"loss", "grad_norm", "learning_rate", "speedup_target", "layers_per_token", "layer_column_share"}
+    expected |= {"tokens_per_second", "peak_memory_gib"}
+    for row, line in zip(logged, lines, strict=True):
+        assert expected <= set(line)
+        assert any(key.startswith("loss_layers_") for key in line)
+        for key, value in line.items():
+            if key != "step":
+                assert row[f"train/{key}"] == pytest.approx(value), key
+
+
+def test_the_resolved_recipe_is_the_config(written: list[Record]) -> None:
+    run = next(record.run for record in written if record.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert run.display_name == "by-hand"
+    assert config["optim"]["learning_rate"] == 0.003
+    assert config["schedule"]["speedups"] == [1, 2, 3, 4]
+
+
+def test_pictures_and_tables_are_there(tracked: Path, run_folder: Path, written: list[Record]) -> None:
+    rows = history(written)
+    media = run_folder / "files"
+    for name in ("schedules", "frontier_picture"):
+        (path,) = [row[f"{name}.path"] for row in rows if f"{name}.path" in row]
+        assert (media / path).read_bytes().startswith(b"\x89PNG")
+    (path,) = [row["frontier.path"] for row in rows if "frontier.path" in row]
+    table = json.loads((media / path).read_text())
+    report = json.loads((tracked / "eval" / "report.json").read_text())
+    assert [cells[table["columns"].index("BLEU")] for cells in table["data"]] == [
+        f"{row['bleu']:.2f}" for row in report["rows"]
+    ]
+    (path,) = [row["samples.path"] for row in rows if "samples.path" in row]
+    table = json.loads((media / path).read_text())
+    assert table["columns"] == ["prompt", "reference", "1x", "3x"]
+    predictions = (tracked / "eval" / "predictions" / "3x.jsonl").read_text().splitlines()
+    assert [cells[3] for cells in table["data"]] == [json.loads(line)["prediction"] for line in predictions][:8]
+
+
+def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
+    artifacts = [
+        record.request.log_artifact.artifact
+        for record in written
+        if record.WhichOneof("record_type") == "request" and record.request.HasField("log_artifact")
+    ] + [record.artifact for record in written if record.WhichOneof("record_type") == "artifact"]
+    (artifact,) = [a for a in artifacts if a.type == "model"]
+    entries = {entry.path for entry in artifact.manifest.contents}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "skipdecode.json", "recipe.yaml"} <= entries
+    assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
+
+
+def test_without_wandb_nothing_is_lost(tracked: Path, tmp_path: Path) -> None:
+    assert (tracked / "schedules.png").read_bytes().startswith(b"\x89PNG")
+    assert [json.loads(line)["step"] for line in (tracked / "validation.jsonl").read_text().splitlines()] == [3, 4]
+    folder = train_small(
+        tmp_path / "off",
+        "train.max_steps=4",
+        "train.validate_rows=8",
+        "evaluation.speedups=[1,3]",
+        "evaluation.limit=2",
+        "evaluation.max_new_tokens=8",
+    )
+    assert not (folder / "wandb").exists()
+    for name in ("metrics.jsonl", "validation.jsonl", "schedules.png", "eval/report.json", "eval/frontier.png"):
+        assert (folder / name).exists()
+    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(tracked)]

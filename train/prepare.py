@@ -1,0 +1,189 @@
+"""Everything that a run needs, built and checked before anything is written."""
+
+import os
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from data import Task
+from data.rows import Encoded, encode_task
+from data.task import Split
+from eval.files import named_file
+from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+from train.adapters import add_adapters
+from train.build import build_model
+from train.recipe import DEEPSPEED, Recipe
+from train.sampling import ScheduleSampler, make_sampler
+from train.trainer import check_positions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What trains, on what, under which schedules.
+
+    Attributes:
+        model: as it is trained: a PeftModel around it where adapters are.
+        tokenizer: its own.
+        encoded: the training rows.
+        validation: rows whose loss is taken at every checkpoint, or None.
+        sampler: of the schedules of each step.
+        skip_config: what the checkpoint will remember.
+        arguments: the Trainer's.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    encoded: Encoded
+    validation: datasets.Dataset | None
+    sampler: ScheduleSampler
+    skip_config: SkipConfig
+    arguments: TrainingArguments
+
+
+def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
+    """Build what a recipe names, for a run into `folder`, which is not touched.
+
+    Raises ConfigError for settings and data that can't be used.
+    """
+    validate_rows = recipe.train.validate_rows
+    splits: tuple[Split, ...] = ("train", "validation") if validate_rows else ("train",)
+    for split in splits:
+        task.files(split)  # one that isn't there is missed before a large model is loaded
+    model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
+    arguments = _arguments(recipe, folder)
+    validation = None
+    with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
+        encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
+        if validate_rows:
+            rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
+            validation = rows.select(range(min(validate_rows, len(rows))))
+    check_positions(model, encoded.longest_prompt + encoded.longest_completion)
+    sampler, skip_config = _schedules(recipe, task, model)
+    trained = add_adapters(model, recipe.lora)
+    if recipe.train.gradient_checkpointing:
+        # Renamed in transformers 5.23; the old name goes in 6.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        if recipe.lora.r is not None:
+            model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
+    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments)
+
+
+def introduce(console: Console, name: str, prepared: Prepared) -> None:
+    """Say what is about to be trained."""
+    model, encoded, arguments = prepared.model, prepared.encoded, prepared.arguments
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
+    console.print(
+        f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, "
+        f"{model.num_parameters(only_trainable=True) / 1e6:.2f} M of them trained, {len(encoded.rows)} rows, "
+        f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
+    )
+    if encoded.prompts_cut:
+        console.print(
+            f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"
+        )
+    if encoded.completions_cut:
+        console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
+    cost = CostModel.of(model)
+    for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True):
+        console.print(
+            f"  target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
+            f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
+        )
+
+
+def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[ScheduleSampler, SkipConfig]:
+    section = recipe.schedule
+    solver = {
+        "horizon": section.horizon or task.horizon,
+        "warmup_layers": section.warmup_layers,
+        "decay": section.decay,
+        "decay_rate": section.decay_rate,
+        "placement": section.placement,
+        "prompt": section.prompt,
+        "spread": section.spread,
+        "batch_size": section.batch_size,
+        "prompt_length": section.prompt_length,
+    }
+    sampler = make_sampler(
+        CostModel.of(model),
+        speedups=section.speedups,
+        speedup_range=section.speedup_range,
+        schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
+        weights=section.weights,
+        sampling=section.sampling,
+        seed=recipe.train.seed,
+        solver=solver,
+    )
+    described = {
+        "name": task.name,
+        "options": dict(recipe.data.options),
+        "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
+    }
+    return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
+
+
+def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:
+    section = recipe.data
+    return encode_task(
+        task,
+        tokenizer,
+        split,
+        max_prompt_tokens=section.max_prompt_tokens or task.max_prompt_tokens,
+        max_completion_tokens=section.max_completion_tokens or task.max_new_tokens,
+        limit=limit,
+        num_proc=section.num_proc,
+        cache_dir=section.cache_dir,
+    )
+
+
+def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    optim, section = recipe.optim, recipe.train
+    deepspeed = None
+    if recipe.deepspeed.config is not None:
+        deepspeed = str(named_file(recipe.deepspeed.config, DEEPSPEED, ".json", "deepspeed.config"))
+    try:
+        return TrainingArguments(
+            output_dir=str(folder),
+            learning_rate=optim.learning_rate,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            lr_scheduler_type=optim.scheduler,
+            warmup_steps=optim.warmup_steps,
+            max_grad_norm=optim.max_grad_norm,
+            num_train_epochs=section.epochs,
+            max_steps=section.max_steps or -1,
+            per_device_train_batch_size=section.per_device_batch_size,
+            gradient_accumulation_steps=section.gradient_accumulation_steps,
+            bf16=section.precision == "bf16",
+            fp16=section.precision == "fp16",
+            logging_steps=section.logging_steps,
+            save_steps=section.save_steps,
+            save_total_limit=section.save_total_limit,
+            eval_strategy="steps" if section.validate_rows else "no",
+            eval_steps=section.save_steps,
+            per_device_eval_batch_size=section.per_device_batch_size,
+            metric_for_best_model="loss" if section.validate_rows else None,
+            load_best_model_at_end=section.finish_with == "best",
+            logging_nan_inf_filter=False,  # it would log the mean of the rest
+            seed=section.seed,
+            train_sampling_strategy="group_by_length",
+            remove_unused_columns=False,
+            report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
+            deepspeed=deepspeed,
+            use_cpu=not torch.accelerator.is_available(),  # else torchrun's processes would each train alone
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            disable_tqdm=not sys.stderr.isatty(),
+        )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error

@@ -1,0 +1,110 @@
+"""A run in Weights & Biases: the Trainer's own callback logs the figures of steps, this the rest."""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eval.report import COLUMNS, Report
+from train.recipe import Recipe
+
+ID_FILE = "wandb_id"  # a run that is resumed stays one run there
+SCHEDULES_FILE = "schedules.png"
+SAMPLES = 8  # prompts whose predictions are shown
+_ARTIFACT = ("*.json", "*.safetensors", "*.jinja", "*.txt", "recipe.yaml", "eval/report.*", "eval/frontier.png")
+
+
+class Tracker:
+    """What a run shows beside its figures. Where there is no W&B run it does nothing."""
+
+    def __init__(self, run: Any | None) -> None:
+        self._run = run
+
+    def schedules(self, folder: Path) -> None:
+        """The picture of the schedules."""
+        if self._run is not None:
+            import wandb
+
+            self._run.log({"schedules": wandb.Image(str(folder / SCHEDULES_FILE))}, commit=False)
+
+    def evaluation(self, folder: Path, report: Report) -> None:
+        """The frontier as a table and a picture, and predictions at each speed beside each other."""
+        if self._run is None:
+            return
+        import wandb
+
+        values = [[cell(row) for _, cell in COLUMNS] for row in report.rows]
+        speeds = [f"{row.speedup_target:g}x" for row in report.rows]
+        predictions = [_lines(folder / "predictions" / f"{speed}.jsonl") for speed in speeds]
+        samples = [
+            [first["prompt"], first["references"][0], *(texts[n]["prediction"] for texts in predictions)]
+            for n, first in enumerate(predictions[0])
+        ]
+        self._run.log(
+            {
+                "frontier": wandb.Table(columns=[name for name, _ in COLUMNS], data=values),
+                "frontier_picture": wandb.Image(str(folder / "frontier.png")),
+                "samples": wandb.Table(columns=["prompt", "reference", *speeds], data=samples),
+            }
+        )
+        for row in report.rows:
+            self._run.summary[f"bleu_{row.speedup_target:g}x"] = row.bleu
+            self._run.summary[f"speedup_{row.speedup_target:g}x"] = row.wall_clock_speedup
+
+    def checkpoint(self, folder: Path) -> None:
+        """The finished run's folder as an artifact, without what training alone needs."""
+        if self._run is None:
+            return
+        import wandb
+
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model")
+        for pattern in _ARTIFACT:
+            for file in sorted(folder.glob(pattern)):
+                artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
+        self._run.log_artifact(artifact)
+
+
+@contextmanager
+def tracked(recipe: Recipe, name: str, folder: Path) -> Iterator[Tracker]:
+    """A W&B run in `folder` for the time of the context, in the first process, unless it is off.
+
+    It ends as failed where the context does.
+    """
+    mode = recipe.tracking.wandb
+    if mode == "off" or int(os.environ.get("RANK", "0")) != 0:
+        yield Tracker(None)
+        return
+    import wandb
+
+    if mode == "auto":
+        mode = "online" if wandb.api.api_key else "offline"
+    run = wandb.init(
+        mode=mode,
+        project=recipe.tracking.project,
+        name=recipe.tracking.name or name,
+        id=_run_id(folder),
+        resume="allow" if mode == "online" else None,
+        dir=str(folder),
+        config=recipe.model_dump(),
+        settings=wandb.Settings(silent=mode == "offline"),
+    )
+    try:
+        yield Tracker(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    file = folder / ID_FILE
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:SAMPLES]]
