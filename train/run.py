@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ from datasets import Dataset
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Example, Task
 from data.columns import ColumnCollator, Encoded, encode_pairs
-from eval.files import named_file, write_whole
+from eval.files import write_whole
 from eval.report import FILE_NAME, Report
 from eval.run import Request, evaluate
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import count_parameters
 from train.adapters import add_adapters, merge_adapters
 from train.build import build_model, build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
-from train.recipe import DEEPSPEED, Recipe
+from train.distributed import check_agreement, check_world_size, prepare_deepspeed, whole_weights
+from train.recipe import Recipe
 from train.sampling import ScheduleSampler, make_sampler
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile, TimeEstimate, start_wandb
@@ -58,7 +62,9 @@ def run(recipe: Recipe, name: str) -> Path:
 
 def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console) -> None:
     examples = task.load("train")
-    model, tokenizer = build_model(recipe, examples)
+    arguments = _arguments(recipe, folder)  # before the model: ZeRO-3 reads pretrained weights straight into shards
+    with whole_weights(arguments) if recipe.model.shape is not None else nullcontext():
+        model, tokenizer = build_model(recipe, examples)
     encoded = _encode(recipe, task, tokenizer, examples)
     validation = None
     if recipe.train.validate_rows:
@@ -66,7 +72,6 @@ def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console
         validation = Dataset.from_list(held_out.rows[: recipe.train.validate_rows])
     check_positions(model, _longest(encoded))
     sampler, skip_config = _schedules(recipe, task, model)
-    arguments = _arguments(recipe, folder)
     trained = add_adapters(model, recipe.lora)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,6 +105,7 @@ def _train(recipe: Recipe, name: str, task: Task, folder: Path, console: Console
     if arguments.world_size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is not None:
+        check_world_size(chosen[0], arguments.world_size)
         console.print(f"continuing from {chosen[0]}")
     trainer.train(resume_from_checkpoint=chosen[0])
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
@@ -197,11 +203,11 @@ def _longest(encoded: Encoded) -> int:
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     optim, section = recipe.optim, recipe.train
-    deepspeed = None
-    if recipe.deepspeed.config is not None:
-        deepspeed = str(named_file(recipe.deepspeed.config, DEEPSPEED, ".json", "deepspeed.config"))
+    if section.precision == "fp16" and not torch.accelerator.is_available():
+        raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
+    deepspeed = None if recipe.deepspeed.config is None else prepare_deepspeed(recipe.deepspeed.config)
     try:
-        return TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
             learning_rate=optim.learning_rate,
             weight_decay=optim.weight_decay,
@@ -236,6 +242,9 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
+    if recipe.deepspeed.config is not None:
+        check_agreement(recipe.deepspeed.config, arguments)
+    return arguments
 
 
 def _introduce(
@@ -249,8 +258,9 @@ def _introduce(
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
     console.print(
-        f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, "
-        f"{model.num_parameters(only_trainable=True) / 1e6:.2f} M of them trained, {len(encoded.rows)} rows, "
+        f"{name}: {count_parameters(model.parameters()) / 1e6:.2f} M parameters, "
+        f"{count_parameters(p for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them trained, "
+        f"{len(encoded.rows)} rows, "
         f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
     if encoded.completions_cut:
@@ -267,6 +277,7 @@ def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizer
     """Write the final checkpoint beside, then move it in; its config file, the mark of a finished run, comes last."""
     partial = folder / PARTIAL
     trainer.save_model(str(partial))
+    unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
     if not trainer.is_world_process_zero():
         return
     (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
