@@ -41,12 +41,14 @@ class LayerGate:
 
     Attributes:
         plan: what the next forward pass obeys.
-        layer_columns: layer-columns run so far (a batch of any size counts as one).
+        keep_in_graph: whether a layer without columns runs the first one for nothing, so that it gets a gradient: 0.
+        layer_columns: layer-columns run so far (a batch of any size counts as one), those for nothing left out.
         layer_columns_skipped: layer-columns passed by so far.
     """
 
-    def __init__(self, plan: ColumnPlan) -> None:
+    def __init__(self, plan: ColumnPlan, *, keep_in_graph: bool = False) -> None:
         self.plan = plan
+        self.keep_in_graph = keep_in_graph
         self.layer_columns = 0
         self.layer_columns_skipped = 0
         self._returns_tuple = False  # as layer 0, which always runs, last answered
@@ -62,12 +64,19 @@ class LayerGate:
             output = run(hidden_states, *args, **kwargs)
             self._returns_tuple = isinstance(output, tuple)
             return output
-        if cutoff == 0:
+        for_nothing = cutoff == 0 and self.keep_in_graph and torch.is_grad_enabled()
+        if cutoff == 0 and not for_nothing:
             return (hidden_states,) if self._returns_tuple else hidden_states
         kwargs.update(zip(names[1:], args, strict=False))  # GPT-2 passes some by position
+        if for_nothing:
+            cutoff = 1
+            # The first column sees itself alone; in a row that is padded there, the mask would let it see nothing.
+            kwargs.update({name: None for name in ("attention_mask", "causal_mask") if name in kwargs})
         kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
         output = run(hidden_states[:, :cutoff], **kwargs)
         prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        if for_nothing:
+            prefix = hidden_states[:, :cutoff] + 0.0 * prefix
         # [batch, cutoff, hidden] and [batch, columns - cutoff, hidden] -> [batch, columns, hidden]
         whole = torch.cat([prefix, hidden_states[:, cutoff:]], dim=1)
         return whole if rest is None else (whole, *rest)
@@ -120,11 +129,13 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
 
 
 @contextmanager
-def gated_layers(model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan) -> Iterator[LayerGate]:
+def gated_layers(
+    model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan, *, keep_in_graph: bool = False
+) -> Iterator[LayerGate]:
     """Put every decoder layer of `model` behind a gate that obeys `plan`, and take the gate away at the end."""
     layers = decoder_layers(model)
     check_schedule(schedule, layers)
-    gate = LayerGate(plan)
+    gate = LayerGate(plan, keep_in_graph=keep_in_graph)
     if any(_GATE in layer.__dict__ for layer in layers):
         raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
     classes: list[Any] = [type(layer) for layer in layers]
@@ -140,7 +151,9 @@ def gated_layers(model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan) -> 
 
 
 @contextmanager
-def skip_layers(model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int) -> Iterator[LayerGate]:
+def skip_layers(
+    model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int, keep_in_graph: bool = False
+) -> Iterator[LayerGate]:
     """Teacher forcing under a schedule: layer l of `model` runs the first c(l) columns of a batch alone (law 3).
 
     The batch must be laid out in columns: prompts padded on the left to `prompt_columns`, completions starting in
@@ -152,6 +165,10 @@ def skip_layers(model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int
         schedule: which layers each generated token runs.
         prompt_columns: how many columns, from the left, belong to the prompt; column `prompt_columns + i` holds
             generated token i.
+        keep_in_graph: whether a layer that the schedule gives no column still gets a gradient, of zeros. While
+            gradients are enabled it then runs the first column, times 0. What trains in several processes needs it
+            (DDP waits for every gradient, ZeRO-3 would apply the last step's again); without it such a layer's
+            gradients are None. With prompts at full depth every layer has columns, and nothing changes.
 
     Yields:
         The gate, which counts the layer-columns that were run.
@@ -167,5 +184,5 @@ def skip_layers(model: nn.Module, schedule: SkipSchedule, *, prompt_columns: int
     def plan(columns: int) -> tuple[int, ...]:
         return schedule.column_cutoffs(prompt_columns, columns)
 
-    with gated_layers(model, schedule, plan) as gate:
+    with gated_layers(model, schedule, plan, keep_in_graph=keep_in_graph) as gate:
         yield gate

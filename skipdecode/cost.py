@@ -134,15 +134,15 @@ class CostModel(Cost):
         if head is None:
             raise ConfigError(f"{type(inner).__name__} has no LM head: pass the causal language model itself")
         embeddings = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
-        in_layers = _count(layers.parameters())
-        everything = _count(inner.parameters())  # a tied head counts once, as the embedding that it is
-        apart = _count([*(e.weight for e in embeddings), *head.parameters()])
+        in_layers = count_parameters(layers.parameters())
+        everything = count_parameters(inner.parameters())  # a tied head counts once, as the embedding that it is
+        apart = count_parameters([*(e.weight for e in embeddings), *head.parameters()])
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             num_layers=len(layers),
             layer_parameters=in_layers // len(layers),
-            head_parameters=_count(head.parameters()),
+            head_parameters=count_parameters(head.parameters()),
             other_parameters=everything - in_layers - apart,
             embedding_values=sum(e.embedding_dim for e in embeddings),
             cache_values=2 * heads * head_dim,
@@ -182,7 +182,7 @@ def depth_mismatch(schedule: SkipSchedule, num_layers: int) -> str:
     )
 
 
-def _count(parameters: Iterable[torch.Tensor]) -> int:
+def count_parameters(parameters: Iterable[torch.Tensor]) -> int:
     """Elements of distinct parameters; ZeRO-3's empty shards are counted by their whole size."""
     distinct = {id(p): p for p in parameters}
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in distinct.values())

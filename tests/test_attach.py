@@ -1,5 +1,6 @@
 """Attaching changes what runs and nothing else, whatever wraps the model."""
 
+import re
 from typing import Any
 
 import pytest
@@ -103,6 +104,57 @@ def test_gradient_checkpointing_changes_no_gradient(attention: str) -> None:
 
     for with_it, without in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(with_it, without)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_changes(
+    model_type: str, checkpointing: bool
+) -> None:
+    schedule = SkipSchedule(6, 3, 2, horizon=5, prompt="max")  # layers 1 to 3 have no columns
+    shared = tiny_opt("opt", 6) if model_type == "opt" else tiny_family(model_type)
+    ids, mask = whole_batch()
+
+    def gradients(keep_in_graph: bool) -> tuple[int, dict[str, torch.Tensor | None]]:
+        model = AutoModelForCausalLM.from_config(shared.config)
+        model.load_state_dict(shared.state_dict())
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # one more layer run is one more draw
+        with skip_layers(model, schedule, prompt_columns=6, keep_in_graph=keep_in_graph) as gate:
+            loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
+        loss.backward()
+        return gate.layer_columns, {name: p.grad for name, p in model.named_parameters()}
+
+    (kept_columns, kept), (columns, plain) = gradients(True), gradients(False)
+    assert kept_columns == columns == sum(schedule.column_cutoffs(6, 14))
+    bypassed = {name for name, gradient in plain.items() if gradient is None}
+    assert {name for name in plain if re.search(r"layers\.[123]\.|h\.[123]\.", name)} == bypassed
+    for name, gradient in kept.items():
+        expected = plain[name]
+        if expected is None:
+            assert gradient is not None, name
+            assert not gradient.any(), name
+        else:
+            torch.testing.assert_close(gradient, expected)
+
+
+def test_kept_in_the_graph_costs_nothing_without_gradients() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    ran: list[int] = []
+    hooks = [
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+    with torch.no_grad(), skip_layers(model, SkipSchedule(6, 2, 2, prompt="max"), prompt_columns=6, keep_in_graph=True):
+        model(ids, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    assert ran == [0, 5]
 
 
 def test_a_peft_wrapped_model_runs_the_schedule_and_trains_its_adapters() -> None:

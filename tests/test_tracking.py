@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
-
 from small_runs import metrics, train_small
+from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records
 HEADER = 7

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,12 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from data import Task
 from data.rows import Encoded, encode_task
 from data.task import Split
-from eval.files import named_file
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import count_parameters
 from train.adapters import add_adapters
 from train.build import build_model
-from train.recipe import DEEPSPEED, Recipe
+from train.distributed import check_agreement, prepare_deepspeed, whole_weights
+from train.recipe import Recipe
 from train.sampling import ScheduleSampler, make_sampler
 from train.trainer import check_positions
 
@@ -57,8 +59,9 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
     splits: tuple[Split, ...] = ("train", "validation") if validate_rows else ("train",)
     for split in splits:
         task.files(split)  # one that isn't there is missed before a large model is loaded
-    model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
-    arguments = _arguments(recipe, folder)
+    arguments = _arguments(recipe, folder)  # before the model: ZeRO-3 reads pretrained weights straight into shards
+    with whole_weights(arguments) if recipe.model.shape is not None else nullcontext():
+        model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     validation = None
     with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
         encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
@@ -83,8 +86,9 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
     console.print(
-        f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, "
-        f"{model.num_parameters(only_trainable=True) / 1e6:.2f} M of them trained, {len(encoded.rows)} rows, "
+        f"{name}: {count_parameters(model.parameters()) / 1e6:.2f} M parameters, "
+        f"{count_parameters(p for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them trained, "
+        f"{len(encoded.rows)} rows, "
         f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
     if encoded.prompts_cut:
@@ -148,11 +152,11 @@ def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, spli
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     optim, section = recipe.optim, recipe.train
-    deepspeed = None
-    if recipe.deepspeed.config is not None:
-        deepspeed = str(named_file(recipe.deepspeed.config, DEEPSPEED, ".json", "deepspeed.config"))
+    if section.precision == "fp16" and not torch.accelerator.is_available():
+        raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
+    deepspeed = None if recipe.deepspeed.config is None else prepare_deepspeed(recipe.deepspeed.config)
     try:
-        return TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
             learning_rate=optim.learning_rate,
             weight_decay=optim.weight_decay,
@@ -187,3 +191,6 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
+    if recipe.deepspeed.config is not None:
+        check_agreement(recipe.deepspeed.config, arguments)
+    return arguments

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
 from data.columns import ColumnCollator
@@ -22,6 +23,7 @@ from skipdecode import ConfigError
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
+from train.distributed import check_world_size
 from train.prepare import Prepared, introduce, prepare
 from train.recipe import Recipe
 from train.stops import RunStopped, StopOnSignal
@@ -87,6 +89,7 @@ def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -
     if prepared.arguments.world_size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is not None:
+        check_world_size(chosen[0], prepared.arguments.world_size)
         console.print(f"continuing from {chosen[0]}")
     trainer.train(resume_from_checkpoint=chosen[0])
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
@@ -141,6 +144,7 @@ def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizer
     """Write the final checkpoint beside, then move it in; its config file, the mark of a finished run, comes last."""
     partial = folder / PARTIAL
     trainer.save_model(str(partial))
+    unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
     if not trainer.is_world_process_zero():
         return
     (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all

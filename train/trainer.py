@@ -81,7 +81,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         teacher: torch.Tensor | None = None  # what the model says at full depth, [batch, new tokens + 1, vocabulary]
         losses: list[torch.Tensor] = []
         for target, schedule in draws:  # full depth, where it is drawn, is the first
-            with skip_layers(model, schedule, prompt_columns=prompt_columns) as gate:
+            with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
                 outputs = model(**columns, use_cache=False)
             self._count(target, schedule, gate, labels)
             loss = self._completion_loss(outputs.logits, labels, schedule, num_items_in_batch)
@@ -211,6 +211,10 @@ class SkipTrainer(SealedCheckpointTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every saved checkpoint carries the schedules that trained it (law 4)."""
+        if state_dict is not None:
+            # DeepSpeed hands over copies, in which a tied head is a tensor of its own: saved, it would come twice.
+            tied = getattr(self.model, "all_tied_weights_keys", {})
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.skip_config.save(output_dir or str(self.args.output_dir))

@@ -1,0 +1,293 @@
+"""Several processes, sharded by DeepSpeed, train what one process does; they resume, and say what they can't do."""
+
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train.cli
+from skipdecode import ConfigError
+from train.distributed import check_world_size
+from train.recipe import DEEPSPEED, load_recipe
+from train.run import run
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNING_RATE = 3e-3
+ROWS = 12  # all of them in each step, however many processes share them
+COMMON = [
+    "model.config.num_hidden_layers=8",
+    "model.config.hidden_size=48",
+    "model.config.word_embed_proj_dim=48",
+    "model.config.ffn_dim=192",
+    "model.config.dropout=0.0",
+    "model.vocab_size=320",
+    "data.options={train_size: 4, validation_size: 4, test_size: 4}",
+    f"optim.learning_rate={LEARNING_RATE}",
+    "optim.warmup_steps=0",
+    "train.max_steps=4",
+    "train.logging_steps=1",
+    "train.save_steps=2",
+    "tracking.wandb=off",
+]
+# What is trained: one process without DeepSpeed is the reference of each.
+WHAT = {
+    "sampled": [],
+    "skipping prompts": ["schedule.prompt=max"],
+    "sandwich": ["schedule.sampling=sandwich", "optim.distillation=0.5"],
+    "sandwich, skipping prompts": ["schedule.prompt=max", "schedule.sampling=sandwich", "optim.distillation=0.5"],
+}
+# How: a DeepSpeed config, and what must not matter.
+PARTS = ["train.per_device_batch_size=3", "train.gradient_accumulation_steps=2"]
+CASES = [
+    ("zero1", "sampled", []),
+    ("zero2", "sampled", PARTS),
+    ("zero3", "sampled", []),
+    ("zero3", "skipping prompts", []),
+    ("zero2-offload", "sandwich", []),
+    ("zero3-offload", "sandwich, skipping prompts", ["train.gradient_checkpointing=true"]),
+    (None, "skipping prompts", ["train.gradient_checkpointing=true"]),
+]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return dict(model.state_dict())
+
+
+def training(folder: Path, *overrides: str) -> list[str]:
+    return ["--recipe", "quickstart", *COMMON, f"output.dir={folder}", *overrides]
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", *arguments]
+
+
+def finish(log: Path, *commands: list[str]) -> tuple[list[int], str]:
+    """Run commands beside each other to their end: their exit statuses, and what they printed."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("w") as stream:
+        running = [
+            subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+            for command in commands
+        ]
+        try:
+            statuses = [process.wait(timeout=300) for process in running]  # processes that differ wait for ever
+        finally:
+            for process in running:
+                process.terminate()  # torchrun ends its own
+    return statuses, log.read_text()
+
+
+def train_on_two(folder: Path, *overrides: str, log: Path) -> str:
+    """Train on two processes, each with half of the rows; what each drew is in `log`'s folder."""
+    launcher = torchrun("--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0", "tests/draws_logged.py")
+    arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", *overrides)
+    (status,), printed = finish(log, [*launcher, str(log.parent), *arguments])
+    assert status == 0, printed[-3000:]
+    return printed
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run on one process without DeepSpeed."""
+
+    @functools.cache
+    def train_alone(what: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone") / "run"
+        arguments = training(folder, f"train.per_device_batch_size={ROWS}", *WHAT[what])
+        return run(load_recipe("quickstart", arguments[2:]), "quickstart")
+
+    return train_alone
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None, str], Path]:
+    """The folder of a run on two processes; what each of them drew is beside it."""
+
+    @functools.cache
+    def train_sharded(config: str | None, what: str) -> Path:
+        (case,) = (overrides for c, w, overrides in CASES if (c, w) == (config, what))
+        parent = tmp_path_factory.mktemp("sharded")
+        deepspeed = [] if config is None else [f"deepspeed.config={config}"]
+        train_on_two(parent / "run", *deepspeed, *WHAT[what], *case, log=parent / "log.txt")
+        return parent / "run"
+
+    return train_sharded
+
+
+def check_same_training(mine: Path, reference: Path) -> None:
+    """The same losses, gradients and weights but for the order in which float32 numbers are added."""
+    for line, expected in zip(metrics(mine), metrics(reference), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for exact in ("step", "speedup_target", "learning_rate"):
+            assert line[exact] == expected[exact]
+    check_same_weights(mine, reference)
+
+
+def check_same_weights(mine: Path, reference: Path) -> None:
+    expected = weights(reference)
+    found = weights(mine)
+    assert found.keys() == expected.keys()
+    apart = torch.cat([(value - expected[name]).abs().flatten() for name, value in found.items()])
+    # Adam moves a weight by the learning rate whatever the size of its gradient, even where that is rounding alone.
+    assert float(apart.max()) < LEARNING_RATE
+    assert float(apart.mean()) < 1e-6
+    assert float((apart > 1e-5).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize(("config", "what"), [(config, what) for config, what, _ in CASES])
+def test_two_processes_train_what_one_does(
+    config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]
+) -> None:
+    folder = sharded(config, what)
+    check_same_training(folder, alone(what))
+    drawn = [(folder.parent / f"{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert drawn[0] == drawn[1]  # law 4
+    steps = {json.loads(line)[0] for line in drawn[0].splitlines()}
+    assert steps == {0, 1, 2, 3}
+    assert {file.name for file in folder.glob("*.safetensors")} == {"model.safetensors"}
+    size, alones = (f.joinpath("model.safetensors").stat().st_size for f in (folder, alone(what)))
+    assert size == pytest.approx(alones, rel=0.01)  # a tied head is saved once
+
+
+@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
+def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
+    config: str, sharded: Callable[[str | None, str], Path], tmp_path: Path
+) -> None:
+    folder = sharded(config, "sampled")
+    whole = shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("checkpoint-*"))
+    # What a kill leaves behind that comes after step 4 and before its checkpoint.
+    shutil.rmtree(folder / "checkpoint-4")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    (case,) = (overrides for c, w, overrides in CASES if (c, w) == (config, "sampled"))
+
+    # First with a process less, whose shard would be lost.
+    left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", f"deepspeed.config={config}", *case)
+    (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *recipe])
+    assert status == 2
+    error = printed.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
+
+    printed = train_on_two(folder, f"deepspeed.config={config}", *case, log=tmp_path / "log.txt")
+    assert "checkpoint-2" in printed
+    steps = {json.loads(line)[0] for line in (tmp_path / "1.jsonl").read_text().splitlines()}
+    assert steps == {2, 3}
+    expected = weights(whole)
+    for name, value in weights(folder).items():
+        assert torch.equal(value, expected[name]), name
+    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(whole)]
+
+
+def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two launchers, as on two machines, that meet at an address; output.dir is a folder that both see."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    launcher = torchrun(*meeting, "--local_addr", "127.0.0.1", "tests/draws_logged.py", str(tmp_path))
+    folder = tmp_path / "run"
+    arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", "deepspeed.config=zero2")
+    statuses, printed = finish(tmp_path / "log.txt", [*launcher, *arguments], [*launcher, *arguments])
+    assert statuses == [0, 0], printed[-3000:]
+    check_same_training(folder, alone("sampled"))
+    assert (tmp_path / "0.jsonl").read_text() == (tmp_path / "1.jsonl").read_text()
+
+
+def test_one_process_needs_no_launcher(alone: Callable[[str], Path], tmp_path: Path) -> None:
+    arguments = training(tmp_path / "run", f"train.per_device_batch_size={ROWS}", "deepspeed.config=zero2")
+    (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *arguments])
+    assert status == 0, printed[-3000:]
+    check_same_training(tmp_path / "run", alone("sampled"))
+
+
+def test_a_pretrained_model_is_read_into_shards_and_trains_as_on_one_process(
+    alone: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pretrained = alone("sampled")
+    changes = ["model.shape=null", "model.config=null", f"model.name_or_path={pretrained}", "train.max_steps=2"]
+    arguments = training(tmp_path / "alone", f"train.per_device_batch_size={ROWS}", *changes)
+    reference = run(load_recipe("quickstart", arguments[2:]), "quickstart")
+    folder = tmp_path / "sharded"
+    printed = train_on_two(folder, *changes, "deepspeed.config=zero3", log=tmp_path / "log.txt")
+    check_same_training(folder, reference)
+    count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(pretrained).parameters())
+    assert f"{count / 1e6:.2f} M parameters" in printed  # though no process holds them
+
+
+def test_every_config_is_trained_with_and_leaves_to_the_recipe_what_it_decides() -> None:
+    assert {path.stem for path in DEEPSPEED.glob("*.json")} == {config for config, *_ in CASES if config}
+    for path in DEEPSPEED.glob("*.json"):
+        values = json.loads(path.read_text())
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            assert values[key] == "auto"
+        assert values["bf16"] == values["fp16"] == {"enabled": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("{", [], "expected a JSON object with zero_optimization.stage"),
+        ("[]", [], "expected a JSON object with zero_optimization.stage"),
+        ('{"bf16": {"enabled": true}}', [], "expected a JSON object with zero_optimization.stage (KeyError"),
+        ('{"zero_optimization": {"stage": 4}}', [], "zero_optimization.stage is 4, expected 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": 2}}', ["train.precision=fp16"], "needs a GPU: expected float32 or bf16"),
+        ('{"zero_optimization": {"stage": 2}}', [], "is not installed: pip install 'skipdecode[deepspeed]'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_one_line_and_writes_nothing(
+    text: str, overrides: list[str], message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # importing it raises, as where it isn't installed
+    config = tmp_path / "own.json"
+    config.write_text(text)
+    folder = tmp_path / "run"
+    assert train.cli.main(training(folder, f"deepspeed.config={config}", *overrides)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not folder.exists()
+
+
+def test_a_config_that_disagrees_with_the_recipe_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+    config, folder = tmp_path / "own.json", tmp_path / "run"
+    values = {**json.loads((DEEPSPEED / "zero2.json").read_text()), "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    config.write_text(json.dumps(values))
+    command = [sys.executable, "train.py", *training(folder, f"deepspeed.config={config}")]
+    (status,), printed = finish(tmp_path / "log.txt", command)
+    assert status == 2
+    error = printed.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "gradient_clipping=0.5 against max_grad_norm=1.0" in error
+    assert "bf16.enabled=True" in error
+    assert not folder.exists()
+
+
+def test_a_checkpoint_without_shards_may_continue_anywhere(tmp_path: Path) -> None:
+    check_world_size(tmp_path, 3)
+    (tmp_path / "global_step2").mkdir()
+    for rank in range(2):
+        (tmp_path / "global_step2" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    check_world_size(tmp_path, 2)
+    with pytest.raises(ConfigError, match="was written by 2 processes and there are 3: continue with 2"):
+        check_world_size(tmp_path, 3)

@@ -1,0 +1,102 @@
+"""DeepSpeed beneath the Trainer: what must be so before the training arguments are made, and before a run continues."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from eval.files import named_file
+from skipdecode import ConfigError
+from skipdecode.errors import first_line
+from train.recipe import DEEPSPEED
+
+
+def prepare_deepspeed(name: str) -> dict[str, Any]:
+    """The DeepSpeed config of a name in configs/deepspeed/ or of a JSON file, in a process made ready for it.
+
+    Raises ConfigError where there is no such config or DeepSpeed isn't installed.
+    """
+    path = named_file(name, DEEPSPEED, ".json", "deepspeed.config")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        stage = values["zero_optimization"]["stage"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"deepspeed.config {str(path)!r}: expected a JSON object with zero_optimization.stage "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"deepspeed.config {str(path)!r}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3"
+        )
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"deepspeed.config is {name!r}, but DeepSpeed is not installed: pip install 'skipdecode[deepspeed]'"
+        ) from error
+    if not torch.accelerator.is_available():
+        # Else a minute or more of compiling, for an all-reduce in shared memory that gloo does as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:
+        _launch_alone()
+    config: dict[str, Any] = values
+    return config
+
+
+def _launch_alone() -> None:
+    """Say what torchrun would to one process; DeepSpeed asks MPI where nobody says it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)
+
+
+def check_agreement(name: str, arguments: TrainingArguments) -> None:
+    """Raise ConfigError where a DeepSpeed config says otherwise than the recipe, of precision, batch or optimiser."""
+    mismatches = arguments.hf_deepspeed_config.mismatches
+    if mismatches:
+        # Such as "- ds bf16.enabled=True vs hf bf16|bf16_full_eval=False".
+        disagreements = "; ".join(
+            str(mismatch).removeprefix("- ds ").replace(" vs hf ", " against ") for mismatch in mismatches
+        )
+        raise ConfigError(f'deepspeed.config {name!r} disagrees with the recipe: {disagreements}; write "auto" there')
+
+
+@contextmanager
+def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
+    """Make a model whole on every process, also where ZeRO-3 would shard it layer by layer.
+
+    Random weights that are made in shards are others than those made whole, from the same seed (and BLOOM's can't be).
+    """
+    config = getattr(arguments, "hf_deepspeed_config", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
+
+
+def check_world_size(checkpoint: str | os.PathLike[str], processes: int) -> None:
+    """Raise ConfigError where a DeepSpeed checkpoint was written by another number of processes.
+
+    Each process keeps its own shard of the optimiser, so as many can go on as wrote it.
+    """
+    shards = len(list(Path(checkpoint).glob("global_step*/*zero_pp_rank_*_optim_states.pt")))
+    if shards not in (0, processes):
+        wrote = f"{shards} process{'es' if shards > 1 else ''}"
+        raise ConfigError(
+            f"{checkpoint} was written by {wrote} and there {'are' if processes > 1 else 'is'} {processes}: "
+            f"continue with {shards}, or start anew with output.dir=FOLDER"
+        )
