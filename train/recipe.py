@@ -98,6 +98,25 @@ class TrainSection(Section):
     seed: int = Field(0, ge=0, description="weights, data order, dropout and schedule draws follow from it")
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA): few weights are trained beside the model's own, which stay as they are."""
+
+    r: int | None = Field(None, ge=1, description="rank of the adapters; null: none, every weight is trained")
+    alpha: int = Field(32, ge=1, description="the adapters' output is scaled by alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
+    target_modules: list[str] | None = Field(None, description="names of layers to adapt; null: peft's for the family")
+    merge: bool = Field(True, description="add the adapters to the weights of the finished checkpoint")
+
+
+class EvaluationSection(Section):
+    """The evaluation after training, on the task's test split."""
+
+    speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
+    limit: int | None = Field(None, ge=1, description="examples; null: all")
+    batch_size: int = Field(8, ge=1, description="rows that decode together")
+    max_new_tokens: int | None = Field(None, ge=1, description="null: the task's default")
+
+
 class DeepSpeedSection(Section):
     """DeepSpeed."""
 
@@ -131,7 +150,9 @@ class Recipe(Section):
     schedule: ScheduleSection
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+    evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
 
