@@ -22,12 +22,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="build everything, run the widest step, say what it takes, keep nothing"
+    )
     options = parser.parse_intermixed_args(arguments)
     try:
         recipe = load_recipe(options.recipe, options.overrides)
-        from train.run import run  # here: it takes seconds, and a mistyped key should not
+        # Imported here: it takes seconds, and a mistyped key should not.
+        if options.dry_run:
+            from train.dry_run import dry_run, print_dry_run
 
-        run(recipe, options.recipe)
+            print_dry_run(dry_run(recipe), options.recipe)
+        else:
+            from train.run import run
+
+            run(recipe, options.recipe)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

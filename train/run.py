@@ -3,12 +3,13 @@
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from data import Task
@@ -26,15 +27,56 @@ RECIPE_FILE = "recipe.yaml"
 _UNFINISHED = "unfinished"  # the final checkpoint is written in here, then moved up file by file
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, before it writes anything."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    encoded: Encoded
+    sampler: ScheduleSampler
+    skip_config: SkipConfig
+    arguments: TrainingArguments
+
+    @property
+    def rows_a_step(self) -> int:
+        """Rows of an optimiser step, on all processes together."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        return self.arguments.per_device_train_batch_size * self.arguments.gradient_accumulation_steps * processes
+
+
 def run(recipe: Recipe, name: str) -> Path:
     """Train what `recipe` says and return the finished run's folder, which is itself a checkpoint.
 
     A run that was cut off continues from its last checkpoint when it is started again with the same recipe. Raises
     ConfigError, before anything is written, for settings and data that can't be used.
     """
-    console = Console(stderr=True, quiet=not _is_first_process())
+    console = Console(stderr=True, quiet=not is_first_process())
     folder = Path(str(recipe.output.dir))
-    if _is_first_process():  # which alone writes there, soon
+    prepared = prepare(recipe, folder)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_first_process():
+        (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    _introduce(console, name, prepared)
+    tracked = start_wandb(recipe, name, folder)
+    trainer = make_trainer(recipe, prepared, callbacks=[MetricsFile(folder)])
+    last = get_last_checkpoint(str(folder))
+    if last is not None:
+        console.print(f"continuing from {last}")
+    trainer.train(resume_from_checkpoint=last)
+    _finish(trainer, prepared.tokenizer, folder)
+    if tracked:
+        import wandb
+
+        wandb.finish()
+    console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
+    return folder
+
+
+def prepare(recipe: Recipe, folder: Path) -> Prepared:
+    """Build everything that a run into `folder` needs, and write nothing. Raises ConfigError as `run` does."""
+    if is_first_process():  # which alone writes there, soon
         _check_folder(folder, recipe)
     task = build_task(recipe)
     examples = task.load("train")
@@ -45,46 +87,34 @@ def run(recipe: Recipe, name: str) -> Path:
         max_prompt_tokens=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
         max_completion_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
     )
-    check_positions(model, _longest(encoded))
-    sampler, skip_config = _schedules(recipe, task, model)
-    arguments = _arguments(recipe, folder)
+    check_positions(model, sum(longest(encoded)))
+    sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
+    return Prepared(model, tokenizer, encoded, sampler, skip_config, _arguments(recipe, folder))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if _is_first_process():
-        (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
-    _introduce(console, name, model, encoded, sampler, arguments)
-    tracked = start_wandb(recipe, name, folder)
+
+def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCallback]) -> SkipTrainer:
+    """The trainer of what `prepare` built."""
+    model = prepared.model
     if recipe.train.gradient_checkpointing:
         # Renamed in transformers 5.23; the old name goes in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    trainer = SkipTrainer(
+    return SkipTrainer(
         model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(encoded.rows),
-        data_collator=ColumnCollator(tokenizer.pad_token_id),
-        processing_class=tokenizer,
-        callbacks=[MetricsFile(folder)],
-        sampler=sampler,
-        skip_config=skip_config,
+        args=prepared.arguments,
+        train_dataset=Dataset.from_list(prepared.encoded.rows),
+        data_collator=ColumnCollator(prepared.tokenizer.pad_token_id),
+        processing_class=prepared.tokenizer,
+        callbacks=callbacks,
+        sampler=prepared.sampler,
+        skip_config=prepared.skip_config,
         depth_weight_power=recipe.optim.depth_weight_power,
         label_smoothing=recipe.optim.label_smoothing,
         distillation=recipe.optim.distillation,
     )
-    last = get_last_checkpoint(str(folder))
-    if last is not None:
-        console.print(f"continuing from {last}")
-    trainer.train(resume_from_checkpoint=last)
-    _finish(trainer, tokenizer, folder)
-    if tracked:
-        import wandb
-
-        wandb.finish()
-    console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
-    return folder
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -105,7 +135,8 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[ScheduleSampler, SkipConfig]:
+def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[ScheduleSampler, SkipConfig]:
+    """The recipe's schedules, to draw from and to save."""
     section = recipe.schedule
     solver = {
         "horizon": section.horizon or task.horizon,
@@ -119,7 +150,7 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         "prompt_length": section.prompt_length,
     }
     sampler = make_sampler(
-        CostModel.of(model),
+        cost,
         speedups=section.speedups,
         speedup_range=section.speedup_range,
         schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
@@ -132,9 +163,9 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
     return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
 
 
-def _longest(encoded: Encoded) -> int:
-    """Columns of the widest batch that could be drawn."""
-    return max(len(r["prompt_ids"]) for r in encoded.rows) + max(len(r["completion_ids"]) for r in encoded.rows)
+def longest(encoded: Encoded) -> tuple[int, int]:
+    """Columns of the longest prompt and of the longest completion: the widest batch that could be drawn has both."""
+    return max(len(r["prompt_ids"]) for r in encoded.rows), max(len(r["completion_ids"]) for r in encoded.rows)
 
 
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -174,28 +205,27 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
 
 
-def _introduce(
-    console: Console,
-    name: str,
-    model: PreTrainedModel,
-    encoded: Encoded,
-    sampler: ScheduleSampler,
-    arguments: TrainingArguments,
-) -> None:
+def _introduce(console: Console, name: str, prepared: Prepared) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
+    encoded = prepared.encoded
     console.print(
-        f"{name}: {model.num_parameters() / 1e6:.2f} M parameters, {len(encoded.rows)} rows, "
-        f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
+        f"{name}: {prepared.model.num_parameters() / 1e6:.2f} M parameters, {len(encoded.rows)} rows, "
+        f"{prepared.rows_a_step} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
-    cost = CostModel.of(model)
-    for speedup, schedule in zip(sampler.speedups, sampler.schedules, strict=True):
-        console.print(
-            f"  target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
-            f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
-        )
+    for line in describe_schedules(prepared):
+        console.print(f"  {line}")
+
+
+def describe_schedules(prepared: Prepared) -> list[str]:
+    """A line for each schedule that may be drawn."""
+    cost = CostModel.of(prepared.model)
+    return [
+        f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
+        f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
+        for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True)
+    ]
 
 
 def _finish(trainer: SkipTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
