@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
@@ -151,6 +152,16 @@ def _measure(rows: datasets.Dataset) -> Encoded:
         completions_cut += pc.sum(batch["completion_cut"]).as_py()
     kept = rows.remove_columns(["prompt_cut", "completion_cut"])
     return Encoded(kept, longest_prompt, longest_completion, prompts_cut, completions_cut)
+
+
+def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    """Tokens of every prompt and of every completion, each [rows]."""
+    batches = list(rows.with_format("arrow").iter(batch_size=10_000))
+    prompts, completions = (
+        np.concatenate([pc.list_value_length(batch[column]).to_numpy() for batch in batches])
+        for column in ("prompt_ids", "completion_ids")
+    )
+    return prompts, completions
 
 
 def _key(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, limits: tuple[int | None, ...]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eval.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line
@@ -24,11 +24,20 @@ def read_shape(name: str, field: str) -> dict[str, Any]:
     return shape
 
 
-def random_model(shape: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
+def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of a shape's values. Raises ConfigError for those that its family refuses."""
     values = dict(shape)
     try:
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config: PretrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(first_line(error)) from error
+    return config
+
+
+def random_model(shape: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
+    config = shape_config(shape)
+    try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, KeyError) as error:
         raise ConfigError(first_line(error)) from error

@@ -34,7 +34,8 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, config)
+        # Adapters of a model without data have none either.
+        return peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
     except ValueError as error:
         raise ConfigError(f"lora.target_modules is {section.target_modules}: {first_line(error)}") from error
 

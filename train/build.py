@@ -1,14 +1,16 @@
 """Making what a recipe names: the model, its tokenizer and its task."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
-from eval.shapes import random_model, read_shape
+from eval.shapes import SHAPES, random_model, read_shape, shape_config
 from skipdecode import ConfigError
+from skipdecode.errors import first_line
 from skipdecode.families import text_config
 from skipdecode.loading import load_model, load_tokenizer
 from train.recipe import Recipe
@@ -17,6 +19,28 @@ from train.recipe import Recipe
 def build_task(recipe: Recipe) -> Task:
     """The task of the recipe's data section."""
     return load_task(recipe.data.task, path=recipe.data.path, **recipe.data.options)
+
+
+def model_config(recipe: Recipe) -> PretrainedConfig:
+    """The config of the recipe's model, without its weights.
+
+    A model that configs/model/ holds the shape of is taken from there, so that nothing is downloaded. The vocabulary of
+    a shape's own tokenizer isn't known before the tokenizer is there: it is the most that it may have.
+    """
+    section = recipe.model
+    name = section.name_or_path or section.shape or ""
+    known = section.shape or Path(name).name
+    changes = section.config or {}
+    if section.shape is None and ((Path(name) / "config.json").is_file() or not (SHAPES / f"{known}.yaml").is_file()):
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(name, **changes)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error
+        return config
+    shape = {**read_shape(known, "model.shape"), **changes}
+    if section.shape is not None and section.tokenizer is None:
+        shape.setdefault("vocab_size", section.vocab_size)
+    return shape_config(shape)
 
 
 def build_model(

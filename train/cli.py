@@ -26,14 +26,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="build everything, run the widest step, say what it takes, keep nothing"
+    )
     options = parser.parse_intermixed_args(arguments)
     try:
         recipe = load_recipe(options.recipe, options.overrides)
-        from train.run import run  # here: it takes seconds, and a mistyped key should not
+        # Imported here: it takes seconds, and a mistyped key should not.
         from train.stops import RunStopped
 
         try:
-            run(recipe, options.recipe)
+            if options.dry_run:
+                from train.dry_run import dry_run, print_dry_run
+
+                print_dry_run(dry_run(recipe), options.recipe)
+            else:
+                from train.run import run
+
+                run(recipe, options.recipe)
         except RunStopped as stop:
             print(f"stopped: {stop}", file=sys.stderr)
             return stop.status

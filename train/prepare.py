@@ -1,6 +1,5 @@
 """Everything that a run needs, built and checked before anything is written."""
 
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any
 import datasets
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from data import Task
+from data.columns import ColumnCollator
 from data.rows import Encoded, encode_task
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
@@ -24,7 +24,7 @@ from train.build import build_model
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler, make_sampler
-from train.trainer import check_positions
+from train.trainer import SkipTrainer, check_positions
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class Prepared:
     skip_config: SkipConfig
     arguments: TrainingArguments
 
+    @property
+    def rows_a_step(self) -> int:
+        """Rows of an optimiser step, on all processes together."""
+        arguments = self.arguments
+        return int(arguments.train_batch_size) * arguments.gradient_accumulation_steps * arguments.world_size
+
 
 def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
     """Build what a recipe names, for a run into `folder`, which is not touched.
@@ -69,7 +75,7 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
             rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
-    sampler, skip_config = _schedules(recipe, task, model)
+    sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
     trained = add_adapters(model, recipe.lora)
     if recipe.train.gradient_checkpointing:
         # Renamed in transformers 5.23; the old name goes in 6.
@@ -83,13 +89,12 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
 def introduce(console: Console, name: str, prepared: Prepared) -> None:
     """Say what is about to be trained."""
     model, encoded, arguments = prepared.model, prepared.encoded, prepared.arguments
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
+    processes = arguments.world_size
     console.print(
         f"{name}: {count_parameters(model.parameters()) / 1e6:.2f} M parameters, "
         f"{count_parameters(p for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them trained, "
         f"{len(encoded.rows)} rows, "
-        f"{batch} rows a step on {processes} process{'es' if processes > 1 else ''}"
+        f"{prepared.rows_a_step} rows a step on {processes} process{'es' if processes > 1 else ''}"
     )
     if encoded.prompts_cut:
         console.print(
@@ -97,15 +102,40 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
         )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
-    cost = CostModel.of(model)
-    for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True):
-        console.print(
-            f"  target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
-            f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
-        )
+    for line in describe_schedules(prepared):
+        console.print(f"  {line}")
 
 
-def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[ScheduleSampler, SkipConfig]:
+def describe_schedules(prepared: Prepared) -> list[str]:
+    """A line for each target."""
+    cost = CostModel.of(prepared.model)
+    return [
+        f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
+        f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
+        for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True)
+    ]
+
+
+def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCallback]) -> SkipTrainer:
+    """The trainer of what was prepared."""
+    return SkipTrainer(
+        model=prepared.model,
+        args=prepared.arguments,
+        train_dataset=prepared.encoded.rows,
+        eval_dataset=prepared.validation,
+        data_collator=ColumnCollator(prepared.tokenizer.pad_token_id),
+        processing_class=prepared.tokenizer,
+        callbacks=callbacks,
+        sampler=prepared.sampler,
+        skip_config=prepared.skip_config,
+        depth_weight_power=recipe.optim.depth_weight_power,
+        label_smoothing=recipe.optim.label_smoothing,
+        distillation=recipe.optim.distillation,
+    )
+
+
+def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[ScheduleSampler, SkipConfig]:
+    """The recipe's schedules, to draw from and to save."""
     section = recipe.schedule
     solver = {
         "horizon": section.horizon or task.horizon,
@@ -119,7 +149,7 @@ def _schedules(recipe: Recipe, task: Task, model: PreTrainedModel) -> tuple[Sche
         "prompt_length": section.prompt_length,
     }
     sampler = make_sampler(
-        CostModel.of(model),
+        cost,
         speedups=section.speedups,
         speedup_range=section.speedup_range,
         schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,

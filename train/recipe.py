@@ -110,24 +110,22 @@ class TrainSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA, through peft) in place of training every weight."""
+    """Low-rank adapters (LoRA): few weights are trained beside the model's own, which stay as they are."""
 
-    r: int | None = Field(None, ge=1, description="their rank; null: no adapters, every weight is trained")
-    alpha: int = Field(32, ge=1, description="their weight is alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: list[str] | None = Field(None, description="names of modules; null: peft's for the model")
-    merge: bool = Field(
-        True, description="the finished run holds merged weights, adapter/ the adapters; or these alone"
-    )
+    r: int | None = Field(None, ge=1, description="rank of the adapters; null: none, every weight is trained")
+    alpha: int = Field(32, ge=1, description="the adapters' output is scaled by alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
+    target_modules: list[str] | None = Field(None, description="names of layers to adapt; null: peft's for the family")
+    merge: bool = Field(True, description="into the finished checkpoint's weights; false: adapters apart")
 
 
 class EvaluationSection(Section):
-    """What the finished run is evaluated on, into eval/ in the output folder."""
+    """The evaluation after training, on the task's test split."""
 
-    speedups: list[float] | None = Field(None, description="targets, such as [1, 2, 3, 4, 5]; null: no evaluation")
-    limit: int | None = Field(None, ge=1, description="only the first so many prompts of the test set")
-    batch_size: int = Field(32, ge=1, description="prompts decoded together")
-    max_new_tokens: int | None = Field(None, ge=1, description="null: the task's")
+    speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
+    limit: int | None = Field(None, ge=1, description="examples; null: all")
+    batch_size: int = Field(8, ge=1, description="rows that decode together")
+    max_new_tokens: int | None = Field(None, ge=1, description="null: the task's default")
 
 
 class DeepSpeedSection(Section):
@@ -164,8 +162,8 @@ class Recipe(Section):
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
     lora: LoraSection = LoraSection()
-    evaluation: EvaluationSection = EvaluationSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+    evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
 

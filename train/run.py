@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
-from data.columns import ColumnCollator
 from eval.files import write_whole
 from eval.report import FILE_NAME, Report
 from eval.run import Request, evaluate
@@ -24,7 +23,7 @@ from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
 from train.distributed import check_world_size
-from train.prepare import Prepared, introduce, prepare
+from train.prepare import Prepared, introduce, make_trainer, prepare
 from train.recipe import Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile, TimeEstimate
@@ -70,20 +69,7 @@ def run(recipe: Recipe, name: str) -> Path:
 
 def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> None:
     stop = StopOnSignal()
-    trainer = SkipTrainer(
-        model=prepared.model,
-        args=prepared.arguments,
-        train_dataset=prepared.encoded.rows,
-        eval_dataset=prepared.validation,
-        data_collator=ColumnCollator(prepared.tokenizer.pad_token_id),
-        processing_class=prepared.tokenizer,
-        callbacks=[MetricsFile(folder), TimeEstimate(console), stop],
-        sampler=prepared.sampler,
-        skip_config=prepared.skip_config,
-        depth_weight_power=recipe.optim.depth_weight_power,
-        label_smoothing=recipe.optim.label_smoothing,
-        distillation=recipe.optim.distillation,
-    )
+    trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
     # One rank looks, and all continue from the same.
     chosen = [last_complete_checkpoint(folder, console) if _is_first_process() else None]
     if prepared.arguments.world_size > 1:

@@ -1,0 +1,82 @@
+"""What every recipe needs of a GPU's memory, on 1, 2, 4 and 8 of them: the table of recipes/README.md.
+
+    python scripts/recipe_memory.py                  # or: --recipe e2e-opt-1.3b tldr-opt-6.7b --gpus 1 2 16
+
+Estimated, not measured: the recipe's model runs a training step on tensors without data, in the widest batch that the
+task's limits allow and under its costliest schedules (train/memory.py). Nothing is downloaded and no GPU is needed.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from skipdecode import ConfigError, CostModel
+from train.build import build_task, model_config
+from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
+from train.prepare import recipe_sampler
+from train.recipe import load_recipe, recipe_names
+
+GIB = 2**30
+
+
+def row(name: str, gpus: list[int], overrides: list[str]) -> str:
+    """A recipe's line of the table."""
+    recipe = load_recipe(name, overrides)
+    task = build_task(recipe)
+    config = model_config(recipe)
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    sampler, _ = recipe_sampler(recipe, task, CostModel.of(config, dtype))
+    simulated = simulate_recipe(
+        recipe,
+        config,
+        costliest_steps(sampler, bool(recipe.optim.distillation)),
+        prompt_columns=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
+        new_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
+    )
+    estimates = [estimate_memory(recipe, simulated, count) for count in gpus]
+    model = (recipe.model.name_or_path or f"{recipe.model.shape}, random").removeprefix("facebook/")
+    trained = "adapters" if recipe.lora.r is not None else "all weights"
+    cells = [
+        f"[`{name}`]({name}.yaml)",
+        f"{model}, {trained}",
+        task.name,
+        ", ".join(f"{speedup:g}x" for speedup in sampler.speedups),
+        recipe.deepspeed.config or "none",
+        *(cell(estimate) for estimate in estimates),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def cell(estimate: MemoryEstimate) -> str:
+    """GiB of a GPU, and of the machine's own memory where that is needed."""
+    host = f" + {estimate.host / GIB:.0f} of the machine" if estimate.host else ""
+    return f"{estimate.total / GIB:.1f}{host}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", nargs="+", default=recipe_names(), help="recipes; by default all")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="how many, all in one machine")
+    parser.add_argument("--deepspeed", metavar="CONFIG", help="this config in all of them, such as zero3-offload")
+    options = parser.parse_args()
+    overrides = [f"deepspeed.config={options.deepspeed}"] if options.deepspeed else []
+    counts = [f"{count} GPU{'s' if count > 1 else ''}" for count in options.gpus]
+    warnings.simplefilter("ignore", FutureWarning)  # transformers has some for peft
+    print(f"| recipe | model | task | speeds | DeepSpeed | {' | '.join(counts)} |")
+    print(f"| --- | --- | --- | --- | --- |{' ---: |' * len(counts)}")
+    try:
+        for name in options.recipe:
+            print(row(name, options.gpus, overrides), flush=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""A dry run says what a run takes, and leaves no trace of itself."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train.cli
+from train.dry_run import dry_run
+from train.recipe import load_recipe
+from train.run import run
+
+SMALL = [
+    "model.config.num_hidden_layers=8",
+    "model.config.hidden_size=48",
+    "model.config.word_embed_proj_dim=48",
+    "model.config.ffn_dim=192",
+    "model.config.dropout=0.1",
+    "model.vocab_size=320",
+    "data.options={train_size: 20, validation_size: 4, test_size: 4}",
+    "train.per_device_batch_size=8",
+    "train.logging_steps=1",
+    "train.save_steps=3",
+    "train.max_steps=3",
+    "tracking.wandb=offline",
+]
+
+
+def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, folder = tmp_path / "temporary", tmp_path / "out"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert not folder.exists()
+    assert not list(temporary.iterdir())
+    assert not Path("wandb").exists()
+    for line in (
+        r"parameters +2\d\d,\d{3}, of which 2\d\d,\d{3} are trained",
+        r"rows +60",
+        r"effective batch size +8 rows",
+        r"steps +3",
+        r"schedule +target 4x: \d to 1 of 8 layers over 34 tokens, predicted 4\.\d+x",
+        r"widest batch +\d+ columns of prompts, \d+ of completions",
+        r"layer-columns run +1\.000 of full depth's",
+        r"memory, estimated +0\.\d\d GiB",
+        r"  weights +0\.00 GiB",
+        r"  activations +0\.\d\d GiB",
+        r"memory, measured +(0\.\d\d GiB|not known)",
+        r"seconds a step +\d+\.\d{3}",
+        r"tokens a second +[\d,]+ of completions",
+        r"the whole run +about \d+\.\d\d hours",
+    ):
+        assert re.search(f"^{line}", printed, re.MULTILINE), line
+
+
+def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", [*SMALL, f"output.dir={tmp_path / 'out'}"])
+    found = dry_run(recipe)
+    whole = dry_run(load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=60"]))
+    assert (found.prompt_columns, found.new_tokens) == (whole.prompt_columns, whole.new_tokens)
+    assert found.rows == 60
+    assert found.seconds == pytest.approx(3 * found.seconds_a_step, rel=0.5)  # as many steps, none of them wider
+
+
+def test_steps_are_those_that_the_trainer_makes(tmp_path: Path) -> None:
+    changes = ["train.max_steps=null", "train.epochs=1.5", "train.gradient_accumulation_steps=3"]
+    recipe = load_recipe("quickstart", [*SMALL, *changes, "tracking.wandb=off", f"output.dir={tmp_path / 'out'}"])
+    expected = dry_run(recipe)
+    assert expected.rows_a_step == 24
+    state = json.loads((run(recipe, "small") / "metrics.jsonl").read_text().splitlines()[-1])
+    assert expected.steps == state["step"]
+
+
+def test_a_run_after_a_dry_run_trains_as_if_it_had_not_been(tmp_path: Path) -> None:
+    metrics = []
+    for name in ("with", "without"):
+        folder = tmp_path / name
+        recipe = load_recipe("quickstart", [*SMALL, "tracking.wandb=off", f"output.dir={folder}"])
+        if name == "with":
+            dry_run(recipe)
+        run(recipe, name)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics.append([(line["step"], line["loss"], line["grad_norm"], line["speedup_target"]) for line in lines])
+    assert metrics[0] == metrics[1]
+    assert [step for step, *_ in metrics[0]] == [1, 2, 3]
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for change, message in (
+        (f"output.dir={tmp_path}", "holds files that are no run's"),
+        ("schedule.speedups=[1,90]", "this model reaches at most"),
+        ("optim.learning_rte=1", "did you mean 'optim.learning_rate'"),
+    ):
+        assert train.cli.main(["--recipe", "quickstart", *SMALL, change, "--dry-run"]) == 2
+        assert message in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_two_processes_say_it_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", "localhost:0", "train.py", "--recipe", "quickstart", "--dry-run"]
+    result = subprocess.run(
+        [*command, *SMALL, f"output.dir={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("a dry run; nothing was written") == 1
+    assert re.search(r"^effective batch size +16 rows", result.stdout, re.MULTILINE)
+    assert not (tmp_path / "out").exists()

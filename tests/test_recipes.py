@@ -1,0 +1,146 @@
+"""Every recipe is a run that could start: its schedules, its DeepSpeed config, its line in the table."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from skipdecode import CostModel
+from skipdecode.loading import load_tokenizer
+from train.build import build_task, model_config
+from train.prepare import recipe_sampler
+from train.recipe import RECIPES, load_recipe, recipe_names
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
+
+
+def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
+    named = {f"{t}-opt-{s}{k}" for t in ("e2e", "tldr", "cnndm") for s in ("1.3b", "6.7b") for k in ("", "-lora")}
+    assert named | {"e2e-opt-125m-scratch", "e2e-tiny", "quickstart"} == set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
+    recipe = load_recipe(name)
+    cost = CostModel.of(model_config(recipe), getattr(torch, recipe.model.dtype))
+    task = build_task(recipe)
+    sampler, _ = recipe_sampler(recipe, task, cost)
+    for speedup, schedule in zip(sampler.speedups, sampler.schedules, strict=True):
+        section = recipe.schedule
+        found = cost.speedup(schedule, prompt_length=section.prompt_length, batch_size=section.batch_size)
+        assert speedup <= found < speedup * 1.35, "the nearest that layers allow"
+        assert schedule.horizon == task.horizon
+    evaluated = recipe.evaluation.speedups
+    assert evaluated is None or set(evaluated) <= set(sampler.speedups)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_settings_of_a_recipe_agree_with_each_other(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.deepspeed.config in (None, "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+    assert (recipe.lora.r is not None) == name.endswith("-lora")
+    task = build_task(recipe)
+    longest = (recipe.data.max_prompt_tokens or task.max_prompt_tokens) + task.max_new_tokens
+    assert longest <= model_config(recipe).max_position_embeddings
+
+
+def test_the_shapes_of_opt_are_those_of_the_published_models() -> None:
+    """Parameters with tied embeddings, of a vocabulary of 50,272: 125 M, 1.3 B and 6.7 B."""
+    for size, expected in (("125m", 125_239_296), ("1.3b", 1_315_758_080), ("6.7b", 6_658_473_984)):
+        recipe = load_recipe("e2e-opt-1.3b", [f"model.name_or_path=facebook/opt-{size}"])
+        cost = CostModel.of(model_config(recipe))
+        config = model_config(recipe)
+        positions = (config.max_position_embeddings + 2) * config.hidden_size
+        layers = cost.num_layers * cost.layer_parameters
+        assert layers + cost.head_parameters + cost.other_parameters + positions == expected
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_in_the_table(name: str) -> None:
+    recipe = load_recipe(name)
+    (line,) = re.findall(rf"^\| \[`{re.escape(name)}`\]\({re.escape(name)}\.yaml\).*$", TABLE, re.MULTILINE)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2] == recipe.data.task
+    assert cells[4] == (recipe.deepspeed.config or "none")
+    first, *_, last = (float(cell) for cell in cells[5:])
+    assert len(cells) == 9
+    assert last < first or recipe.deepspeed.config is None
+
+
+def test_the_table_is_what_the_command_beside_it_prints() -> None:
+    command = [sys.executable, "scripts/recipe_memory.py", "--recipe", "quickstart", "e2e-opt-125m-scratch"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for line in printed.splitlines():
+        assert line in TABLE.splitlines()
+
+
+# OPT's vocabulary on a hidden size of 16, with layers that are wide enough for the targets to be within reach.
+SHRUNKEN = {"num_hidden_layers": 12, "hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
+SHRUNKEN |= {"ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048}
+POST = "SUBREDDIT: r/cats\n\nTITLE: My cat ate a moth\n\nPOST: It was a large one. She looked surprised.\n\nTL;DR:"
+
+
+@pytest.fixture(scope="module")
+def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of OPT's kind with random weights and OPT's real tokenizer, and rows of TL;DR in its format."""
+    folder = tmp_path_factory.mktemp("shrunken")
+    torch.manual_seed(0)
+    OPTForCausalLM(OPTConfig(**SHRUNKEN, pad_token_id=1, bos_token_id=2, eos_token_id=2)).save_pretrained(
+        folder / "opt"
+    )
+    load_tokenizer(str(shared_data / "opt")).save_pretrained(folder / "opt")
+    (folder / "tldr").mkdir()
+    row = json.dumps({"prompt": POST, "completion": " Cat ate moth."}) + "\n"
+    for split in ("train", "validation", "test"):
+        (folder / "tldr" / f"{split}.jsonl").write_text(4 * row)
+    return folder
+
+
+@pytest.mark.parametrize("deepspeed", [None, "zero2", "zero3"])
+def test_recipes_train_and_evaluate_on_a_shrunken_shape(
+    deepspeed: str | None, shrunken: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    """Two steps and an evaluation, with the real tokenizer, task, precision, adapters and DeepSpeed config of each."""
+    paths = {"e2e": shared_data / "e2e", "cnndm": shared_data / "cnndm", "tldr": shrunken / "tldr"}
+    runs = {}
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        if recipe.deepspeed.config != deepspeed or ("opt-1" not in name and "opt-6" not in name):
+            continue
+        folder = tmp_path / name
+        overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
+        overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
+        overrides += ["train.logging_steps=1", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
+        overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
+        if recipe.data.task == "cnndm":
+            overrides.append("data.options={holdout: 4}")
+        if recipe.model.shape is not None:
+            overrides += [f"model.tokenizer={shared_data / 'opt'}", f"model.config={json.dumps(SHRUNKEN)}"]
+        else:
+            overrides.append(f"model.name_or_path={shrunken / 'opt'}")
+        runs[name] = ["--recipe", name, *overrides]
+    # One process, whose imports take longer than a run; another one for each DeepSpeed config.
+    code = "import json, sys, train.cli; sys.exit(max(train.cli.main(run) for run in json.loads(sys.argv[1])))"
+    result = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(runs.values()))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert runs
+    for name in runs:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
+        assert (tmp_path / name / "model.safetensors").exists()
+        assert (tmp_path / name / "adapter").exists() == name.endswith("-lora")
+        rows = json.loads((tmp_path / name / "eval" / "report.json").read_text())["rows"]
+        assert [row["speedup_target"] for row in rows] == load_recipe(name).evaluation.speedups
