@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well.
-STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v")]
+STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P")]
+STYLES += [("#000000", "X"), ("#999999", "*")]
 
 
 def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:

@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
-    parser.add_argument("--weights", choices=["model", "int8"], default="model")
+    parser.add_argument("--weights", choices=["model", "packed", "int8"], default="model")
     parser.add_argument("--allow", type=float, default=8.0, metavar="MB", help="growth that is noise (default 8)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

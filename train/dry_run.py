@@ -20,13 +20,12 @@ from data.rows import row_lengths
 from train.build import build_task
 from train.live_memory import Kernels
 from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
-from train.prepare import Prepared, describe_schedules, make_trainer, prepare
+from train.prepare import describe_schedules, make_trainer, prepare
 from train.recipe import Recipe
 from train.sampling import Draw, ScheduleSampler
+from train.work import mean_work, step_work
 
 GIB = 2**30
-SAMPLED_STEPS = 200  # whose schedules say how much of the depth the run's steps compute
-FORWARD_SHARE = 1 / 3  # of a pass forward and backward: what the teacher of a distillation costs
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def dry_run(recipe: Recipe) -> DryRun:
     """
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"wandb": "off"})})
     prepared = prepare(recipe, build_task(recipe), Path(str(recipe.output.dir)))
-    candidates = costliest_steps(prepared.sampler, bool(recipe.optim.distillation))
+    distils = bool(recipe.optim.distillation)
+    candidates = costliest_steps(prepared.sampler, distils)
     batch = _widest(prepared.encoded.rows, recipe.train.per_device_batch_size)
     prompt_columns = max(len(row["prompt_ids"]) for row in batch)
     new_tokens = max(len(row["completion_ids"]) for row in batch)
@@ -105,6 +105,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     slowest = max(seconds)
     draws = candidates[seconds.index(slowest)]
     steps = _steps(recipe, len(prepared.encoded.rows), processes)
+    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(prepared.encoded.rows))
     columns = prompt_columns + new_tokens
     return DryRun(
         parameters=simulated.parameters,
@@ -122,8 +123,8 @@ def dry_run(recipe: Recipe) -> DryRun:
         tokens_per_second=copies * sum(len(row["completion_ids"]) for row in batch) / slowest,
         seconds=steps
         * slowest
-        * _mean_work(recipe, prepared, steps)
-        / _work(recipe, draws, prompt_columns, new_tokens),
+        * mean_work(prepared.sampler, steps, distils, prompt, completion)
+        / step_work(draws, distils, prompt_columns, new_tokens),
     )
 
 
@@ -153,22 +154,6 @@ def _steps(recipe: Recipe, rows: int, processes: int) -> int:
         return recipe.train.max_steps
     batches = math.ceil(rows / (recipe.train.per_device_batch_size * processes))
     return math.ceil(recipe.train.epochs * max(1, math.ceil(batches / recipe.train.gradient_accumulation_steps)))
-
-
-def _work(recipe: Recipe, draws: Sequence[Draw], prompt_columns: float, new_tokens: float) -> float:
-    """What a step takes, in passes of one column through every layer, forward and backward."""
-    prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
-    passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
-    full_depth = any(draw.schedule.min_layers == draw.schedule.num_layers for draw in draws)
-    teacher = FORWARD_SHARE if recipe.optim.distillation and not full_depth else 0.0
-    return (passes + teacher) * columns
-
-
-def _mean_work(recipe: Recipe, prepared: Prepared, steps: int) -> float:
-    """The mean of `_work` over the run: length grouping makes batches that are about as wide as their rows."""
-    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(prepared.encoded.rows))
-    sampled = range(min(steps, SAMPLED_STEPS))
-    return sum(_work(recipe, prepared.sampler.at(step), prompt, completion) for step in sampled) / len(sampled)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""Ways to sample schedules, with and without self-distillation, compared by their frontiers at equal work.
+
+    python scripts/compare_objectives.py --data-dir E2E_FOLDER --output outputs/objectives
+
+Trains e2e-tiny under each, all for as much work (passes of a column through a layer) as the recipe itself does in
+--epochs, evaluates each at 1x to 4x, prints a table, and draws the frontiers into objectives.png. What is finished is
+not run again: start it again to go on after a stop. Runs are independent: two at a time with OMP_NUM_THREADS=1 take
+half as long on two cores (--jobs 2).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data import Task
+from data.rows import row_lengths
+from eval.frontier import draw_frontier
+from eval.report import Report
+from train.build import build_task
+from train.prepare import prepare
+from train.recipe import Recipe, load_recipe
+from train.work import mean_work
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEEDS = ["1", "2", "3", "4"]
+ONE, LIST = "schedule.sampling=one", "schedule.speedups=[1,2,3,4]"
+RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")
+APART = "optim.distillation=0"
+VARIANTS = {
+    "full depth alone": (ONE, "schedule.speedups=[1]", APART),
+    "fixed 3x": (ONE, "schedule.speedups=[3]", APART),
+    "list": (ONE, LIST, APART),
+    "list, distilled": (ONE, LIST),
+    "range": (ONE, *RANGE, APART),
+    "sandwich": (LIST, APART),
+    "sandwich, distilled": (LIST,),
+    "sandwich of a range, distilled": RANGE,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, type=Path)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--epochs", type=float, default=6, help="of the recipe as it is: the work of all (default 6)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), help="default: all")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
+    options = parser.parse_intermixed_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    common = [f"data.path={options.data_dir}", "tracking.wandb=off", *options.overrides]
+    names = options.only or list(VARIANTS)
+    work = work_a_step(common)
+    rows = 32  # of the recipe's batch
+    budget = options.epochs * len(prepare(*parts(common)).encoded.rows) / rows * work
+    steps = {name: round(budget / work_a_step([*common, *VARIANTS[name]])) for name in names}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda name: run(options, name, [*common, *VARIANTS[name]], steps[name]), names))
+    reports = {name: Report.load(options.output / slug(name) / "eval" / "report.json") for name in names}
+    draw_frontier(options.output / "objectives.png", reports, "e2e: ways to train, at equal work")
+    print("| trained by | steps | " + " | ".join(f"{speed}x" for speed in SPEEDS) + " | worst of 1x's |")
+    print("| --- |" + " ---: |" * (len(SPEEDS) + 2))
+    for name, report in reports.items():
+        bleu = [row.bleu for row in report.rows]
+        cells = " | ".join(f"{value:.2f}" for value in bleu)
+        print(f"| {name} | {steps[name]} | {cells} | {100 * min(bleu[1:]) / bleu[0]:.1f} % |")
+    return 0
+
+
+def parts(overrides: list[str]) -> tuple[Recipe, Task, Path]:
+    recipe = load_recipe("e2e-tiny", overrides)
+    return recipe, build_task(recipe), Path("unused")
+
+
+def work_a_step(overrides: list[str]) -> float:
+    """Of a row, on average."""
+    recipe, task, folder = parts(overrides)
+    prepared = prepare(recipe, task, folder)
+    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(prepared.encoded.rows))
+    return mean_work(prepared.sampler, 200, bool(recipe.optim.distillation), prompt, completion)
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def run(options: argparse.Namespace, name: str, overrides: list[str], steps: int) -> None:
+    folder = options.output / slug(name)
+    python = [sys.executable]
+    training = ["train.py", "--recipe", "e2e-tiny", *overrides, f"train.max_steps={steps}", f"output.dir={folder}"]
+    evaluation = ["-m", "eval", "--checkpoint", str(folder), "--data-dir", str(options.data_dir), "--speedup", *SPEEDS]
+    with (options.output / f"{slug(name)}.log").open("a") as log:
+        if not (folder / "config.json").exists():
+            subprocess.run([*python, *training], cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ})
+        if not (folder / "eval" / "report.json").exists():
+            command = [*python, *evaluation, "--output", str(folder / "eval")]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

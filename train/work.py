@@ -1,0 +1,29 @@
+"""How much a training step computes, so that runs can be compared at equal work."""
+
+from collections.abc import Sequence
+
+from train.sampling import Draw, ScheduleSampler
+
+SAMPLED_STEPS = 200  # whose schedules say what the steps of a run compute
+FORWARD_SHARE = 1 / 3  # of a pass forward and backward: what the teacher of a distillation costs
+
+
+def step_work(draws: Sequence[Draw], distils: bool, prompt_columns: float, new_tokens: float) -> float:
+    """What a row takes in a step, in passes of one column through every layer, forward and backward.
+
+    Args:
+        draws: the schedules of the step.
+        distils: whether what skips is compared with full depth, which is then run forward where it isn't among them.
+        prompt_columns, new_tokens: tokens of the prompt and of the completion.
+    """
+    prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
+    passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
+    full_depth = any(draw.schedule.min_layers == draw.schedule.num_layers for draw in draws)
+    teacher = FORWARD_SHARE if distils and not full_depth else 0.0
+    return (passes + teacher) * columns
+
+
+def mean_work(sampler: ScheduleSampler, steps: int, distils: bool, prompt_columns: float, new_tokens: float) -> float:
+    """The mean of `step_work` over the steps of a run: length grouping makes batches about as wide as their rows."""
+    sampled = range(min(steps, SAMPLED_STEPS))
+    return sum(step_work(sampler.at(step), distils, prompt_columns, new_tokens) for step in sampled) / len(sampled)
