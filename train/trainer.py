@@ -73,10 +73,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The completion loss of a batch, the mean over the schedules of this optimiser step."""
-        prompt_columns: int = inputs["prompt_columns"]
-        labels = inputs["labels"][:, prompt_columns:]  # [batch, new tokens]
-        columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
+        prompt_columns, columns, labels = _unpack(inputs)
         draws = self.sampler.at(self.state.global_step)
         teacher: torch.Tensor | None = None  # what the model says at full depth, [batch, new tokens + 1, vocabulary]
         losses: list[torch.Tensor] = []
@@ -145,11 +142,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, None, None]:
         """The loss of a validation batch, the mean over the targets that are validated."""
-        inputs = self._prepare_inputs(inputs)
-        prompt_columns: int = inputs["prompt_columns"]
-        labels = inputs["labels"][:, prompt_columns:]  # [batch, new tokens]
-        columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        columns["logits_to_keep"] = labels.shape[1] + 1
+        prompt_columns, columns, labels = _unpack(self._prepare_inputs(inputs))
         sums = []
         for _, schedule in self._validated:
             with (
@@ -218,6 +211,15 @@ class SkipTrainer(SealedCheckpointTrainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.skip_config.save(output_dir or str(self.args.output_dir))
+
+
+def _unpack(inputs: dict[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:
+    """A collated batch: its prompt columns, what the model is called with, and labels [batch, new tokens]."""
+    prompt_columns: int = inputs["prompt_columns"]
+    labels = inputs["labels"][:, prompt_columns:]
+    columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
+    return prompt_columns, columns, labels
 
 
 def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:
