@@ -5,12 +5,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("skipdecode", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("skipdecode")
-torch.set_num_threads(2)
 
 # Rows that tests tokenise stay out of the user's cache. Set before datasets is imported, which reads it then.
 _CACHE = tempfile.TemporaryDirectory(prefix="skipdecode-tests-")

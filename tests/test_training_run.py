@@ -339,6 +339,38 @@ def test_distillation_pulls_to_the_models_own_full_depth_output(tmp_path: Path) 
     assert metrics(folder)[1]["loss"] != metrics(folder)[0]["loss"]
 
 
+def test_a_sandwich_step_is_the_mean_over_its_schedules(tmp_path: Path) -> None:
+    """Full depth learns the references, what skips learns what full depth says: the first loss, computed apart."""
+    recipe = load_recipe(
+        "quickstart",
+        [
+            *SMALL,
+            "data.options={train_size: 4, validation_size: 4, test_size: 4}",  # 12 rows, all in each step
+            "train.per_device_batch_size=12",
+            "train.max_steps=1",
+            "schedule.speedups=[1,3]",
+            "schedule.sampling=sandwich",
+            "model.config.dropout=0.0",
+            "optim.distillation=1.0",
+            f"output.dir={tmp_path / 'run'}",
+        ],
+    )
+    task = build_task(recipe)
+    model, tokenizer = build_model(recipe, task.load("train"))
+    rows = encode_task(task, tokenizer, max_prompt_tokens=96, max_completion_tokens=64).rows
+    batch = ColumnCollator(tokenizer.pad_token_id)(list(rows))
+    prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
+    with torch.no_grad():
+        full = model(**batch).logits.log_softmax(-1)
+        with skip_layers(model, solve_schedule(model, 3, horizon=task.horizon), prompt_columns=prompt_columns):
+            skipped = model(**batch).logits.log_softmax(-1)
+    counted = labels[:, 1:] >= 0
+    right = full[:, :-1].gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    divergence = (full.exp() * (full - skipped)).sum(-1)[:, :-1]
+    expected = (-right[counted].mean() + divergence[counted].mean()) / 2
+    assert metrics(run(recipe, "quickstart"))[0]["loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: Path, tmp_path: Path) -> None:
     """The path of a pretrained model: from a folder, with its own tokenizer; then decoded by the same file."""
     file = tmp_path / "own.json"
