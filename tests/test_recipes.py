@@ -121,6 +121,8 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
         if recipe.data.task == "cnndm":
             overrides.append("data.options={holdout: 4}")
+        if recipe.data.task != "e2e":
+            overrides.append("data.max_prompt_tokens=64")
         if recipe.model.shape is not None:
             overrides += [f"model.tokenizer={shared_data / 'opt'}", f"model.config={json.dumps(SHRUNKEN)}"]
         else:

@@ -22,6 +22,7 @@ from train.live_memory import Kernels
 from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
 from train.prepare import describe_schedules, make_trainer, prepare
 from train.recipe import Recipe
+from train.run import check_folder
 from train.sampling import Draw, ScheduleSampler
 from train.work import mean_work, step_work
 
@@ -70,8 +71,10 @@ def dry_run(recipe: Recipe) -> DryRun:
 
     Raises ConfigError as `train.run.run` would.
     """
+    folder = Path(str(recipe.output.dir))
+    check_folder(folder, recipe)
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"wandb": "off"})})
-    prepared = prepare(recipe, build_task(recipe), Path(str(recipe.output.dir)))
+    prepared = prepare(recipe, build_task(recipe), folder)
     distils = bool(recipe.optim.distillation)
     candidates = costliest_steps(prepared.sampler, distils)
     batch = _widest(prepared.encoded.rows, recipe.train.per_device_batch_size)
@@ -90,13 +93,13 @@ def dry_run(recipe: Recipe) -> DryRun:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     copies = recipe.train.gradient_accumulation_steps * processes
     watch = StepWatch(simulated.weights)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as elsewhere:
         rehearsal = replace(
             prepared,
             encoded=replace(prepared.encoded, rows=datasets.Dataset.from_list(batch * copies)),
             validation=None,
             sampler=FixedSteps.of(prepared.sampler, candidates),
-            arguments=_rehearsal_arguments(prepared.arguments, folder, 2 * len(candidates)),
+            arguments=_rehearsal_arguments(prepared.arguments, elsewhere, 2 * len(candidates)),
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
         trainer.remove_callback(PrinterCallback)

@@ -46,7 +46,7 @@ def run(recipe: Recipe, name: str) -> Path:
     console = Console(stderr=True, quiet=not _is_first_process())
     folder = Path(str(recipe.output.dir))
     if _is_first_process():  # which alone writes there, soon
-        _check_folder(folder, recipe)
+        check_folder(folder, recipe)
     task = build_task(recipe)
     prepared = None if _is_finished(folder) else prepare(recipe, task, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def _is_finished(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
 
 
-def _check_folder(folder: Path, recipe: Recipe) -> None:
+def check_folder(folder: Path, recipe: Recipe) -> None:
     """A folder may be new, empty, or hold the cut-off run of the same recipe; anything else is refused."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
