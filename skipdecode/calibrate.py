@@ -29,8 +29,9 @@ def measure_cost(
 ) -> MeasuredCost:
     """Time decode steps of a few depths through `skip_generate`, everything between two tokens included.
 
-    Each repeat is one generation whose budget goes down a staircase of depths, so that a machine whose speed drifts
-    treats them alike; a step's time is the median over repeats and steps.
+    Each repeat is a generation at full depth and one whose budget goes down a staircase of depths, so that a machine
+    whose speed drifts treats them alike; a step's time is the median over repeats and steps. Full depth has a
+    generation of its own since the steps right after a prefill, where the staircase begins, are slower than later ones.
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
@@ -38,7 +39,8 @@ def measure_cost(
         prompt_length: columns in the cache when decoding starts; fewer where the model hasn't the positions.
         weights: what decode steps compute with, as in `skip_generate`.
         repeats: generations, after one that warms up.
-        tread: steps at each depth; the first of them, which may find caches cold, isn't counted.
+        tread: steps at each depth; the first of them, which may find caches cold, isn't counted, and at full depth as
+            many steps again come before.
 
     Raises:
         ConfigError: for a family that isn't known.
@@ -46,7 +48,8 @@ def measure_cost(
     num_layers = len(decoder_layers(model))
     depths = min(DEPTHS, num_layers)
     steps = tread * depths
-    schedule = SkipSchedule(num_layers, num_layers, 1, horizon=steps, decay="step", decay_rate=depths)
+    staircase = SkipSchedule(num_layers, num_layers, 1, horizon=steps, decay="step", decay_rate=depths)
+    full_depth = SkipSchedule.full_depth(num_layers, steps)
     inner: Any = unwrap(model)
     config = text_config(inner.config)
     positions = getattr(config, "max_position_embeddings", None)
@@ -54,27 +57,28 @@ def measure_cost(
         prompt_length = max(1, min(prompt_length, positions - steps))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator).to(inner.device)
-    found: dict[int, list[float]] = {schedule.budget(i): [] for i in range(steps)}
+    found: dict[int, list[float]] = {staircase.budget(i): [] for i in range(steps)}
     training = inner.training
     inner.eval()
     try:
         for repeat in range(repeats + 1):
-            clock = StepClock(inner.device)
-            inner.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                custom_generate=skip_generate,
-                schedule=schedule,
-                weights=weights,
-                max_new_tokens=steps + 1,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([clock]),
-            )
-            if repeat > 0:
-                for i, seconds in enumerate(clock.step_seconds):
-                    if i % tread:
+            for schedule, count in ((full_depth, min(2 * tread, steps)), (staircase, steps)):
+                clock = StepClock(inner.device)
+                inner.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    custom_generate=skip_generate,
+                    schedule=schedule,
+                    weights=weights,
+                    max_new_tokens=count + 1,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    stopping_criteria=StoppingCriteriaList([clock]),
+                )
+                for i, seconds in enumerate(clock.step_seconds if repeat > 0 else []):
+                    settled = i >= count - tread if schedule is full_depth else schedule.budget(i) < num_layers
+                    if settled and i % tread:
                         found[schedule.budget(i)].append(seconds)
     finally:
         inner.train(training)
