@@ -53,7 +53,8 @@ class Prepared:
     def rows_a_step(self) -> int:
         """Rows of an optimiser step, on all processes together."""
         arguments = self.arguments
-        return int(arguments.train_batch_size) * arguments.gradient_accumulation_steps * arguments.world_size
+        rows: int = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        return rows
 
 
 def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
