@@ -13,9 +13,11 @@ from rich.console import Console
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
 
 from eval.files import write_whole
+from train.data_order import DataOrder
 from train.stops import RunStopped
 
 SEAL = "complete.json"  # the last file of a checkpoint: every other one with its size and checksum
@@ -30,6 +32,26 @@ class SealedCheckpointTrainer(Trainer):
     """
 
     _partial_folder: Path | None = None
+    _order: DataOrder | None = None
+    _resumed_from: str | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from a checkpoint's folder or from the start."""
+        self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler = self._order = DataOrder(sampler.batch_size, lengths=sampler.lengths)
+            if self._resumed_from is not None:
+                sampler.load(Path(self._resumed_from))
+        return sampler
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._partial_folder or super()._get_output_dir(trial))
@@ -51,6 +73,8 @@ class SealedCheckpointTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+                if self._order is not None:
+                    self._order.save(partial / name)
                 _seal(partial / name)
                 _move(partial / name, run_folder / name)
                 partial.rmdir()
