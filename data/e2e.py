@@ -36,6 +36,8 @@ class E2E(Task):
             predictions before they are scored: a model trained from scratch can't write names that it never saw.
         faithful: train on those references of each MR alone that leave out the fewest of its slots. One in six of the
             texts leaves something out, and a small model learns to leave out much more.
+        holdout: meaning representations of `devset.csv`, spread evenly over it, that are the validation data and not
+            trained on, where there is no `trainset.csv`. The Hub has every split: none is held out.
     """
 
     name: ClassVar[str] = "e2e"
@@ -49,13 +51,17 @@ class E2E(Task):
         path: str | None = None,
         delexicalise: Sequence[str] = (),
         faithful: bool = False,
+        holdout: int = 0,
     ) -> None:
+        if type(holdout) is not int or holdout < 0:
+            raise ConfigError(f"holdout is {holdout!r}: it must be an integer of 0 or more")
         self.path = Path(path) if path is not None else None
         for slot in delexicalise:
             if slot not in SLOTS:
                 raise unknown("slot in delexicalise", slot, SLOTS)
         self.delexicalise = tuple(delexicalise)
         self.faithful = faithful
+        self.holdout = holdout
 
     def stream(self, split: Split) -> Iterator[Example]:
         """A split as one example per meaning representation, in the order of their first rows.
@@ -66,6 +72,12 @@ class E2E(Task):
         grouped: dict[str, list[str]] = {}
         for mr, ref in rows:
             grouped.setdefault(mr, []).append(ref)
+        if split != "test" and self._holds_out():
+            if self.holdout >= len(grouped):
+                raise ConfigError(f"holdout is {self.holdout}: devset.csv has {len(grouped)} meaning representations")
+            held = {n * len(grouped) // self.holdout for n in range(self.holdout)}
+            wanted = split == "validation"
+            grouped = {mr: refs for n, (mr, refs) in enumerate(grouped.items()) if (n in held) == wanted}
         for n, (mr, references) in enumerate(grouped.items()):
             yield self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
 
@@ -105,12 +117,20 @@ class E2E(Task):
             names = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
         else:
             names = {"train": "devset.csv", "test": "testset_w_refs.csv"}
+            if self.holdout:
+                names["validation"] = "devset.csv"
         if split not in names:
-            raise ConfigError(f"split {split!r} of E2E needs trainset.csv in {self.path}: there is none")
+            raise ConfigError(
+                f"split {split!r} of E2E needs trainset.csv in {self.path}, and there is none: hold some of devset.csv "
+                "out with the option holdout (data.options.holdout=60)"
+            )
         file = self.path / names[split]
         if not file.exists():
             raise ConfigError(f"data.path is {str(self.path)!r}: it has no {file.name}")
         return file
+
+    def _holds_out(self) -> bool:
+        return self.holdout > 0 and self.path is not None and not (self.path / "trainset.csv").exists()
 
     def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
         for row in hub_rows(HUB_REPOSITORY, revision=HUB_REVISION, split=split):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.report import Report
+from eval.results import Report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     for number, (name, report) in enumerate(reports.items()):
         colour, marker = STYLES[number % len(STYLES)]
         rows = sorted(report.rows, key=lambda row: row.wall_clock_speedup)
-        speeds, quality = [row.wall_clock_speedup for row in rows], [row.bleu for row in rows]
+        speeds, quality = [row.wall_clock_speedup for row in rows], [row.scores["bleu"] for row in rows]
         below = [max(0.0, row.wall_clock_speedup - row.wall_clock_quartiles[0]) for row in rows]
         above = [max(0.0, row.wall_clock_quartiles[1] - row.wall_clock_speedup) for row in rows]
         axes.errorbar(
@@ -46,11 +46,11 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
         )
         if number == 0:
             full = next(row for row in report.rows if row.speedup_target == 1)
-            axes.axhline(full.bleu, color="#777777", lw=0.9, ls=":", zorder=0)
+            axes.axhline(full.scores["bleu"], color="#777777", lw=0.9, ls=":", zorder=0)
             for row in rows:
                 axes.annotate(
                     f"target {row.speedup_target:g}x\n{row.mean_layers:.1f} layers",
-                    (row.wall_clock_speedup, row.bleu),
+                    (row.wall_clock_speedup, row.scores["bleu"]),
                     xytext=(0, 9),
                     textcoords="offset points",
                     ha="center",
@@ -59,7 +59,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
                     color="#333333",
                     bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
                 )
-    values = [row.bleu for report in reports.values() for row in report.rows]
+    values = [row.scores["bleu"] for report in reports.values() for row in report.rows]
     # At least twelve points of BLEU in sight, so that a difference of noise doesn't look like a cliff.
     middle, half = (max(values) + min(values)) / 2, max(6.0, (max(values) - min(values)) * 0.62)
     bottom = max(0.0, middle - half)

@@ -18,7 +18,7 @@ from data import Example, Task, load_task
 from eval.decoding import Decoded, decode_test_set, encode_test_set
 from eval.frontier import draw_frontier
 from eval.machine import describe_machine, resolve_device, versions
-from eval.report import FILE_NAME, Report, make_row, write_predictions
+from eval.results import FILE_NAME, Report, make_row, write_predictions
 from eval.scores import score
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost
 from skipdecode.checkpoint import SkipConfig

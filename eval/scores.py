@@ -1,25 +1,14 @@
 """How good predictions are: BLEU and ROUGE against every reference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Corpus scores, each between 0 and 100."""
-
-    bleu: float
-    rouge1: float
-    rouge2: float
-    rougeL: float
-
-
-def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """Scores of predictions, each against all of its references.
+def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """`bleu`, `rouge1`, `rouge2` and `rougeL` of predictions, each against all of its references, from 0 to 100.
 
     BLEU is sacrebleu's over the corpus, case-insensitive, 13a tokens, as the E2E challenge scores. ROUGE is the mean
     over predictions of the best reference's F1 (rouge-score, stemmed).
@@ -38,4 +27,4 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
         for kind in kinds:
             sums[kind] += best[kind].fmeasure
     means = {kind: 100 * total / len(predictions) for kind, total in sums.items()}
-    return Scores(bleu=bleu, rouge1=means["rouge1"], rouge2=means["rouge2"], rougeL=means["rougeL"])
+    return {"bleu": bleu, **means}

@@ -22,25 +22,18 @@ from rich.table import Table
 from data.columns import lay_out
 from eval.shapes import random_model, read_shape
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_layers, solve_schedule
-from train.objective import completion_loss, predicting_budgets
+from train.objective import completion_loss, predicting_budgets, unpack_batch
 
 
 def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) -> float:
     """The time of forward, loss and backward of one batch under a schedule."""
-    start_column = batch["prompt_columns"]
-    labels = batch["labels"][:, start_column:]
+    prompt_columns, columns, labels = unpack_batch(batch)
     on_cuda = labels.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    with skip_layers(model, schedule, prompt_columns=start_column):
-        logits = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            position_ids=batch["position_ids"],
-            logits_to_keep=labels.shape[1] + 1,
-            use_cache=False,
-        ).logits
+    with skip_layers(model, schedule, prompt_columns=prompt_columns):
+        logits = model(**columns).logits
     budgets = predicting_budgets(schedule, labels.shape[1])
     completion_loss(logits[:, :-1], labels, budgets, num_layers=schedule.num_layers).backward()
     model.zero_grad(set_to_none=True)

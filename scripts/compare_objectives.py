@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data import Task
 from data.rows import row_lengths
 from eval.frontier import draw_frontier
-from eval.report import Report
+from eval.results import Report
 from train.build import build_task
 from train.prepare import prepare
 from train.recipe import Recipe, load_recipe
@@ -66,7 +66,7 @@ def main() -> int:
     print("| trained by | steps | " + " | ".join(f"{speed}x" for speed in SPEEDS) + " | worst of 1x's |")
     print("| --- |" + " ---: |" * (len(SPEEDS) + 2))
     for name, report in reports.items():
-        bleu = [row.bleu for row in report.rows]
+        bleu = [row.scores["bleu"] for row in report.rows]
         cells = " | ".join(f"{value:.2f}" for value in bleu)
         print(f"| {name} | {steps[name]} | {cells} | {100 * min(bleu[1:]) / bleu[0]:.1f} % |")
     return 0

@@ -69,6 +69,19 @@ def test_without_delexicalising_prompts_and_targets_are_in_real_words(tmp_path: 
     assert example.targets == example.references == ("Aromi.",)
 
 
+def test_what_is_held_out_validates_and_is_not_trained_on(tmp_path: Path) -> None:
+    rows = "".join(f'"name[Place {n}]",text {n}\n"name[Place {n}]",again {n}\n' for n in range(10))
+    (tmp_path / "devset.csv").write_text(HEADER + rows, encoding="utf-8")
+    everything = [example.references for example in E2E(str(tmp_path)).load("train")]
+    task = E2E(str(tmp_path), holdout=3)
+    trained, held = ([example.references for example in task.load(split)] for split in ("train", "validation"))
+    assert held == [everything[n] for n in (0, 3, 6)]
+    assert trained == [references for references in everything if references not in held]
+    for wrong, message in ((-1, "it must be an integer of 0 or more"), (10, "devset.csv has 10")):
+        with pytest.raises(ConfigError, match=message):
+            E2E(str(tmp_path), holdout=wrong).load("train")
+
+
 def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
     task = folder_with(tmp_path, HEADER + '"name[Aromi]",dev\n', HEADER + '"name[Aromi]",test\n')
     assert task.load("train")[0].references == ("dev",)

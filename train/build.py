@@ -43,6 +43,13 @@ def model_config(recipe: Recipe) -> PretrainedConfig:
     return shape_config(shape)
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Have a model compute its activations again in the backward pass instead of keeping them."""
+    # Renamed in transformers 5.23; the old name goes in 6.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def build_model(
     recipe: Recipe, examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -18,14 +18,16 @@ from skipdecode.errors import first_line
 from train.recipe import DEEPSPEED
 
 
-def prepare_deepspeed(name: str) -> dict[str, Any]:
-    """The DeepSpeed config of a name in configs/deepspeed/ or of a JSON file, in a process made ready for it.
+def is_first_process() -> bool:
+    """Whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
 
-    Raises ConfigError where there is no such config or DeepSpeed isn't installed.
-    """
+
+def read_deepspeed(name: str) -> dict[str, Any]:
+    """The DeepSpeed config of a name in configs/deepspeed/ or of a JSON file. Raises ConfigError for what isn't one."""
     path = named_file(name, DEEPSPEED, ".json", "deepspeed.config")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         stage = values["zero_optimization"]["stage"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -36,6 +38,15 @@ def prepare_deepspeed(name: str) -> dict[str, Any]:
         raise ConfigError(
             f"deepspeed.config {str(path)!r}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3"
         )
+    return values
+
+
+def prepare_deepspeed(name: str) -> dict[str, Any]:
+    """The DeepSpeed config of a name, as `read_deepspeed` gives it, in a process made ready for it.
+
+    Raises ConfigError where there is no such config or DeepSpeed isn't installed.
+    """
+    config = read_deepspeed(name)
     try:
         import deepspeed
     except ImportError as error:
@@ -47,7 +58,6 @@ def prepare_deepspeed(name: str) -> dict[str, Any]:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         _launch_alone()
-    config: dict[str, Any] = values
     return config
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
 from train.build import build_task
+from train.distributed import is_first_process
 from train.live_memory import Kernels
 from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
 from train.prepare import describe_schedules, make_trainer, prepare
@@ -90,7 +90,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         rows=len(batch),
         kernels=kernels,
     )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = prepared.arguments.world_size
     copies = recipe.train.gradient_accumulation_steps * processes
     watch = StepWatch(simulated.weights)
     with tempfile.TemporaryDirectory() as elsewhere:
@@ -230,7 +230,7 @@ def _status(key: str) -> int | None:
 
 def print_dry_run(found: DryRun, name: str) -> None:
     """Say what was found, on the first process alone."""
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_first_process():
         return
     estimate, measured = found.estimate, found.measured_peak
     parts = ("weights", "gradients", "optimiser", "activations")

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from data.columns import lay_out
 from skipdecode import SkipSchedule, skip_layers
 from skipdecode.families import text_config, unwrap
-from train.objective import completion_loss, distillation_loss, predicting_budgets
+from train.objective import Objective, unpack_batch
 
 Kernels = Literal["cpu", "cuda"]
 
@@ -59,7 +59,7 @@ class StepSettings:
         rows, prompt_columns, new_tokens: the batch.
         autocast: the type that autocast computes in; None computes in that of the weights.
         accumulated: whether the gradients of earlier batches are there when the step starts.
-        distillation, depth_weight_power, label_smoothing: as in the recipe.
+        objective: whose loss it is.
         kernels: whose: those of CUDA keep one byte for each value that dropout sees, those of the CPU four.
     """
 
@@ -69,9 +69,7 @@ class StepSettings:
     new_tokens: int
     autocast: torch.dtype | None = None
     accumulated: bool = False
-    distillation: float = 0.0
-    depth_weight_power: float = 0.0
-    label_smoothing: float = 0.0
+    objective: Objective = field(default_factory=Objective)
     kernels: Kernels = "cuda"
 
 
@@ -184,41 +182,21 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _forward_and_backward(model: torch.nn.Module, step: StepSettings) -> None:
-    """`SkipTrainer.compute_loss` and the backward pass, without the figures for the log, which need data."""
+    """A step of `SkipTrainer`, without the figures for the log, which need data."""
     completion = [[0] * step.new_tokens] * step.rows
     batch = lay_out([[0] * step.prompt_columns] * step.rows, completion, pad_token=0)
-    labels = batch["labels"][:, step.prompt_columns :]  # [batch, new tokens]
-    columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    columns["logits_to_keep"] = step.new_tokens + 1
+    prompt_columns, columns, labels = unpack_batch(batch)
 
-    def logits_of() -> torch.Tensor:
+    def run_all() -> torch.Tensor:
         with torch.autocast("cpu", step.autocast) if step.autocast is not None else nullcontext():
-            logits: torch.Tensor = model(**columns, use_cache=False).logits
+            logits: torch.Tensor = model(**columns).logits
         return logits.float() if step.autocast is not None else logits  # as accelerate does
 
-    teacher: torch.Tensor | None = None
-    losses: list[torch.Tensor] = []
-    for schedule in step.schedules:
-        with skip_layers(model, schedule, prompt_columns=step.prompt_columns):
-            logits = logits_of()
-        loss = completion_loss(
-            logits[:, :-1],
-            labels,
-            predicting_budgets(schedule, step.new_tokens),
-            num_layers=schedule.num_layers,
-            depth_weight_power=step.depth_weight_power,
-            label_smoothing=step.label_smoothing,
-        )
-        if step.distillation and schedule.min_layers < schedule.num_layers:
-            if teacher is None:
-                with torch.no_grad():
-                    teacher = logits_of()
-            divergence = distillation_loss(logits[:, :-1], teacher[:, :-1], labels)
-            loss = (1 - step.distillation) * loss + step.distillation * divergence
-        elif step.distillation:
-            teacher = logits.detach()
-        losses.append(loss)
-    torch.stack(losses).mean().backward()
+    def run(schedule: SkipSchedule) -> torch.Tensor:
+        with skip_layers(model, schedule, prompt_columns=prompt_columns):
+            return run_all()
+
+    step.objective.step_loss(step.schedules, labels, run, torch.no_grad()(run_all)).backward()
 
 
 @contextmanager

@@ -1,18 +1,18 @@
 """What a recipe needs of a device's memory, before it is started."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from eval.files import named_file
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.adapters import add_adapters
+from train.build import checkpoint_activations
+from train.distributed import read_deepspeed
 from train.live_memory import Kernels, SimulatedStep, StepSettings, simulate_step
-from train.recipe import DEEPSPEED, Recipe
+from train.objective import Objective
+from train.recipe import Recipe
 from train.sampling import Draw, ScheduleSampler
 
 # DeepSpeed's own defaults, in values.
@@ -67,21 +67,20 @@ class Zero:
     @classmethod
     def read(cls, name: str) -> "Zero":
         """From a name in configs/deepspeed/, or a JSON file. Raises ConfigError where there is none."""
-        path = named_file(name, DEEPSPEED, ".json", "deepspeed.config")
+        values = read_deepspeed(name)["zero_optimization"]
         try:
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["zero_optimization"]
             bucket = values.get("reduce_bucket_size", REDUCE_BUCKET)
             live = values.get("stage3_max_live_parameters", LIVE_PARAMETERS)
             return cls(
-                stage=int(values["stage"]),
+                stage=values["stage"],
                 offload_optimiser=values.get("offload_optimizer", {}).get("device", "none") != "none",
                 offload_parameters=values.get("offload_param", {}).get("device", "none") != "none",
                 reduce_bucket=None if bucket == "auto" else int(bucket),
                 reduce_buckets=2 if values.get("overlap_comm", values["stage"] == 3) else 1,
                 live_parameters=LIVE_PARAMETERS if live == "auto" else int(live),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"deepspeed.config {str(path)!r} can't be read: {first_line(error)}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"deepspeed.config {name!r} can't be read: {first_line(error)}") from error
 
 
 def costliest_steps(sampler: ScheduleSampler, distils: bool) -> list[tuple[Draw, ...]]:
@@ -129,9 +128,7 @@ def simulate_recipe(
             new_tokens=new_tokens,
             autocast=None if with_deepspeed else precision,
             accumulated=recipe.train.gradient_accumulation_steps > 1,
-            distillation=recipe.optim.distillation,
-            depth_weight_power=recipe.optim.depth_weight_power,
-            label_smoothing=recipe.optim.label_smoothing,
+            objective=Objective.of(recipe.optim),
             kernels=kernels,
         )
         for draws in steps
@@ -147,9 +144,7 @@ def _model_without_data(recipe: Recipe, config: PretrainedConfig, dtype: torch.d
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if recipe.train.gradient_checkpointing:
-            # Renamed in transformers 5.23; the old name goes in 6.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_activations(model)
         adapted: torch.nn.Module = add_adapters(model, recipe.lora)
         return adapted
 

@@ -1,14 +1,87 @@
 """The training objective: next-token loss on completions, under a schedule, seen band by band of depth."""
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from data.columns import IGNORED
 from skipdecode import SkipSchedule
+from train.recipe import OptimSection
 
 BANDS = 4  # the depth is cut into as many bands for logging
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a training step minimises.
+
+    Attributes:
+        depth_weight_power, label_smoothing: as in `completion_loss`.
+        distillation: share of the loss of each schedule that skips which is its divergence from full depth.
+    """
+
+    depth_weight_power: float = 0.0
+    label_smoothing: float = 0.0
+    distillation: float = 0.0
+
+    @classmethod
+    def of(cls, section: OptimSection) -> "Objective":
+        """The objective of a recipe."""
+        return cls(section.depth_weight_power, section.label_smoothing, section.distillation)
+
+    def step_loss(
+        self,
+        schedules: Iterable[SkipSchedule],
+        labels: torch.Tensor,
+        run: Callable[[SkipSchedule], torch.Tensor],
+        teach: Callable[[], torch.Tensor],
+        *,
+        num_items: torch.Tensor | int | None = None,
+        bands: "DepthBands | None" = None,
+    ) -> torch.Tensor:
+        """The mean over the schedules of a step.
+
+        Args:
+            schedules: full depth, where it is among them, is the first: its output teaches the others.
+            labels: of the completion, [batch, new tokens].
+            run: gives logits under a schedule, from the prompt's last column on, [batch, new tokens + 1, vocabulary].
+            teach: gives those at full depth without a gradient; called once at most.
+            num_items, bands: as in `completion_loss`.
+        """
+        teacher: torch.Tensor | None = None
+        losses: list[torch.Tensor] = []
+        for schedule in schedules:
+            logits = run(schedule)
+            loss = completion_loss(
+                logits[:, :-1],
+                labels,
+                predicting_budgets(schedule, labels.shape[1]),
+                num_layers=schedule.num_layers,
+                num_items=num_items,
+                depth_weight_power=self.depth_weight_power,
+                label_smoothing=self.label_smoothing,
+                bands=bands,
+            )
+            if self.distillation and schedule.min_layers < schedule.num_layers:
+                teacher = teach() if teacher is None else teacher
+                divergence = distillation_loss(logits[:, :-1], teacher[:, :-1], labels, num_items=num_items)
+                loss = (1 - self.distillation) * loss + self.distillation * divergence
+            elif self.distillation:
+                teacher = logits.detach()
+            losses.append(loss)
+        return torch.stack(losses).mean()
+
+
+def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:
+    """A collated batch: its prompt columns, what the model is called with, and labels [batch, new tokens]."""
+    prompt_columns: int = batch["prompt_columns"]
+    labels = batch["labels"][:, prompt_columns:]
+    columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
+    return prompt_columns, {**columns, "use_cache": False}, labels
 
 
 def predicting_budgets(schedule: SkipSchedule, new_tokens: int) -> list[int]:

@@ -20,8 +20,9 @@ from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
 from train.adapters import add_adapters
-from train.build import build_model
+from train.build import build_model, checkpoint_activations
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
+from train.objective import Objective
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler, make_sampler
 from train.trainer import SkipTrainer, check_positions
@@ -79,9 +80,7 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
     sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
     trained = add_adapters(model, recipe.lora)
     if recipe.train.gradient_checkpointing:
-        # Renamed in transformers 5.23; the old name goes in 6.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
         if recipe.lora.r is not None:
             model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
     return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments)
@@ -129,9 +128,7 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         callbacks=callbacks,
         sampler=prepared.sampler,
         skip_config=prepared.skip_config,
-        depth_weight_power=recipe.optim.depth_weight_power,
-        label_smoothing=recipe.optim.label_smoothing,
-        distillation=recipe.optim.distillation,
+        objective=Objective.of(recipe.optim),
     )
 
 

@@ -15,14 +15,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
 from eval.files import write_whole
-from eval.report import FILE_NAME, Report
+from eval.results import FILE_NAME, Report
 from eval.run import Request, evaluate
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
-from train.distributed import check_world_size
+from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
 from train.recipe import Recipe
 from train.stops import RunStopped, StopOnSignal
@@ -43,24 +43,24 @@ def run(recipe: Recipe, name: str) -> Path:
         ConfigError: before anything is written, for settings and data that can't be used.
         RunStopped: where the run can't go on, after what can be saved is.
     """
-    console = Console(stderr=True, quiet=not _is_first_process())
+    console = Console(stderr=True, quiet=not is_first_process())
     folder = Path(str(recipe.output.dir))
-    if _is_first_process():  # which alone writes there, soon
+    if is_first_process():  # which alone writes there, soon
         check_folder(folder, recipe)
     task = build_task(recipe)
     prepared = None if _is_finished(folder) else prepare(recipe, task, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if _is_first_process():
+    if is_first_process():
         write_whole(folder / RECIPE_FILE, recipe.to_yaml())
     with tracked(recipe, name, folder) as tracker:
         if prepared is not None:
             introduce(console, name, prepared)
-            if _is_first_process():
+            if is_first_process():
                 draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
                 tracker.schedules(folder)
             _train(recipe, prepared, folder, console)
             prepared = None  # the evaluation needs the memory
-        if recipe.evaluation.speedups is not None and _is_first_process():
+        if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
         tracker.checkpoint(folder)
     console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
@@ -71,7 +71,7 @@ def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -
     stop = StopOnSignal()
     trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
     # One rank looks, and all continue from the same.
-    chosen = [last_complete_checkpoint(folder, console) if _is_first_process() else None]
+    chosen = [last_complete_checkpoint(folder, console) if is_first_process() else None]
     if prepared.arguments.world_size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is not None:
@@ -81,10 +81,6 @@ def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     _finish(trainer, recipe, prepared.tokenizer, folder)
-
-
-def _is_first_process() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _is_finished(folder: Path) -> bool:

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from skipdecode import ConfigError, SkipSchedule, skip_layers
-from skipdecode.attach import LayerGate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
-from train.objective import DepthBands, completion_loss, distillation_loss, predicting_budgets
+from train.objective import DepthBands, Objective, completion_loss, predicting_budgets, unpack_batch
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
 
@@ -40,17 +39,13 @@ class SkipTrainer(SealedCheckpointTrainer):
         *,
         sampler: ScheduleSampler,
         skip_config: SkipConfig,
-        depth_weight_power: float = 0.0,
-        label_smoothing: float = 0.0,
-        distillation: float = 0.0,
+        objective: Objective,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.sampler = sampler
         self.skip_config = skip_config
-        self.depth_weight_power = depth_weight_power
-        self.smoothing = label_smoothing
-        self.distillation = distillation
+        self.objective = objective
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
         self._finite_loss = FiniteLoss()
@@ -72,67 +67,38 @@ class SkipTrainer(SealedCheckpointTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The completion loss of a batch, the mean over the schedules of this optimiser step."""
-        prompt_columns, columns, labels = _unpack(inputs)
+        """The objective's loss of a batch, the mean over the schedules of this optimiser step."""
+        prompt_columns, columns, labels = unpack_batch(inputs)
         draws = self.sampler.at(self.state.global_step)
-        teacher: torch.Tensor | None = None  # what the model says at full depth, [batch, new tokens + 1, vocabulary]
-        losses: list[torch.Tensor] = []
-        for target, schedule in draws:  # full depth, where it is drawn, is the first
+        outputs: Any = None
+
+        def run(schedule: SkipSchedule) -> torch.Tensor:
+            nonlocal outputs
             with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-                outputs = model(**columns, use_cache=False)
-            self._count(target, schedule, gate, labels)
-            loss = self._completion_loss(outputs.logits, labels, schedule, num_items_in_batch)
-            if self.distillation and schedule.min_layers < schedule.num_layers:
-                if teacher is None:
-                    teacher = self._full_depth_logits(model, columns)
-                divergence = distillation_loss(
-                    outputs.logits[:, :-1], teacher[:, :-1], labels, num_items=num_items_in_batch
-                )
-                loss = (1 - self.distillation) * loss + self.distillation * divergence
-            elif self.distillation:
-                teacher = outputs.logits.detach()
-            losses.append(loss)
+                outputs = model(**columns)
+            self._run_columns += gate.layer_columns
+            self._skipped_columns += gate.layer_columns_skipped
+            logits: torch.Tensor = outputs.logits
+            return logits
+
+        @torch.no_grad()
+        def teach() -> torch.Tensor:
+            """What the model itself says when it skips nothing and drops nothing out."""
+            model.eval()
+            logits: torch.Tensor = model(**columns).logits
+            model.train()
+            return logits
+
+        schedules = [draw.schedule for draw in draws]
+        loss = self.objective.step_loss(schedules, labels, run, teach, num_items=num_items_in_batch, bands=self.bands)
+        self._passes += len(draws)
+        self._target_sum += sum(draw.speedup for draw in draws)
+        self._budget_sum += sum(schedule.mean_budget(labels.shape[1]) for schedule in schedules)
         self._tokens += int((labels >= 0).sum())
-        loss = torch.stack(losses).mean()
         self._finite_loss.watch(loss)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
         return (loss, outputs) if return_outputs else loss
-
-    def _completion_loss(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        schedule: SkipSchedule,
-        num_items: torch.Tensor | int | None,
-    ) -> torch.Tensor:
-        return completion_loss(
-            logits[:, :-1],
-            labels,
-            predicting_budgets(schedule, labels.shape[1]),
-            num_layers=schedule.num_layers,
-            num_items=num_items,
-            depth_weight_power=self.depth_weight_power,
-            label_smoothing=self.smoothing,
-            bands=self.bands,
-        )
-
-    def _count(self, target: float, schedule: SkipSchedule, gate: LayerGate, labels: torch.Tensor) -> None:
-        """Add a pass to the figures of the next log."""
-        self._run_columns += gate.layer_columns
-        self._skipped_columns += gate.layer_columns_skipped
-        self._target_sum += target
-        self._budget_sum += schedule.mean_budget(labels.shape[1])
-        self._passes += 1
-
-    @staticmethod
-    @torch.no_grad()
-    def _full_depth_logits(model: torch.nn.Module, columns: dict[str, Any]) -> torch.Tensor:
-        """What the model itself says of the same columns when it skips nothing and drops nothing out."""
-        model.eval()
-        logits: torch.Tensor = model(**columns, use_cache=False).logits
-        model.train()
-        return logits
 
     def prediction_step(
         self,
@@ -142,7 +108,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, None, None]:
         """The loss of a validation batch, the mean over the targets that are validated."""
-        prompt_columns, columns, labels = _unpack(self._prepare_inputs(inputs))
+        prompt_columns, columns, labels = unpack_batch(self._prepare_inputs(inputs))
         sums = []
         for _, schedule in self._validated:
             with (
@@ -150,7 +116,7 @@ class SkipTrainer(SealedCheckpointTrainer):
                 self.compute_loss_context_manager(),
                 skip_layers(model, schedule, prompt_columns=prompt_columns),
             ):
-                logits = model(**columns, use_cache=False).logits
+                logits = model(**columns).logits
             budgets = predicting_budgets(schedule, labels.shape[1])
             sums.append(
                 completion_loss(logits[:, :-1], labels, budgets, num_layers=schedule.num_layers, num_items=1).double()
@@ -211,15 +177,6 @@ class SkipTrainer(SealedCheckpointTrainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.skip_config.save(output_dir or str(self.args.output_dir))
-
-
-def _unpack(inputs: dict[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:
-    """A collated batch: its prompt columns, what the model is called with, and labels [batch, new tokens]."""
-    prompt_columns: int = inputs["prompt_columns"]
-    labels = inputs["labels"][:, prompt_columns:]
-    columns = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
-    return prompt_columns, columns, labels
 
 
 def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:

@@ -1,14 +1,14 @@
 """A run in Weights & Biases: the Trainer's own callback logs the figures of steps, this the rest."""
 
 import json
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eval.report import COLUMNS, Report
+from eval.results import COLUMNS, Report
+from train.distributed import is_first_process
 from train.recipe import Recipe
 
 ID_FILE = "wandb_id"  # a run that is resumed stays one run there
@@ -51,7 +51,7 @@ class Tracker:
             }
         )
         for row in report.rows:
-            self._run.summary[f"bleu_{row.speedup_target:g}x"] = row.bleu
+            self._run.summary[f"bleu_{row.speedup_target:g}x"] = row.scores["bleu"]
             self._run.summary[f"speedup_{row.speedup_target:g}x"] = row.wall_clock_speedup
 
     def checkpoint(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ def tracked(recipe: Recipe, name: str, folder: Path) -> Iterator[Tracker]:
     It ends as failed where the context does.
     """
     mode = recipe.tracking.wandb
-    if mode == "off" or int(os.environ.get("RANK", "0")) != 0:
+    if mode == "off" or not is_first_process():
         yield Tracker(None)
         return
     import wandb

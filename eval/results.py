@@ -1,9 +1,9 @@
-"""The report of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
+"""The results of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from rich.table import Table
 
 from eval.decoding import Decoded
 from eval.files import write_whole
-from eval.scores import Scores
 from skipdecode import ConfigError
 
 FILE_NAME = "report.json"
@@ -25,7 +24,9 @@ class Row:
         speedup_target: what the schedule was solved for.
         schedule: its fields.
         mean_layers: layers per generated token, over the tokens that were generated.
-        bleu, rouge1, rouge2, rougeL: 0 to 100.
+        scores: metric -> its value, named as in `eval.scores`.
+        intervals: metric -> its 95 % confidence interval, for the metrics that have one.
+        p_values: metric -> how likely a difference from the 1x row as large as this one is by chance; not in that row.
         prefill_seconds, decode_seconds: over the whole test set.
         decode_steps: batch steps after prefill.
         tokens: generated tokens after each row's first, without padding.
@@ -38,10 +39,7 @@ class Row:
     speedup_target: float
     schedule: dict[str, Any]
     mean_layers: float
-    bleu: float
-    rouge1: float
-    rouge2: float
-    rougeL: float
+    scores: dict[str, float]
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
@@ -50,6 +48,8 @@ class Row:
     wall_clock_speedup: float
     wall_clock_quartiles: tuple[float, float]
     cache_bytes: int = 0
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    p_values: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,7 @@ class Report:
         """The report of a `report.json`. Raises ConfigError where it can't be read."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            rows = [
-                Row(**{**row, "wall_clock_quartiles": tuple(row["wall_clock_quartiles"])}) for row in values["rows"]
-            ]
-            return cls(**{**values, "rows": rows})
+            return cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
@@ -121,6 +118,12 @@ class Report:
         return [[cell(row) for _, cell in COLUMNS] for row in self.rows]
 
 
+def _read_row(values: dict[str, Any]) -> Row:
+    """A row as JSON gives it, which has no tuples."""
+    intervals = {name: (low, high) for name, (low, high) in values["intervals"].items()}
+    return Row(**{**values, "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]), "intervals": intervals})
+
+
 # Column heads and what stands below them.
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("target", lambda r: f"{r.speedup_target:g}x"),
@@ -130,10 +133,10 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
         "measured speed",
         lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
     ),
-    ("BLEU", lambda r: f"{r.bleu:.2f}"),
-    ("ROUGE-1", lambda r: f"{r.rouge1:.2f}"),
-    ("ROUGE-2", lambda r: f"{r.rouge2:.2f}"),
-    ("ROUGE-L", lambda r: f"{r.rougeL:.2f}"),
+    ("BLEU", lambda r: f"{r.scores['bleu']:.2f}"),
+    ("ROUGE-1", lambda r: f"{r.scores['rouge1']:.2f}"),
+    ("ROUGE-2", lambda r: f"{r.scores['rouge2']:.2f}"),
+    ("ROUGE-L", lambda r: f"{r.scores['rougeL']:.2f}"),
     ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
@@ -141,7 +144,7 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
 ]
 
 
-def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scores) -> Row:
+def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Mapping[str, float]) -> Row:
     """The row of one speed, with its wall clock beside that of `full_depth`, which took turns with it."""
     ratios = [
         full / step
@@ -154,7 +157,7 @@ def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scor
         speedup_target=speedup,
         schedule=decoded.schedule.to_dict(),
         mean_layers=decoded.mean_layers,
-        **asdict(scores),
+        scores=dict(scores),
         prefill_seconds=sum(decoded.prefill_seconds),
         decode_seconds=seconds,
         decode_steps=sum(decoded.decode_steps),
