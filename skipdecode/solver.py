@@ -1,6 +1,7 @@
 """From a target speedup to a schedule: `solve_schedule`."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -59,13 +60,7 @@ def solve_schedule(
         ConfigError: where a calibration is asked of something else than a model; for a target below 1, or beyond what
             min = max = warmup_layers reaches; it says how much that is.
     """
-    if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
-        raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
-    if not 0 <= spread <= 1:
-        raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
-    for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value!r}: it must be at least 1")
+    _check(speedup, spread, prompt_length, batch_size)
     if calibrate:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"calibrate needs the model itself: a {type(model).__name__} can't be timed")
@@ -88,15 +83,36 @@ def solve_schedule(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
+    candidates = _fast_enough(schedule, predicted, speedup, range(warmup_layers, depth + 1))
+    limit = min(candidates.values()) * (1 + TOLERANCE)
+    near = [candidate for candidate, value in candidates.items() if value <= limit]
+    return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
+
+
+def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:
+    if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
+        raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
+    if not 0 <= spread <= 1:
+        raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
+    for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value!r}: it must be at least 1")
+
+
+def _fast_enough(
+    schedule: Callable[[int, int], SkipSchedule],
+    predicted: Callable[[SkipSchedule], float],
+    speedup: float,
+    budgets: range,
+) -> dict[SkipSchedule, float]:
+    """For each max of `budgets` that allows it, the slowest schedule that reaches the target, and what it reaches."""
     candidates: dict[SkipSchedule, float] = {}
-    for most in range(warmup_layers, depth + 1):
-        if predicted(schedule(most, warmup_layers)) < speedup:
+    for most in budgets:
+        if predicted(schedule(most, budgets[0])) < speedup:
             break  # a higher max is slower still
-        low, high = warmup_layers, most  # the largest min that is fast enough lies in between
+        low, high = budgets[0], most  # the largest min that is fast enough lies in between
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)
         candidates[schedule(most, low)] = predicted(schedule(most, low))
-    limit = min(candidates.values()) * (1 + TOLERANCE)
-    near = [candidate for candidate, value in candidates.items() if value <= limit]
-    return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
+    return candidates

@@ -168,12 +168,12 @@ def test_checkpointing_a_narrow_schedule_and_small_batches_need_less() -> None:
     assert simulated(small_recipe("train.per_device_batch_size=1")).activations < 0.6 * full
 
 
-def test_a_sandwich_holds_three_passes_and_a_teacher_one_more_output() -> None:
+def test_a_sandwich_holds_one_pass_at_a_time_and_a_teacher_one_more_output() -> None:
     schedules = tuple(SkipSchedule(8, most, 1, horizon=8) for most in (7, 6, 5))
     one = ScheduleSampler((1.5, 2.0, 3.0), schedules, (1.0, 1.0, 1.0), 0)
     sandwich = replace(one, sampling="sandwich")
     recipe, distils = small_recipe(), small_recipe("optim.distillation=0.5")
-    assert simulated(recipe, sandwich).activations > 2.5 * simulated(recipe, one).activations
+    assert simulated(recipe, sandwich).activations < 1.1 * simulated(recipe, one).activations
     assert simulated(distils, one).activations > simulated(recipe, one).activations
 
 
@@ -239,7 +239,7 @@ def test_several_processes_hold_the_gradients_twice() -> None:
 @pytest.mark.parametrize("text", ["[]", "{}", '{"zero_optimization": {}}', "no JSON"])
 def test_a_file_that_is_no_deepspeed_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"zero\.json.*can't be read"):
+    with pytest.raises(ConfigError, match=r"zero\.json.*expected a JSON object with zero_optimization.stage"):
         Zero.read(str(tmp_path / "zero.json"))
 
 

@@ -320,41 +320,45 @@ ONE_BATCH = [
 ]
 
 
-def first_outputs(recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the fresh model at full depth and at 3x for its one batch, and labels of the next tokens."""
+def first_outputs(recipe: Recipe) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fresh model, its log-probabilities at full depth and at 3x for the one batch, and the next tokens."""
     task = build_task(recipe)
     model, tokenizer = build_model(recipe, task.load("train"))
     rows = encode_task(task, tokenizer, max_prompt_tokens=96, max_completion_tokens=64).rows
     batch = ColumnCollator(tokenizer.pad_token_id)(list(rows))
     prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
-    with torch.no_grad():
-        full = model(**batch).logits.log_softmax(-1)
-        with skip_layers(model, solve_schedule(model, 3, horizon=task.horizon), prompt_columns=prompt_columns):
-            skipped = model(**batch).logits.log_softmax(-1)
-    return full[:, :-1], skipped[:, :-1], labels[:, 1:]
+    full = model(**batch).logits.log_softmax(-1)
+    with skip_layers(model, solve_schedule(model, 3, horizon=task.horizon), prompt_columns=prompt_columns):
+        skipped = model(**batch).logits.log_softmax(-1)
+    return model, full[:, :-1], skipped[:, :-1], labels[:, 1:]
 
 
 def test_distillation_pulls_to_the_models_own_full_depth_output(tmp_path: Path) -> None:
     """With nothing but distillation, the first loss is the divergence between the fresh model's two outputs."""
     changes = ["train.max_steps=2", "schedule.speedups=[3]", "optim.distillation=1.0", f"output.dir={tmp_path / 'run'}"]
     recipe = load_recipe("quickstart", [*SMALL, *ONE_BATCH, *changes])
-    full, skipped, labels = first_outputs(recipe)
+    _, full, skipped, labels = first_outputs(recipe)
     divergence = (full.exp() * (full - skipped)).sum(-1)[labels >= 0].mean()
     first, second = metrics(run(recipe, "quickstart"))[:2]
-    assert first["loss"] == pytest.approx(float(divergence), rel=1e-3)
+    assert first["loss"] == pytest.approx(divergence.item(), rel=1e-3)
     assert second["loss"] != first["loss"]
 
 
 def test_a_sandwich_step_is_the_mean_over_its_schedules(tmp_path: Path) -> None:
-    """Full depth learns the references, what skips learns what full depth says: the first loss, computed apart."""
+    """Full depth learns the references, what skips learns what full depth says: loss and gradient by one graph."""
     changes = ["train.max_steps=1", "schedule.speedups=[1,3]", "schedule.sampling=sandwich", "optim.distillation=1.0"]
     recipe = load_recipe("quickstart", [*SMALL, *ONE_BATCH, *changes, f"output.dir={tmp_path / 'run'}"])
-    full, skipped, labels = first_outputs(recipe)
+    model, full, skipped, labels = first_outputs(recipe)
     counted = labels >= 0
     right = full.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    divergence = (full.exp() * (full - skipped)).sum(-1)
+    taught = full.detach()
+    divergence = (taught.exp() * (taught - skipped)).sum(-1)
     expected = (-right[counted].mean() + divergence[counted].mean()) / 2
-    assert metrics(run(recipe, "quickstart"))[0]["loss"] == pytest.approx(float(expected), rel=1e-4)
+    expected.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    (first,) = metrics(run(recipe, "quickstart"))
+    assert first["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
 def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: Path, tmp_path: Path) -> None:

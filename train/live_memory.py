@@ -196,7 +196,8 @@ def _forward_and_backward(model: torch.nn.Module, step: StepSettings) -> None:
         with skip_layers(model, schedule, prompt_columns=prompt_columns):
             return run_all()
 
-    step.objective.step_loss(step.schedules, labels, run, torch.no_grad()(run_all)).backward()
+    for loss in step.objective.shares(step.schedules, labels, run, torch.no_grad()(run_all)):
+        loss.backward()
 
 
 @contextmanager

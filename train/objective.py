@@ -1,6 +1,6 @@
 """The training objective: next-token loss on completions, under a schedule, seen band by band of depth."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,17 +32,19 @@ class Objective:
         """The objective of a recipe."""
         return cls(section.depth_weight_power, section.label_smoothing, section.distillation)
 
-    def step_loss(
+    def shares(
         self,
-        schedules: Iterable[SkipSchedule],
+        schedules: Sequence[SkipSchedule],
         labels: torch.Tensor,
         run: Callable[[SkipSchedule], torch.Tensor],
         teach: Callable[[], torch.Tensor],
         *,
         num_items: torch.Tensor | int | None = None,
         bands: "DepthBands | None" = None,
-    ) -> torch.Tensor:
-        """The mean over the schedules of a step.
+    ) -> Iterator[torch.Tensor]:
+        """The loss of each schedule of a step over their number: their sum is what the step minimises.
+
+        One at a time, so that each can be differentiated, and its activations freed, before the next one's pass.
 
         Args:
             schedules: full depth, where it is among them, is the first: its output teaches the others.
@@ -52,8 +54,10 @@ class Objective:
             num_items, bands: as in `completion_loss`.
         """
         teacher: torch.Tensor | None = None
-        losses: list[torch.Tensor] = []
         for schedule in schedules:
+            skips = schedule.min_layers < schedule.num_layers
+            if self.distillation and skips and teacher is None:
+                teacher = teach()
             logits = run(schedule)
             loss = completion_loss(
                 logits[:, :-1],
@@ -65,14 +69,14 @@ class Objective:
                 label_smoothing=self.label_smoothing,
                 bands=bands,
             )
-            if self.distillation and schedule.min_layers < schedule.num_layers:
-                teacher = teach() if teacher is None else teacher
+            if self.distillation and skips:
+                assert teacher is not None
                 divergence = distillation_loss(logits[:, :-1], teacher[:, :-1], labels, num_items=num_items)
                 loss = (1 - self.distillation) * loss + self.distillation * divergence
             elif self.distillation:
                 teacher = logits.detach()
-            losses.append(loss)
-        return torch.stack(losses).mean()
+            del logits  # else the next pass would hold them too
+            yield loss / len(schedules)
 
 
 def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:

@@ -4,6 +4,8 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,10 @@ class SkipTrainer(SealedCheckpointTrainer):
         super().__init__(**kwargs)
         self.sampler = sampler
         self.skip_config = skip_config
-        self.objective = objective
+        self.objective: Objective = objective
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
+        self._shares: Iterator[torch.Tensor] = iter(())
         self._finite_loss = FiniteLoss()
         self._validated = validated_draws(sampler)
         self._validation_sums = torch.zeros(len(self._validated), dtype=torch.float64)
@@ -60,25 +63,59 @@ class SkipTrainer(SealedCheckpointTrainer):
         self._target_sum = self._budget_sum = 0.0
         self._passes = self._tokens = 0
 
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """A pass forward and backward under each schedule of this optimiser step, one after the other.
+
+        Each is a step of the Trainer's own, and all but the last leave its gradients to be summed: as with batches that
+        are accumulated, processes average them once, and DeepSpeed steps once.
+        """
+        inputs = self._prepare_inputs(inputs)
+        draws = self.sampler.at(self.state.global_step)
+        self._shares = self._losses(model, inputs, [draw.schedule for draw in draws], num_items_in_batch)
+        state, synchronises = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        losses = []
+        for left in reversed(range(len(draws))):
+            with self.accelerator.no_sync(model) if left and synchronises else nullcontext():
+                state._set_sync_gradients(synchronises and not left)
+                losses.append(super().training_step(model, inputs, num_items_in_batch))
+        self._count(draws, inputs)
+        loss = torch.stack(losses).sum()
+        self._finite_loss.watch(loss)
+        return loss
+
     def compute_loss(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The objective's loss of a batch, the mean over the schedules of this optimiser step."""
+    ) -> torch.Tensor:
+        """The share of the next schedule of this optimiser step, for `training_step`."""
+        loss = next(self._shares)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
+        return loss
+
+    def _losses(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        schedules: list[SkipSchedule],
+        num_items: torch.Tensor | int | None,
+    ) -> Iterator[torch.Tensor]:
+        """The shares of the objective for a batch."""
         prompt_columns, columns, labels = unpack_batch(inputs)
-        draws = self.sampler.at(self.state.global_step)
-        outputs: Any = None
 
         def run(schedule: SkipSchedule) -> torch.Tensor:
-            nonlocal outputs
             with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-                outputs = model(**columns)
+                logits: torch.Tensor = model(**columns).logits
             self._run_columns += gate.layer_columns
             self._skipped_columns += gate.layer_columns_skipped
-            logits: torch.Tensor = outputs.logits
             return logits
 
         @torch.no_grad()
@@ -89,16 +126,15 @@ class SkipTrainer(SealedCheckpointTrainer):
             model.train()
             return logits
 
-        schedules = [draw.schedule for draw in draws]
-        loss = self.objective.step_loss(schedules, labels, run, teach, num_items=num_items_in_batch, bands=self.bands)
+        return self.objective.shares(schedules, labels, run, teach, num_items=num_items, bands=self.bands)
+
+    def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
+        """Add a batch to the figures of the next log."""
+        _, _, labels = unpack_batch(inputs)
         self._passes += len(draws)
         self._target_sum += sum(draw.speedup for draw in draws)
-        self._budget_sum += sum(schedule.mean_budget(labels.shape[1]) for schedule in schedules)
+        self._budget_sum += sum(draw.schedule.mean_budget(labels.shape[1]) for draw in draws)
         self._tokens += int((labels >= 0).sum())
-        self._finite_loss.watch(loss)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
-        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
         self,
