@@ -10,8 +10,8 @@ from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
-from skipdecode.decode import GenerativeModel
 from skipdecode.families import text_config
+from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 
 
