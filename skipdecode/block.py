@@ -127,7 +127,7 @@ class KeyValues:
     """Writes the keys and values that a layer makes of a hidden state, without running the layer.
 
     So a token that left the model below the layer is there for later tokens to attend to: the state propagation of
-    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061, section 3.1). A family whose projection gives queries,
+    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061). A family whose projection gives queries,
     keys and values at once computes all three.
 
     Args:
