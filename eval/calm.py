@@ -173,12 +173,16 @@ class _CalmSteps:
             if not waiting:
                 self._key_values[index](hidden, cached, step)
                 continue
-            whole, rows = len(waiting) == len(tokens), tokens.new_tensor(waiting)
             deeper = block(hidden, cached, step)
-            hidden = deeper if whole else hidden.index_copy(0, rows, deeper[rows])
-            logits = self._decoder.logits(hidden if whole else hidden[rows])  # [waiting, vocabulary]
+            if len(waiting) == len(tokens):
+                hidden = asked = deeper
+            else:
+                rows = tokens.new_tensor(waiting)
+                asked = deeper[rows]  # [waiting, hidden]
+                hidden = hidden.index_copy(0, rows, asked)
+            logits = self._decoder.logits(asked)  # [waiting, vocabulary]
             last = index + 1 == len(self._decoder.blocks)
-            leaves = [True] * len(waiting) if last else (margin(logits) >= self._threshold).tolist()
+            leaves = [last or margin >= self._threshold for margin in margins(logits)]
             for at, row in enumerate(waiting):
                 if leaves[at]:
                     exits[row], answers[row] = index + 1, logits[at]
@@ -188,10 +192,10 @@ class _CalmSteps:
         return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
 
 
-def margin(logits: torch.Tensor) -> torch.Tensor:
-    """How much more probable the likeliest token is than the next, [rows], from logits [rows, vocabulary]."""
-    first, second = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values.unbind(dim=-1)
-    return first - second
+def margins(logits: torch.Tensor) -> list[float]:
+    """How much more probable each row's likeliest token is than the next, from logits [rows, vocabulary]."""
+    likeliest = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values
+    return [first - second for first, second in likeliest.tolist()]  # few numbers: each operation of torch costs more
 
 
 def _key_values(model: GenerativeModel, decoder: LeanDecoder, weights: Weights) -> list[KeyValues]:

@@ -58,7 +58,7 @@ def largest_below(mean_layers: Callable[[float], float], wanted: float) -> tuple
             high = middle
             continue
         low = middle
-        best = max(best, (threshold, found), key=lambda pair: pair[1])
+        best = max(best, (threshold, found), key=lambda pair: (pair[1], pair[0]))
         if wanted - found < CLOSE:
             break
     return best

@@ -7,7 +7,7 @@ import torch
 from tiny_models import END, PAD, ragged_prompts, tiny_family, tiny_opt
 from transformers import PreTrainedModel
 
-from eval.calm import calm_generate, margin
+from eval.calm import calm_generate, margins
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
 from skipdecode.lean import lean_decoder
@@ -91,8 +91,9 @@ def naive(name: str, prompt: list[int], threshold: float) -> tuple[list[int], li
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("threshold", [0.2, 0.5])
+@pytest.mark.parametrize("threshold", [0.05, 0.1])
 def test_tokens_and_exits_are_those_of_a_naive_loop(name: str, threshold: float) -> None:
+    threshold += 0.3 if name == "bloom" else 0  # a random one is more confident than the others
     ids, mask = ragged_prompts([9], 3)
     tokens, exits = naive(name, ids[0].tolist(), threshold)
     for weights in ("model", "packed"):
@@ -103,7 +104,7 @@ def test_tokens_and_exits_are_those_of_a_naive_loop(name: str, threshold: float)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
-@pytest.mark.parametrize("threshold", [0.15, 0.4, 0.7])
+@pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize("end", [None, END], ids=["no row ends", "rows end"])
 def test_rows_of_a_batch_are_as_they_are_alone(name: str, threshold: float, end: int | None) -> None:
     lengths = [3, 12, 5, 7]
@@ -155,7 +156,7 @@ def test_one_new_token_takes_no_step() -> None:
 def test_a_margin_is_between_0_and_1_and_its_logits_can_be_large() -> None:
     logits = torch.tensor([[1000.0, -1000.0, 0.0], [3.0, 3.0, 3.0], [0.0, 1.0, 2.0]])
     chances = torch.tensor([0.0, 1.0, 2.0]).softmax(0)
-    assert margin(logits).tolist() == pytest.approx([1.0, 0.0, float(chances[2] - chances[1])])
+    assert margins(logits) == pytest.approx([1.0, 0.0, float(chances[2] - chances[1])])
 
 
 def test_a_model_without_lean_steps_is_refused() -> None:

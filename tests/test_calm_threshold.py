@@ -28,7 +28,7 @@ def test_of_layers_that_grow_in_steps_it_is_the_largest_below_what_is_wanted(ste
         assert wanted - found < CLOSE
 
 
-@given(st.floats(1.1, 11.9), st.floats(0.2, 5))
+@given(st.floats(1.5, 11.9), st.floats(1, 5))
 def test_of_layers_that_grow_evenly_it_is_close(wanted: float, bend: float) -> None:
     _, found = largest_below(lambda threshold: 1 + 11 * threshold**bend, wanted)
     assert wanted - CLOSE * 2 < found <= wanted

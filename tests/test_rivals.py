@@ -61,7 +61,7 @@ def test_a_shallow_checkpoint_is_measured_against_its_reference(
     assert (first.speedup_target, second.speedup_target) == (1, None)
     assert (first.mean_layers, second.mean_layers) == (6, 2)
     assert first.wall_clock_speedup == 1
-    assert second.wall_clock_speedup > 1.2
+    assert second.wall_clock_speedup > 1
     assert f"1x: full depth of the reference {full}" in capsys.readouterr().out.replace("\n", "")
     evaluate(tmp_path / "alone", "--checkpoint", shallow, "--speedup", "1")
     assert predictions(tmp_path / "out", "full-depth") == predictions(tmp_path / "alone", "1x")
@@ -107,14 +107,14 @@ def _cost(folder: Path) -> Any:
 
 
 def test_named_thresholds_are_rows_and_above_1_is_full_depth(full: Path, tmp_path: Path) -> None:
-    words = ["--checkpoint", full, "--system", "calm", "--calm-threshold", "0.3", "1.5"]
+    words = ["--checkpoint", full, "--system", "calm", "--calm-threshold", "0.05", "1.5"]
     report = evaluate(tmp_path / "out", *words)
-    assert [row.label for row in report.rows] == ["1x", "calm-0.3", "calm-1.5"]
+    assert [row.label for row in report.rows] == ["1x", "calm-0.05", "calm-1.5"]
     assert [row.speedup_target for row in report.rows] == [1, None, None]
     assert predictions(tmp_path / "out", "calm-1.5") == predictions(tmp_path / "out", "1x")
     assert report.rows[2].mean_layers == report.rows[2].layers_per_step == 6
     assert report.rows[1].mean_layers < 6
-    assert "λ 0.3" in (tmp_path / "out" / "report.md").read_text()
+    assert "λ 0.05" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_all_prompts_are_timed_where_there_are_few(full: Path, tmp_path: Path) -
         (["--reference", "SHALLOW", "--speedup", "1", "2"], "is of another shape: leave --speedup out"),
         (["--reference", "FULL"], "that is the checkpoint itself"),
         (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
-        (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-0 has"),
+        (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
         (["--calm-threshold", "0.5"], "--calm-threshold is for --system calm"),
         (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
@@ -158,7 +158,7 @@ def test_all_prompts_are_timed_where_there_are_few(full: Path, tmp_path: Path) -
         (["--system", "calm", "--schedule", "x.json"], "--schedule is for --system skip"),
         (["--system", "calm", "--task", "e2e", "--data-dir", "E2E"], "or name thresholds with --calm-threshold"),
         (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be called 'calm-0.5'"),
-        (["--schedule", "DEEPER"], "the schedule is for 9 layers, the model has 6"),
+        (["--speedup", "1", "--schedule", "DEEPER"], "the schedule is for 9 layers, the model has 6"),
         (["--schedule", "2x.json", "--speedup", "2"], "two rows would be called '2x'"),
         (["--time-batch-size", "0"], "--time-batch-size is [0]"),
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
@@ -206,7 +206,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
     evaluate(tmp_path / "straight", *words)
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "eval", *words, *SMALL, "--output", str(output)]
-    lines = random.Random().randint(2, 20)  # of about thirty
+    lines = random.Random().randint(2, 15)  # of twenty at least
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while run.poll() is None and time.monotonic() < deadline:
