@@ -4,11 +4,7 @@ from typing import Any
 
 
 def difference(before: Any, now: Any) -> str:
-    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs.
-
-    >>> difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": [4]})
-    'a.c was 2, is 3, d was None, is [4]'
-    """
+    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs."""
     old, new = _flat(before), _flat(now)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed)
