@@ -10,73 +10,117 @@ from skipdecode.errors import ConfigError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    options = vars(_parser().parse_args(arguments))
+    try:
+        compare = _named_paths(options.pop("compare"))
+        from eval.request import Request  # here: they take seconds, and a mistyped option should not
+        from eval.run import evaluate
+
+        tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+        evaluate(Request(**{**options, **tuples, "compare": compare}))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
+    named = {}
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
+        named[name] = Path(path)
+    return named
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Each option's `dest` is a field of eval.request.Request."""
     parser = argparse.ArgumentParser(
         prog="python -m eval",
-        description="Decode a test set at several speeds; write report.json, report.md, predictions/ and frontier.png.",
+        description="Decode a test set at several speeds; write report.json, report.md, predictions/ and frontier.png. "
+        "An evaluation that was cut off goes on when it is started again with the same options.",
         epilog="example: python -m eval --checkpoint outputs/e2e-tiny --data-dir E2E --speedup 1 2 3 4 --output out",
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that holds no report")
-    parser.add_argument("--task", help="default: what the checkpoint was trained on")
-    parser.add_argument("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
-    parser.add_argument(
-        "--speedup",
-        nargs="+",
-        type=float,
-        default=[1, 2, 3, 4],
-        metavar="X",
-        help="target wall-clock speedups; 1x is added",
-    )
-    parser.add_argument(
-        "--schedule", nargs="+", default=[], metavar="FILE", help="schedules of your own beside the targets: JSON files"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
+    _add_what(parser)
+    _add_systems(parser)
     parser.add_argument("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
+    parser.add_argument(
+        "--time-batch-size",
+        dest="time_batch_sizes",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="B",
+        help="other batch sizes to take the speeds at as well, on the first prompts of the test set",
+    )
+    parser.add_argument(
+        "--time-limit", type=int, metavar="N", help="how many prompts that is (default 24, or 8 batches)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(
         "--weights",
         choices=["model", "packed", "int8"],
         help="what decode steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
     )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="solve the targets anew for this machine's clock, in place of the schedules that were trained under",
-    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="NAME=REPORT", help="other report.json files to draw in the picture"
     )
-    options = parser.parse_args(arguments)
-    try:
-        compare = {}
-        for pair in options.compare:
-            name, equals, path = pair.partition("=")
-            if not equals:
-                raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
-            compare[name] = Path(path)
-        from eval.run import Request, evaluate  # here: it takes seconds, and a mistyped option should not
+    return parser
 
-        evaluate(
-            Request(
-                checkpoint=options.checkpoint,
-                output=options.output,
-                speedups=tuple(options.speedup),
-                schedules=tuple(options.schedule),
-                task=options.task,
-                data_dir=options.data_dir,
-                limit=options.limit,
-                batch_size=options.batch_size,
-                max_new_tokens=options.max_new_tokens,
-                dtype=options.dtype,
-                weights=options.weights,
-                calibrate=options.calibrate,
-                device=options.device,
-                compare=compare,
-            )
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is decoded")
+    group.add_argument("--task", help="default: what the checkpoint was trained on")
+    group.add_argument("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
+
+
+def _add_systems(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how", "What is named here takes turns with full depth on each batch.")
+    group.add_argument(
+        "--speedup",
+        dest="speedups",
+        nargs="+",
+        type=float,
+        metavar="X",
+        help="target wall-clock speedups; 1x is added (default 1 2 3 4; none with --reference or --calm-threshold)",
+    )
+    group.add_argument(
+        "--schedule",
+        dest="schedules",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="schedules of your own beside the targets: JSON files, whose names the rows get",
+    )
+    group.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="solve the targets anew for this machine's clock, in place of the schedules that were trained under",
+    )
+    group.add_argument(
+        "--system",
+        choices=["skip", "calm"],
+        default="skip",
+        help="skip (default): targets are schedules. calm: confidence exits (CALM), as many layers per token as the "
+        "target's schedule, by a threshold that is found on validation data",
+    )
+    group.add_argument(
+        "--calm-threshold",
+        dest="calm_thresholds",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="L",
+        help="confidences at which tokens leave, in place of targets: 0 is the first layer, above 1 the last",
+    )
+    group.add_argument(
+        "--reference",
+        metavar="DIR",
+        help="measure against this model's full depth: what a shallower checkpoint, or one trained otherwise, gains",
+    )

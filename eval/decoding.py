@@ -1,42 +1,87 @@
-"""Decoding a test set at several speeds, the speeds taking turns on each batch."""
+"""Decoding a test set by several systems, which take turns on each batch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
-from skipdecode import CostModel, SkipSchedule, skip_generate
-from skipdecode.clock import StepClock
-from skipdecode.decode import GenerativeModel
+from eval.journal import Journal
+from eval.ratio import Ratio
+from eval.systems import Checkpoint, SkipSystem, System, Turn
+from skipdecode import SkipSchedule
 from skipdecode.families import text_config
 from skipdecode.projections import Weights
+
+WARM_UP_TOKENS = 8
 
 
 @dataclass
 class Decoded:
-    """What one schedule made of the test set: predictions in its order, and the clock of every batch."""
+    """What one system made of the test set so far: predictions in its order, and every batch's turn."""
 
-    schedule: SkipSchedule
+    system: System
     predictions: list[str]
-    layers: int = 0  # layers that generated tokens ran as inputs, over all decode steps
-    tokens: int = 0  # generated tokens after the first of each row, end tokens included, padding not
-    prefill_seconds: list[float] = field(default_factory=list)
-    decode_seconds: list[float] = field(default_factory=list)
-    decode_steps: list[int] = field(default_factory=list)
-    cache_bytes: int = 0  # of the largest batch
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens after the first of each row, end tokens included, padding not."""
+        return sum(turn.tokens for turn in self.turns)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps of all batches."""
+        return sum(turn.steps for turn in self.turns)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of all batches, up to their first tokens."""
+        return sum(turn.prefill_seconds for turn in self.turns)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of all batches, from their first tokens on."""
+        return sum(turn.decode_seconds for turn in self.turns)
 
     @property
     def seconds_per_step(self) -> list[float | None]:
         """For each batch; None where it ended with its first token."""
-        return [s / n if n else None for s, n in zip(self.decode_seconds, self.decode_steps, strict=True)]
+        return [turn.decode_seconds / turn.steps if turn.steps else None for turn in self.turns]
 
     @property
     def mean_layers(self) -> float:
-        """Layers per decode step of a row that isn't done."""
-        return self.layers / self.tokens if self.tokens else float(self.schedule.budget(0))
+        """Layers per generated token."""
+        return sum(turn.layers for turn in self.turns) / self.tokens if self.tokens else self._first_budget
+
+    @property
+    def layers_per_step(self) -> float:
+        """Layers that a batch ran per decode step, which are those of the row that goes deepest."""
+        return sum(turn.batch_layers for turn in self.turns) / self.steps if self.steps else self._first_budget
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of the largest batch."""
+        return max((turn.cache_bytes for turn in self.turns), default=0)
+
+    def speed_over(self, slower: "Decoded") -> Ratio:
+        """How many times faster a decode step is than that of another system which took turns, over the batches."""
+        pairs = [
+            (theirs, ours)
+            for theirs, ours in zip(slower.seconds_per_step, self.seconds_per_step, strict=True)
+            if theirs is not None and ours is not None
+        ]
+        return Ratio.of(*zip(*pairs, strict=True)) if pairs else Ratio(1.0, 1.0, 1.0)
+
+    @property
+    def _first_budget(self) -> float:
+        return float(self.system.cached.budget(0))
 
 
 def encode_test_set(
@@ -71,66 +116,58 @@ def decode_test_set(
     max_new_tokens: int,
     weights: Weights = "model",
 ) -> Iterator[list[Decoded]]:
-    """Decode `prompts`, the token ids of `examples`, greedily under each schedule.
+    """Decode `prompts`, the token ids of `examples`, under each schedule, as `take_turns` does.
 
-    Yields the results so far after every batch of prompts.
+    The results are in the order of the schedules.
+    """
+    checkpoint = Checkpoint("", model, tokenizer, weights)
+    systems = [SkipSystem(str(number), checkpoint, schedule) for number, schedule in enumerate(schedules)]
+    yield from take_turns(
+        systems, task, examples, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, journal=Journal()
+    )
 
-    Batches hold prompts of like length, padded on the left. In each batch the schedules take turns, in an order that
-    rotates, so that a machine whose speed drifts treats them alike. One batch is decoded untimed first.
+
+def batch_count(prompts: int, batch_size: int) -> int:
+    """Batches of a set of prompts."""
+    return -(-prompts // batch_size)
+
+
+def take_turns(
+    systems: Sequence[System],
+    task: Task,
+    examples: Sequence[Example],
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    journal: Journal,
+    stage: str = "test",
+) -> Iterator[list[Decoded]]:
+    """Decode `prompts`, the token ids of `examples`, greedily by each system.
+
+    Yields the results so far after every batch of prompts. What `journal` has of this `stage` isn't decoded again; what
+    it hasn't is added as it comes.
+
+    Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
+    rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
     """
     order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
-    batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-    results = [Decoded(schedule, [""] * len(examples)) for schedule in schedules]
-    cost = CostModel.of(model)
-
-    def decode(batch: list[int], schedule: SkipSchedule, most: int) -> tuple[list[list[int]], StepClock]:
-        return _decode_batch(model, tokenizer, [prompts[n] for n in batch], schedule, most, weights)
-
-    for result in results:
-        decode(batches[0], result.schedule, min(8, max_new_tokens))
-    for number, batch in enumerate(batches):
-        turn = number % len(results)
-        for result in [*results[turn:], *results[:turn]]:
-            rows, clock = decode(batch, result.schedule, max_new_tokens)
-            held = cost.cache_bytes(result.schedule, len(prompts[batch[-1]]), max_new_tokens - 1, len(batch))
-            result.cache_bytes = max(result.cache_bytes, held)
-            result.prefill_seconds.append(clock.prefill_seconds)
-            result.decode_seconds.append(clock.decode_seconds)
-            result.decode_steps.append(clock.steps)
-            for n, row in zip(batch, rows, strict=True):
-                steps = max(0, len(row) - 1)
-                result.tokens += steps
-                result.layers += sum(result.schedule.budget(i) for i in range(steps))
-                text = str(tokenizer.decode(row, skip_special_tokens=True))
+    results = [Decoded(system, [""] * len(examples)) for system in systems]
+    warm: set[str] = set()
+    for number in range(batch_count(len(order), batch_size)):
+        batch = order[number * batch_size :][:batch_size]
+        ids = [prompts[n] for n in batch]
+        first = number % len(results)
+        for result in [*results[first:], *results[:first]]:
+            system = result.system
+            key = (stage, str(batch_size), str(number), system.label)
+            if key not in journal:
+                if system.label not in warm:
+                    system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
+                    warm.add(system.label)
+                journal.add(key, asdict(system.decode(ids, max_new_tokens)))
+            turn = Turn(**journal[key])
+            result.turns.append(turn)
+            for n, text in zip(batch, turn.texts, strict=True):
                 result.predictions[n] = task.restore(examples[n], text)
         yield results
-
-
-def _decode_batch(
-    model: GenerativeModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    schedule: SkipSchedule,
-    max_new_tokens: int,
-    weights: Weights,
-) -> tuple[list[list[int]], StepClock]:
-    """Token ids that each prompt was continued with, up to and with the end token, and the clock."""
-    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)  # [batch, columns]
-    clock = StepClock(model.device)
-    output = model.generate(
-        **inputs,
-        custom_generate=skip_generate,
-        schedule=schedule,
-        weights=weights,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )
-    assert isinstance(output, torch.Tensor)
-    rows: list[list[int]] = []
-    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-        end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-        rows.append(row[:end])
-    return rows, clock

@@ -18,7 +18,8 @@ STYLES += [("#000000", "X"), ("#999999", "*")]
 def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:
     """Draw BLEU against the measured wall-clock speedup, a line for each named report, into a PNG.
 
-    The first report's points carry their target and mean layers; horizontal bars are the speed's quartiles.
+    The first report's points carry their target or name, and mean layers; horizontal bars are the speed's quartiles. A
+    line is of a report's own checkpoint; the first report's reference is a point beside it.
     """
     import matplotlib
 
@@ -28,7 +29,8 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     figure, axes = pyplot.subplots(figsize=(7.2, 4.6), dpi=160, layout="constrained")
     for number, (name, report) in enumerate(reports.items()):
         colour, marker = STYLES[number % len(STYLES)]
-        rows = sorted(report.rows, key=lambda row: row.wall_clock_speedup)
+        own = [row for row in report.rows if row.checkpoint == report.checkpoint]
+        rows = sorted(own, key=lambda row: row.wall_clock_speedup)
         speeds, quality = [row.wall_clock_speedup for row in rows], [row.scores["bleu"] for row in rows]
         below = [max(0.0, row.wall_clock_speedup - row.wall_clock_quartiles[0]) for row in rows]
         above = [max(0.0, row.wall_clock_quartiles[1] - row.wall_clock_speedup) for row in rows]
@@ -45,11 +47,15 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
             label=name,
         )
         if number == 0:
-            full = next(row for row in report.rows if row.speedup_target == 1)
+            full = report.rows[0]
             axes.axhline(full.scores["bleu"], color="#777777", lw=0.9, ls=":", zorder=0)
+            if report.reference is not None:
+                reference = f"{Path(report.reference).name} at full depth"
+                axes.plot(1.0, full.scores["bleu"], "o", color="#777777", markersize=6, ls="", label=reference)
             for row in rows:
+                name_or_target = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
                 axes.annotate(
-                    f"target {row.speedup_target:g}x\n{row.mean_layers:.1f} layers",
+                    f"{name_or_target}\n{row.mean_layers:.1f} layers",
                     (row.wall_clock_speedup, row.scores["bleu"]),
                     xytext=(0, 9),
                     textcoords="offset points",
@@ -77,7 +83,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     axes.grid(color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(reports) > 1:
+    if len(reports) > 1 or first.reference is not None:
         axes.legend(frameon=False, loc="lower left")
     save_figure(path, figure)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
-from skipdecode.decode import GenerativeModel
+from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 
 _SETTLE = 0.3  # seconds after which the threads of a process that is done no longer spin

@@ -1,7 +1,6 @@
 """The results of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,8 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
+from eval.calm import CalmSystem, Threshold
 from eval.decoding import Decoded
 from eval.files import write_whole
+from eval.ratio import Ratio
+from eval.systems import SkipSystem, SystemKind
+from eval.timing import TIMING_HEADS, Timing
 from skipdecode import ConfigError
 
 FILE_NAME = "report.json"
@@ -18,15 +21,24 @@ FILE_NAME = "report.json"
 
 @dataclass(frozen=True)
 class Row:
-    """One speed.
+    """One system: a checkpoint at one speed, or what it is measured against.
 
     Attributes:
-        speedup_target: what the schedule was solved for.
-        schedule: its fields.
+        label: the row's name, and that of its predictions file: `1x` of what speeds are measured against, `3x` of a
+            target, `calm-3x` and `calm-0.9` of confidence exits by target and by threshold, the file's name of a
+            schedule of one's own, `full-depth` of a checkpoint beside a reference.
+        system: how it decodes.
+        checkpoint: what it decodes with.
+        num_layers: the layers of that model.
+        speedup_target: what the schedule or the threshold was made for; None where it was named.
+        schedule: its fields; None for "calm".
+        threshold: of "calm".
         mean_layers: layers per generated token, over the tokens that were generated.
+        layers_per_step: layers that a batch ran per decode step: where rows differ, those of the deepest.
         scores: metric -> its value, named as in `eval.scores`.
         intervals: metric -> its 95 % confidence interval, for the metrics that have one.
         p_values: metric -> how likely a difference from the 1x row as large as this one is by chance; not in that row.
+        timings: its speed at other batch sizes.
         prefill_seconds, decode_seconds: over the whole test set.
         decode_steps: batch steps after prefill.
         tokens: generated tokens after each row's first, without padding.
@@ -36,9 +48,14 @@ class Row:
         cache_bytes: keys and values held for the largest batch (law 6).
     """
 
-    speedup_target: float
-    schedule: dict[str, Any]
+    label: str
+    system: SystemKind
+    checkpoint: str
+    num_layers: int
+    speedup_target: float | None
+    schedule: dict[str, Any] | None
     mean_layers: float
+    layers_per_step: float
     scores: dict[str, float]
     prefill_seconds: float
     decode_seconds: float
@@ -50,11 +67,13 @@ class Row:
     cache_bytes: int = 0
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     p_values: dict[str, float] = field(default_factory=dict)
+    threshold: Threshold | None = None
+    timings: list[Timing] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Report:
-    """An evaluation: where and how it ran, and a row for each speed."""
+    """An evaluation: where and how it ran, and a row for each system; the first is what speeds are measured against."""
 
     checkpoint: str
     task: str
@@ -70,6 +89,7 @@ class Report:
     rows: list[Row]
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
+    reference: str | None = None  # the checkpoint of the first row, where that is another
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
@@ -86,20 +106,18 @@ class Report:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
     def to_markdown(self) -> str:
-        """The table, and below it what it was measured with."""
-        header = [name for name, _ in COLUMNS]
-        lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in self._cells()]
+        """The tables, and below them what they were measured with."""
+        lines = markdown_table([name for name, _ in COLUMNS], self._cells())
+        if self._timed():
+            lines += ["", "At other batch sizes:", "", *markdown_table(TIMING_HEADS, self._timed())]
         return "\n".join([*lines, "", *self.notes(), ""])
 
-    def to_table(self) -> Table:
+    def to_tables(self) -> list[Table]:
         """The same for the terminal."""
-        table = Table(title=f"{self.task}: {self.checkpoint}", title_justify="left")
-        for name, _ in COLUMNS:
-            table.add_column(name, justify="right")
-        for cells in self._cells():
-            table.add_row(*cells)
-        return table
+        tables = [_table(f"{self.task}: {self.checkpoint}", [name for name, _ in COLUMNS], self._cells())]
+        if self._timed():
+            tables.append(_table("at other batch sizes", TIMING_HEADS, self._timed()))
+        return tables
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
@@ -108,6 +126,13 @@ class Report:
         return [
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
             f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            *([f"1x: full depth of the reference {self.reference}."] if self.reference is not None else []),
+            *(
+                f"{row.label}: {row.threshold.origin()} The row that goes deepest took batches through "
+                f"{row.layers_per_step:.2f} layers per step."
+                for row in self.rows
+                if row.threshold is not None
+            ),
             "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
             "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "
             "ROUGE: F1 of the best reference.",
@@ -117,18 +142,54 @@ class Report:
     def _cells(self) -> list[list[str]]:
         return [[cell(row) for _, cell in COLUMNS] for row in self.rows]
 
+    def _timed(self) -> list[list[str]]:
+        """Batch sizes one after another."""
+        sizes = range(len(self.rows[0].timings))
+        return [[row.label, *row.timings[n].cells()] for n in sizes for row in self.rows]
+
 
 def _read_row(values: dict[str, Any]) -> Row:
     """A row as JSON gives it, which has no tuples."""
     intervals = {name: (low, high) for name, (low, high) in values["intervals"].items()}
-    return Row(**{**values, "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]), "intervals": intervals})
+    threshold = Threshold(**values["threshold"]) if values["threshold"] is not None else None
+    return Row(
+        **{
+            **values,
+            "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]),
+            "intervals": intervals,
+            "threshold": threshold,
+            "timings": [Timing(**{**timing, "speedup": Ratio(**timing["speedup"])}) for timing in values["timings"]],
+        }
+    )
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose cells stand on the right."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
+    return [*lines, *("| " + " | ".join(cells) + " |" for cells in rows)]
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
+def _schedule(row: Row) -> str:
+    if row.threshold is not None:
+        return f"λ {row.threshold.value:.4g}"
+    assert row.schedule is not None  # as every row has one or the other
+    return f"{row.schedule['max_layers']} to {row.schedule['min_layers']}"
 
 
 # Column heads and what stands below them.
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
-    ("target", lambda r: f"{r.speedup_target:g}x"),
-    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
-    ("max to min", lambda r: f"{r.schedule['max_layers']} to {r.schedule['min_layers']}"),
+    ("system", lambda r: r.label),
+    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
+    ("max to min", _schedule),
     (
         "measured speed",
         lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
@@ -144,28 +205,30 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
 ]
 
 
-def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Mapping[str, float]) -> Row:
-    """The row of one speed, with its wall clock beside that of `full_depth`, which took turns with it."""
-    ratios = [
-        full / step
-        for full, step in zip(full_depth.seconds_per_step, decoded.seconds_per_step, strict=True)
-        if full is not None and step is not None
-    ]
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios or [1.0]) * 3
-    seconds = sum(decoded.decode_seconds)
+def make_row(decoded: Decoded, baseline: Decoded, scores: Mapping[str, float], timings: Sequence[Timing] = ()) -> Row:
+    """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
+    system = decoded.system
+    speed = decoded.speed_over(baseline)
     return Row(
-        speedup_target=speedup,
-        schedule=decoded.schedule.to_dict(),
+        label=system.label,
+        system=system.kind,
+        checkpoint=system.checkpoint.name,
+        num_layers=system.checkpoint.num_layers,
+        speedup_target=system.speedup_target,
+        schedule=system.schedule.to_dict() if isinstance(system, SkipSystem) else None,
+        threshold=system.threshold if isinstance(system, CalmSystem) else None,
         mean_layers=decoded.mean_layers,
+        layers_per_step=decoded.layers_per_step,
         scores=dict(scores),
-        prefill_seconds=sum(decoded.prefill_seconds),
-        decode_seconds=seconds,
-        decode_steps=sum(decoded.decode_steps),
+        prefill_seconds=decoded.prefill_seconds,
+        decode_seconds=decoded.decode_seconds,
+        decode_steps=decoded.steps,
         tokens=decoded.tokens,
-        tokens_per_second=decoded.tokens / seconds if seconds else 0.0,
-        wall_clock_speedup=quartiles[1],
-        wall_clock_quartiles=(quartiles[0], quartiles[2]),
+        tokens_per_second=decoded.tokens_per_second,
+        wall_clock_speedup=speed.median,
+        wall_clock_quartiles=(speed.lower, speed.upper),
         cache_bytes=decoded.cache_bytes,
+        timings=list(timings),
     )
 
 

@@ -19,13 +19,14 @@ from eval.files import write_whole
 from eval.machine import copy_bytes_per_second, describe_machine, resolve_device, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
 from eval.profiles import print_profiles
+from eval.ratio import Ratio
 from eval.shapes import random_model, read_shape
-from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow, draw_speeds
+from eval.speed_report import Conditions, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.cost import Cost
-from skipdecode.decode import GenerativeModel
 from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
+from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 
 PEERS = ("transformers", "transformers-static", "ctranslate2")

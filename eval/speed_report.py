@@ -1,7 +1,6 @@
 """The result of a speed benchmark: typed rows, as JSON, Markdown, tables on the terminal and a picture."""
 
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,25 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from eval.frontier import STYLES, save_figure
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times faster: the median over repeats, and the quartiles."""
-
-    median: float
-    lower: float
-    upper: float
-
-    @classmethod
-    def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Ratio":
-        """Of the seconds of two decoders that took turns."""
-        ratios = [a / b for a, b in zip(slower, faster, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        return cls(middle, low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f}x [{self.lower:.2f}, {self.upper:.2f}]"
+from eval.ratio import Ratio
 
 
 @dataclass(frozen=True)

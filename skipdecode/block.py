@@ -123,6 +123,42 @@ class LeanBlock:
         return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
 
 
+class KeyValues:
+    """Writes the keys and values that a layer makes of a hidden state, without running the layer.
+
+    So a token that left the model below the layer is there for later tokens to attend to: the state propagation of
+    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061). A family whose projection gives queries,
+    keys and values at once computes all three.
+
+    Args:
+        layer, parts, make_linear: as in LeanBlock.
+        block: the layer's.
+    """
+
+    def __init__(
+        self, layer: nn.Module, parts: BlockParts, block: LeanBlock, make_linear: Callable[..., Linear]
+    ) -> None:
+        attention: Any = layer.get_submodule(parts.attention)
+        projections = [getattr(attention, name) for name in parts.qkv[1:]]
+        self._block = block
+        self._project = project_together(projections, make_linear) if projections else block.qkv
+
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> None:
+        """Write those of `hidden` [batch, hidden], the layer's input."""
+        block, batch = self._block, hidden.shape[0]
+        projected = self._project(block.attention_norm(hidden) if block.norm_first else hidden)
+        if block.interleaved:
+            key, value = projected.view(batch, block.heads, 3, block.head_dim)[:, :, 1:].unbind(dim=2)
+        else:
+            key, value = projected.view(batch, -1, block.head_dim)[:, -2 * block.kv_heads :].chunk(2, dim=1)
+        # each [batch, heads that have keys, head_dim]
+        if block.key_norm is not None:
+            key = block.key_norm(key)
+        if step.rotary is not None:
+            key = _rotate(key, *step.rotary)
+        step.append(cached, key, value, None)
+
+
 def make_norm(module: Any) -> Linear:
     """A LayerNorm or RMSNorm as one operation."""
     if isinstance(module, nn.LayerNorm):

@@ -1,11 +1,10 @@
-"""Decoding under a schedule: prefill, one step, the loop, behind `model.generate(custom_generate=skip_generate)`."""
+"""Decoding under a schedule: prefill and steps, behind `model.generate(custom_generate=skip_generate)`."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     Cache,
     GenerationConfig,
@@ -23,11 +22,9 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
 from skipdecode.graphs import StaticSteps, static_steps
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
+from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
-
-# A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
-GenerativeModel: TypeAlias = Any
 
 
 def skip_generate(
@@ -77,7 +74,7 @@ def skip_generate(
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or _streamer_of_generate()
     with gated_layers(model, schedule, prompt_plan) as gate:
-        return _decode_loop(
+        return decode_loop(
             model,
             _steps(
                 model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
@@ -200,60 +197,6 @@ def _steps(
     return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, step_of=step_of, static=static)
 
 
-def _decode_loop(
-    model: GenerativeModel,
-    steps: _ForwardSteps,
-    input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: BaseStreamer | None,
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    pad_token: Any = generation_config._pad_token_tensor
-    stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    scores: Any = ()
-    raw_logits: Any = ()
-    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
-    finished = False
-
-    logits = steps.prefill(input_ids)
-    step = 0
-    while True:
-        if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
-            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
-            next_scores = logits_processor(input_ids, logits)
-            if generation_config.output_scores:
-                scores += (next_scores,)
-            if generation_config.output_logits:
-                raw_logits += (logits,)
-            next_tokens = _choose(next_scores, do_sample=bool(generation_config.do_sample))
-            if stops_at_eos:
-                next_tokens = next_tokens * unfinished + pad_token * (1 - unfinished)
-            input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
-            if streamer is not None:
-                streamer.put(next_tokens.cpu())
-            unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
-            finished = not bool(unfinished.any())
-        del logits  # those of a prefill are large
-        if not model._has_unfinished_sequences(finished, synced_gpus, device=input_ids.device):
-            break
-        logits = steps.step(step, input_ids)
-        step += 1
-
-    if streamer is not None:
-        streamer.end()
-    if not generation_config.return_dict_in_generate:
-        return cast(torch.Tensor, input_ids)
-    return GenerateDecoderOnlyOutput(
-        sequences=input_ids,
-        scores=scores if generation_config.output_scores else None,
-        logits=raw_logits if generation_config.output_logits else None,
-        past_key_values=steps.cache,
-    )
-
-
 def _streamer_of_generate() -> BaseStreamer | None:
     """The streamer that `generate` was called with.
 
@@ -265,13 +208,6 @@ def _streamer_of_generate() -> BaseStreamer | None:
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
     return frame.f_locals.get("streamer") if frame is not None else None
-
-
-def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:
-    """The next token of each row, from processed scores [batch, vocab]."""
-    if do_sample:
-        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-    return torch.argmax(scores, dim=-1)
 
 
 def _check_request(

@@ -104,7 +104,15 @@ class LeanDecoder:
 
     def __call__(self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, step: Step) -> torch.Tensor:
         """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
-        hidden = self._embedding(tokens)
+        hidden = self.embed(tokens, step)
+        blocks, cached = self.blocks, cache.layers
+        for index in layers:
+            hidden = blocks[index](hidden, cached[index], step)  # type: ignore[arg-type]
+        return self.logits(hidden)
+
+    def embed(self, tokens: torch.Tensor, step: Step) -> torch.Tensor:
+        """What the first layer gets of `tokens` [batch]: [batch, hidden]."""
+        hidden: torch.Tensor = self._embedding(tokens)
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)
         if self._project_in is not None:
@@ -112,9 +120,10 @@ class LeanDecoder:
         if step.places is not None:
             assert self._place_table is not None
             hidden = hidden + F.embedding(step.places, self._place_table)
-        blocks, cached = self.blocks, cache.layers
-        for index in layers:
-            hidden = blocks[index](hidden, cached[index], step)  # type: ignore[arg-type]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the norm and the head make of a layer's output [rows, hidden]: [rows, vocabulary]."""
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:

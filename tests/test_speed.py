@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from eval.ratio import Ratio
 from eval.speed import main
-from eval.speed_report import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
 

@@ -10,6 +10,7 @@ import eval.cli
 import eval.decoding
 import train.cli
 from data import load_task
+from eval.systems import System, Turn
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 
@@ -43,13 +44,13 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     assert config.task == {"name": "cnndm", "options": {"holdout": 3}, "max_prompt_tokens": 60}
 
     decoded: list[list[list[int]]] = []
-    original = eval.decoding._decode_batch
+    original = System.decode
 
-    def recording(model: Any, tokenizer: Any, prompts: list[list[int]], *rest: Any) -> Any:
+    def recording(self: System, prompts: list[list[int]], max_new_tokens: int) -> Turn:
         decoded.append(prompts)
-        return original(model, tokenizer, prompts, *rest)
+        return original(self, prompts, max_new_tokens)
 
-    monkeypatch.setattr("eval.decoding._decode_batch", recording)
+    monkeypatch.setattr(System, "decode", recording)
     arguments = ["--checkpoint", str(folder), "--data-dir", str(shared_data / "cnndm"), "--speedup", "1"]
     arguments += ["--limit", "2", "--max-new-tokens", "4"]
     assert eval.cli.main([*arguments, "--output", str(tmp_path / "eval")]) == 0

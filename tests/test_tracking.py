@@ -94,7 +94,7 @@ def test_pictures_and_tables_are_there(tracked: Path, run_folder: Path, written:
     table = json.loads((media / path).read_text())
     report = json.loads((tracked / "eval" / "report.json").read_text())
     assert [cells[table["columns"].index("BLEU")] for cells in table["data"]] == [
-        f"{row['bleu']:.2f}" for row in report["rows"]
+        f"{row['scores']['bleu']:.2f}" for row in report["rows"]
     ]
     (path,) = [row["samples.path"] for row in rows if "samples.path" in row]
     table = json.loads((media / path).read_text())

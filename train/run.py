@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -14,9 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
+from eval.difference import difference
 from eval.files import write_whole
+from eval.request import Request
 from eval.results import FILE_NAME, Report
-from eval.run import Request, evaluate
+from eval.run import evaluate
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from train.adapters import merge_adapters
@@ -102,24 +103,9 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
             return  # killed while it was written
         raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")
     if (folder / RECIPE_FILE).read_text(encoding="utf-8") != recipe.to_yaml():
-        raise ConfigError(
-            f"output.dir {folder} holds an unfinished run of another recipe ({_difference(folder, recipe)}): {advice}"
-        )
-
-
-def _difference(folder: Path, recipe: Recipe) -> str:
-    """Such as `optim.learning_rate was 0.001, is 0.002`."""
-    before = _flat(OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE)))
-    now = _flat(recipe.model_dump())
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed)
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
-        return {prefix: values}
-    nested = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items()]
-    return {key: value for part in nested for key, value in part.items()}
+        before = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE))
+        changed = difference(before, recipe.model_dump())
+        raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
 
 
 def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

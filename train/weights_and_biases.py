@@ -37,8 +37,8 @@ class Tracker:
         import wandb
 
         values = [[cell(row) for _, cell in COLUMNS] for row in report.rows]
-        speeds = [f"{row.speedup_target:g}x" for row in report.rows]
-        predictions = [_lines(folder / "predictions" / f"{speed}.jsonl") for speed in speeds]
+        labels = [row.label for row in report.rows]
+        predictions = [_lines(folder / "predictions" / f"{label}.jsonl") for label in labels]
         samples = [
             [first["prompt"], first["references"][0], *(texts[n]["prediction"] for texts in predictions)]
             for n, first in enumerate(predictions[0])
@@ -47,12 +47,12 @@ class Tracker:
             {
                 "frontier": wandb.Table(columns=[name for name, _ in COLUMNS], data=values),
                 "frontier_picture": wandb.Image(str(folder / "frontier.png")),
-                "samples": wandb.Table(columns=["prompt", "reference", *speeds], data=samples),
+                "samples": wandb.Table(columns=["prompt", "reference", *labels], data=samples),
             }
         )
         for row in report.rows:
-            self._run.summary[f"bleu_{row.speedup_target:g}x"] = row.scores["bleu"]
-            self._run.summary[f"speedup_{row.speedup_target:g}x"] = row.wall_clock_speedup
+            self._run.summary[f"bleu_{row.label}"] = row.scores["bleu"]
+            self._run.summary[f"speedup_{row.label}"] = row.wall_clock_speedup
 
     def checkpoint(self, folder: Path) -> None:
         """The finished run's folder as an artifact, without what training alone needs."""

@@ -1,0 +1,208 @@
+"""CALM-DEC, a rival: each token leaves the model at the first layer whose prediction is confident enough.
+
+Confident Adaptive Language Modeling (Schuster et al. 2022, arXiv 2207.07061), adapted to models without an encoder as
+in SkipDecode's baseline: the confidence is the difference of the two largest probabilities that the model's own norm
+and head give a layer's output, and a token leaves where it reaches a threshold. The layers above get their keys and
+values from the state that it left with (state propagation). The prompt runs at full depth. The paper lets the threshold
+decay over time too; here it is constant.
+
+How deep a row goes depends on that row alone, so in a batch every row waits for the last: the others stand still, and
+their layers run for nothing.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from eval.systems import Checkpoint, System
+from skipdecode import ConfigError, PlannedCache, SkipSchedule
+from skipdecode.block import KeyValues
+from skipdecode.families import FAMILIES, decoder_layers
+from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder, why_not_lean
+from skipdecode.loop import GenerativeModel, decode_loop
+from skipdecode.projections import MAKERS, Weights
+
+# decoder -> what writes the keys and values of each of its layers, which holds copies of weights
+_KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list[KeyValues]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """How confident a token must be to leave, and where that comes from.
+
+    Attributes:
+        value: λ. At 0 every token leaves after the first layer, above 1 none before the last.
+        wanted_layers: layers per token that it was calibrated for; None where the threshold was named.
+        found_layers: layers per token that it gave on the validation prompts.
+        prompts: how many there were.
+    """
+
+    value: float
+    wanted_layers: float | None = None
+    found_layers: float | None = None
+    prompts: int = 0
+
+    def origin(self) -> str:
+        """A sentence for the report."""
+        if self.wanted_layers is None:
+            return f"λ {self.value:.4g}, as it was named."
+        return (
+            f"λ {self.value:.4g}, the largest found at which {self.prompts} validation prompts take no more than the "
+            f"{self.wanted_layers:.2f} layers per token of the target's schedule: {self.found_layers:.2f}."
+        )
+
+
+class CalmSystem(System):
+    """A checkpoint with confidence exits."""
+
+    kind = "calm"
+
+    def __init__(
+        self, label: str, checkpoint: Checkpoint, threshold: Threshold, speedup_target: float | None = None
+    ) -> None:
+        super().__init__(label, checkpoint, speedup_target)
+        self.threshold = threshold
+
+    @property
+    def cached(self) -> SkipSchedule:
+        return SkipSchedule.full_depth(self.checkpoint.num_layers)  # every layer holds every token
+
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+        exits: list[list[int]] = []
+        output: torch.Tensor = model.generate(
+            **request, custom_generate=calm_generate, threshold=self.threshold.value, exits=exits
+        )
+        return output, exits
+
+
+def calm_generate(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    threshold: float = 1.0,
+    weights: Weights | None = None,
+    exits: list[list[int]] | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decode with confidence exits: `model.generate(**inputs, custom_generate=calm_generate, threshold=0.9)`.
+
+    Args:
+        threshold: λ.
+        weights: as in `skip_generate`.
+        exits: gets a list for each decode step: how many layers each row's token ran; 0 for rows that were done.
+
+    Raises:
+        ConfigError: for a model whose decode steps can't be lean.
+    """
+    reason = why_not_lean(model)
+    if reason is not None:
+        raise ConfigError(f"CALM can't decode with this model: {reason}")
+    steps = _CalmSteps(
+        model,
+        weights or choose_weights(model),
+        threshold,
+        steps=max(0, generation_config.max_length - input_ids.shape[1] - 1),
+        end_tokens=generation_config._eos_token_tensor,
+        exits=exits if exits is not None else [],
+        model_kwargs=model_kwargs,
+    )
+    return decode_loop(
+        model,
+        steps,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+    )
+
+
+class _CalmSteps:
+    """Prefill through the model's own forward pass, and decode steps in which each row goes as deep as it needs."""
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        weights: Weights,
+        threshold: float,
+        *,
+        steps: int,
+        end_tokens: torch.Tensor | None,
+        exits: list[list[int]],
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self._model = model
+        self._decoder = lean_decoder(model, weights)
+        self._key_values = _key_values(model, self._decoder, weights)
+        self._threshold = threshold
+        self._count = steps
+        self._end_tokens = [] if end_tokens is None else end_tokens.flatten().tolist()
+        self._exits = exits
+        self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
+        self._kwargs = {**model_kwargs, "past_key_values": self.cache}
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        """Run the prompt [batch, columns] at full depth. Returns the last column's logits [batch, vocabulary]."""
+        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
+        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1]
+        mask = self._kwargs.get("attention_mask")
+        self._step_of = self._decoder.steps(torch.ones_like(input_ids) if mask is None else mask, self._count)
+        self._unended = list(range(len(input_ids)))  # rows whose text goes on
+        return logits
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        tokens, step = input_ids[:, -1], self._step_of(i)
+        last_tokens = tokens.tolist()
+        self._unended = [row for row in self._unended if last_tokens[row] not in self._end_tokens]
+        hidden = self._decoder.embed(tokens, step)  # [batch, hidden]
+        exits, answers = [0] * len(tokens), {}
+        waiting = self._unended  # rows that go deeper; the states of the others stay as they are
+        for index, block in enumerate(self._decoder.blocks):
+            cached: Any = self.cache.layers[index]
+            if not waiting:
+                self._key_values[index](hidden, cached, step)
+                continue
+            deeper = block(hidden, cached, step)
+            if len(waiting) == len(tokens):
+                hidden = asked = deeper
+            else:
+                rows = tokens.new_tensor(waiting)
+                asked = deeper[rows]  # [waiting, hidden]
+                hidden = hidden.index_copy(0, rows, asked)
+            logits = self._decoder.logits(asked)  # [waiting, vocabulary]
+            last = index + 1 == len(self._decoder.blocks)
+            leaves = [last or margin >= self._threshold for margin in margins(logits)]
+            for at, row in enumerate(waiting):
+                if leaves[at]:
+                    exits[row], answers[row] = index + 1, logits[at]
+            waiting = [row for row, left in zip(waiting, leaves, strict=True) if not left]
+        self._exits.append(exits)
+        nothing = torch.zeros_like(next(iter(answers.values())))  # for rows that have ended: generate pads them
+        return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
+
+
+def margins(logits: torch.Tensor) -> list[float]:
+    """How much more probable each row's likeliest token is than the next, from logits [rows, vocabulary]."""
+    likeliest = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values
+    return [first - second for first, second in likeliest.tolist()]  # few numbers: each operation of torch costs more
+
+
+def _key_values(model: GenerativeModel, decoder: LeanDecoder, weights: Weights) -> list[KeyValues]:
+    """Made when they are first asked for, as the decoder itself."""
+    if decoder not in _KEY_VALUES:
+        parts = FAMILIES[model.config.model_type].parts
+        assert parts is not None  # as the model has a lean decoder
+        pairs = zip(decoder_layers(model), decoder.blocks, strict=True)
+        _KEY_VALUES[decoder] = [KeyValues(layer, parts, block, MAKERS[weights]) for layer, block in pairs]
+    return _KEY_VALUES[decoder]

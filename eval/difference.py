@@ -1,0 +1,17 @@
+"""What differs between two sets of settings, for a person."""
+
+from typing import Any
+
+
+def difference(before: Any, now: Any) -> str:
+    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs."""
+    old, new = _flat(before), _flat(now)
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed)
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    nested = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items()]
+    return {key: value for part in nested for key, value in part.items()}

@@ -1,0 +1,158 @@
+"""Which systems an evaluation compares."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from eval.calm import CalmSystem, Threshold
+from eval.calm_threshold import PROBES, calibrated_threshold
+from eval.journal import Journal
+from eval.loading import Loaded
+from eval.request import Request
+from eval.systems import SkipSystem, System
+from skipdecode import ConfigError, SkipSchedule, measure_cost
+from skipdecode.cost import Cost, depth_mismatch
+from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
+from skipdecode.projections import Weights
+
+_PLAN = ("plan",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided as an evaluation starts and holds when it is resumed: memory and clock may differ by then.
+
+    Attributes:
+        weights: what decode steps compute with.
+        schedules: of the targets.
+    """
+
+    weights: Weights
+    schedules: dict[float, SkipSchedule]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a journal."""
+        schedules = [[target, schedule.to_dict()] for target, schedule in self.schedules.items()]
+        return {"weights": self.weights, "schedules": schedules}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Plan":
+        """What `to_dict` described."""
+        schedules = {float(target): SkipSchedule.from_dict(schedule) for target, schedule in values["schedules"]}
+        return cls(values["weights"], schedules)
+
+
+def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console) -> list[System]:
+    """The systems, in the order of the report; the first is what the others are measured against.
+
+    What is decided and found goes into the journal. Raises ConfigError, before anything does, for what can't be met.
+    """
+    if _PLAN not in journal:
+        plan = _plan(request, loaded)
+        _take_part(request, loaded, plan, {})  # for the errors
+        journal.add(_PLAN, plan.to_dict())
+    plan = Plan.from_dict(journal[_PLAN])
+    return _take_part(request, loaded, plan, _thresholds(request, loaded, plan, journal, console))
+
+
+def _plan(request: Request, loaded: Loaded) -> Plan:
+    weights = _weights(request, loaded)
+    checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
+    targets = request.targets if reference is not None else (1.0, *(t for t in request.targets if t != 1))
+    if reference is not None and targets != (1.0,) and reference.cost != checkpoint.cost:
+        raise ConfigError(
+            f"--speedup is {list(targets)}: a target is over the checkpoint's own full depth, and --reference "
+            f"{reference.name} is of another shape: leave --speedup out"
+        )
+    cost: Cost = checkpoint.cost
+    if request.calibrate:
+        config = replace(config, schedules={})  # those of the training were solved for another clock
+        cost = measure_cost(
+            checkpoint.model,
+            batch_size=min(request.batch_size, len(loaded.examples)),
+            prompt_length=round(statistics.median(map(len, loaded.prompt_ids))),
+            weights=weights,
+        )
+    return Plan(weights, {target: config.schedule_for(cost, target) for target in targets})
+
+
+def _weights(request: Request, loaded: Loaded) -> Weights:
+    """The same for all models, so that their clocks compare."""
+    checkpoints = [loaded.checkpoint, *([loaded.reference] if loaded.reference is not None else [])]
+    reasons = [why_not_lean(checkpoint.model) for checkpoint in checkpoints]
+    if request.weights not in (None, "model") and any(reasons):
+        raise ConfigError(
+            f"--weights {request.weights}: this model can't decode with them: {next(filter(None, reasons))}"
+        )
+    if request.system == "calm" and reasons[0] is not None:
+        raise ConfigError(f"--system calm can't decode with this model: {reasons[0]}")
+    if any(reasons) and not all(reasons):
+        raise ConfigError(
+            f"--reference: of {' and '.join(c.name for c in checkpoints)} one decodes through its own forward pass "
+            f"({next(filter(None, reasons))}), the other doesn't have to: their clocks wouldn't compare"
+        )
+    if all(reasons):
+        return "model"
+    weights = request.weights
+    if weights is None:
+        weights = "packed" if all(choose_weights(c.model) == "packed" for c in checkpoints) else "model"
+    for checkpoint in checkpoints:
+        lean_decoder(checkpoint.model, weights)  # which refuses what the device can't do
+    return weights
+
+
+def _thresholds(
+    request: Request, loaded: Loaded, plan: Plan, journal: Journal, console: Console
+) -> dict[float, Threshold]:
+    """Of each target, where systems are confidence exits."""
+    targets = [target for target in request.targets if target > 1 and request.system == "calm"]
+    checkpoint = replace(loaded.checkpoint, weights=plan.weights)
+    found: dict[float, Threshold] = {}
+    with Progress(console=console, disable=not targets) as progress:
+        bar = progress.add_task("thresholds on validation prompts", total=PROBES * len(targets))
+        for number, target in enumerate(targets, start=1):
+            schedule = plan.schedules[target]
+            found[target] = calibrated_threshold(
+                checkpoint,
+                loaded.validation,
+                schedule.mean_budget(schedule.horizon),
+                max_new_tokens=loaded.max_new_tokens,
+                journal=journal,
+                advance=lambda: progress.advance(bar),
+            )
+            progress.update(bar, completed=PROBES * number)
+    return found
+
+
+def _take_part(request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping[float, Threshold]) -> list[System]:
+    checkpoint = replace(loaded.checkpoint, weights=plan.weights)
+    if loaded.reference is None:
+        systems: list[System] = [SkipSystem("1x", checkpoint, plan.schedules[1.0], 1.0)]
+    else:
+        reference = replace(loaded.reference, weights=plan.weights)
+        systems = [SkipSystem("1x", reference, SkipSchedule.full_depth(reference.num_layers), 1.0)]
+        if 1.0 in plan.schedules:
+            systems.append(SkipSystem("full-depth", checkpoint, plan.schedules[1.0]))
+    for target in request.targets:
+        if target == 1:
+            continue
+        if request.system == "skip":
+            systems.append(SkipSystem(f"{target:g}x", checkpoint, plan.schedules[target], target))
+        else:
+            threshold = thresholds.get(target, Threshold(1.0))
+            systems.append(CalmSystem(f"calm-{target:g}x", checkpoint, threshold, target))
+    for value in request.calm_thresholds:
+        systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
+    for name, schedule in loaded.schedules:
+        if schedule.num_layers != checkpoint.num_layers:
+            raise ConfigError(f"--schedule {name}: {depth_mismatch(schedule, checkpoint.num_layers)}")
+        systems.append(SkipSystem(name, checkpoint, schedule))
+    labels = [system.label for system in systems]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"two rows would be called {label!r}: rename a schedule's file, or leave one out")
+    return systems

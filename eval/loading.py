@@ -1,0 +1,180 @@
+"""What an evaluation decodes, and with which models: loaded, checked, and identified for its journal."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import Example, Task, load_task
+from data.columns import Prompt
+from eval.calm_threshold import PROMPTS
+from eval.decoding import encode_test_set
+from eval.machine import describe_machine, resolve_device, versions
+from eval.request import Request
+from eval.systems import Checkpoint
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.loading import load_model, load_tokenizer
+
+# The files of a checkpoint that decoding depends on.
+_FILES = ("*.safetensors", "*.bin", "*config.json", "skipdecode.json", "tokenizer*", "vocab.json", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Models and prompts of an evaluation.
+
+    Attributes:
+        checkpoint: under test.
+        reference: what it is measured against; None for its own full depth.
+        config: what the checkpoint remembers of its training, or what stands in for it.
+        task: which examples are of.
+        examples, prompts: of the test set, in its order.
+        validation: token ids of validation prompts; there where a threshold is to be calibrated.
+        max_new_tokens: of each prompt.
+        schedules: of the files that were named, with their names in the report.
+    """
+
+    checkpoint: Checkpoint
+    reference: Checkpoint | None
+    config: SkipConfig
+    task: Task
+    examples: list[Example]
+    prompts: list[Prompt]
+    validation: list[list[int]]
+    max_new_tokens: int
+    schedules: list[tuple[str, SkipSchedule]]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of the test set's prompts."""
+        return [prompt.ids for prompt in self.prompts]
+
+
+def load_request(request: Request) -> Loaded:
+    """Load what a request names. Raises ConfigError where something isn't there or doesn't fit together."""
+    device = resolve_device(request.device)
+    checkpoint = _load(request.checkpoint, request.dtype, device)
+    reference = _load(request.reference, request.dtype, device) if request.reference is not None else None
+    config = SkipConfig.load(request.checkpoint)
+    task = _task(request, config)
+    examples = list(islice(task.stream("test"), request.limit))
+    validation = _validation_examples(request, task)
+    max_new_tokens = request.max_new_tokens or task.max_new_tokens
+    longest = _trained_on(task.name, config).get("max_prompt_tokens", task.max_prompt_tokens)
+
+    def encode(by: Checkpoint, texts: Sequence[Example]) -> list[Prompt]:
+        return encode_test_set(by.model, by.tokenizer, texts, max_prompt_tokens=longest, max_new_tokens=max_new_tokens)
+
+    prompts = encode(checkpoint, examples)
+    if reference is not None:
+        _check_same_tokenizer(checkpoint, reference)
+        try:
+            same = encode(reference, examples) == prompts
+        except ConfigError as error:
+            raise ConfigError(f"--reference {reference.name}: {error}") from error
+        if not same:
+            raise ConfigError(
+                f"--reference {reference.name} has room for another number of a prompt's tokens than --checkpoint "
+                f"{checkpoint.name}: lower --max-new-tokens until both read the same prompts"
+            )
+    return Loaded(
+        checkpoint=checkpoint,
+        reference=reference,
+        config=config or SkipConfig(solver={"horizon": task.horizon}),
+        task=task,
+        examples=examples,
+        prompts=prompts,
+        validation=[prompt.ids for prompt in encode(checkpoint, validation)],
+        max_new_tokens=max_new_tokens,
+        schedules=[(Path(file).stem, SkipSchedule.load(file)) for file in request.schedules],
+    )
+
+
+def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
+    """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
+    machine = describe_machine(loaded.checkpoint.model.device)
+    return {
+        "checkpoint": _checkpoint_identity(loaded.checkpoint),
+        "reference": _checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
+        "task": loaded.task.name,
+        "test_set": _fingerprint(
+            [[e.id, e.references, p.ids] for e, p in zip(loaded.examples, loaded.prompts, strict=True)]
+        ),
+        "validation": _fingerprint(loaded.validation),
+        "system": request.system,
+        "speedups": list(request.targets),
+        "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
+        "calm_thresholds": list(request.calm_thresholds),
+        "limit": request.limit,
+        "batch_size": request.batch_size,
+        "time_batch_sizes": list(request.time_batch_sizes),
+        "time_limit": request.time_limit,
+        "max_new_tokens": loaded.max_new_tokens,
+        "dtype": str(loaded.checkpoint.model.dtype),
+        "weights": request.weights,
+        "calibrate": request.calibrate,
+        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "versions": versions(),
+    }
+
+
+def _load(name: str, dtype: str | None, device: torch.device) -> Checkpoint:
+    model = load_model(name, dtype=getattr(torch, dtype) if dtype else None)
+    model.to(device)  # type: ignore[arg-type]
+    return Checkpoint(name, model.eval(), load_tokenizer(name))
+
+
+def _task(request: Request, config: SkipConfig | None) -> Task:
+    """The task asked for, with the options that the checkpoint was trained with where it is the same task."""
+    name = request.task or (config.task.get("name") if config is not None else None)
+    if name is None:
+        raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
+    return load_task(name, path=request.data_dir, **_trained_on(name, config).get("options", {}))
+
+
+def _trained_on(name: str, config: SkipConfig | None) -> Mapping[str, Any]:
+    """What the checkpoint remembers of a task; nothing where it was trained on another."""
+    return config.task if config is not None and config.task.get("name") == name else {}
+
+
+def _validation_examples(request: Request, task: Task) -> list[Example]:
+    if request.system != "calm" or set(request.targets) == {1.0}:
+        return []
+    try:
+        examples = list(islice(task.stream("validation"), PROMPTS))
+    except ConfigError as error:
+        raise ConfigError(
+            f"--system calm finds its thresholds on validation data ({error}); or name thresholds with --calm-threshold"
+        ) from error
+    if not examples:
+        raise ConfigError(f"task {task.name!r} has no validation data: name thresholds with --calm-threshold")
+    return examples
+
+
+def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None:
+    one, other = checkpoint.tokenizer, reference.tokenizer
+    if one.get_vocab() != other.get_vocab() or one.eos_token_id != other.eos_token_id:
+        raise ConfigError(
+            f"--reference {reference.name} has another tokenizer ({len(other)} tokens, ending in {other.eos_token!r}) "
+            f"than --checkpoint {checkpoint.name} ({len(one)} tokens, ending in {one.eos_token!r}): "
+            "name a reference that reads the same tokens"
+        )
+
+
+def _checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The sizes and times of its files; of a name on the Hub, the commit."""
+    folder = Path(checkpoint.name)
+    if not folder.is_dir():
+        return {"name": checkpoint.name, "commit": getattr(checkpoint.model.config, "_commit_hash", None)}
+    files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+    return {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in files}
+
+
+def _fingerprint(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode("utf-8")).hexdigest()[:16]

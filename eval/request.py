@@ -1,0 +1,87 @@
+"""What an evaluation is asked for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eval.results import FILE_NAME
+from skipdecode.errors import ConfigError
+from skipdecode.projections import Weights
+
+DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `python -m eval` was asked for; each field is the option of its name.
+
+    Raises:
+        ConfigError: for values that no evaluation can have.
+    """
+
+    checkpoint: str
+    output: Path
+    speedups: tuple[float, ...] | None = None  # None: 1 to 4; with a reference or thresholds, none but 1
+    schedules: tuple[str, ...] = ()  # files, decoded beside the targets
+    system: Literal["skip", "calm"] = "skip"
+    calm_thresholds: tuple[float, ...] = ()
+    reference: str | None = None
+    task: str | None = None
+    data_dir: str | None = None
+    limit: int | None = None
+    batch_size: int = 32
+    time_batch_sizes: tuple[int, ...] = ()
+    time_limit: int | None = None
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    weights: Weights | None = None
+    calibrate: bool = False
+    device: str | None = None
+    compare: Mapping[str, Path] | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"--limit": self.limit, "--max-new-tokens": self.max_new_tokens, "--batch-size": self.batch_size}
+        for name, value in {**counts, "--time-limit": self.time_limit}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        sizes = self.time_batch_sizes
+        if _repeats(sizes) or min(sizes, default=1) < 1:
+            raise ConfigError(f"--time-batch-size is {list(sizes)}: name different sizes of 1 or more, such as 1 8")
+        if self.time_limit is not None and not sizes:
+            raise ConfigError("--time-limit is for --time-batch-size, which is missing")
+        speeds = self.targets
+        if not speeds or _repeats(speeds) or not all(target >= 1 for target in speeds):
+            raise ConfigError(f"--speedup is {list(speeds)}: name different targets of 1 or more, such as 1 2 4")
+        self._check_system()
+
+    def _check_system(self) -> None:
+        thresholds = self.calm_thresholds
+        if self.system == "skip" and thresholds:
+            raise ConfigError("--calm-threshold is for --system calm")
+        if self.system == "calm" and self.schedules:
+            raise ConfigError("--schedule is for --system skip: confidence exits follow no schedule")
+        if _repeats(thresholds) or not all(value >= 0 for value in thresholds):
+            raise ConfigError(f"--calm-threshold is {list(thresholds)}: name different values of 0 or more")
+        if thresholds and self.speedups is not None:
+            raise ConfigError("--calm-threshold names thresholds in place of targets: leave --speedup out")
+        if self.reference is not None and self.reference == self.checkpoint:
+            raise ConfigError(f"--reference is {self.reference!r}: that is the checkpoint itself")
+
+    @property
+    def targets(self) -> tuple[float, ...]:
+        """Target speedups."""
+        if self.speedups is not None:
+            return self.speedups
+        return DEFAULT_SPEEDUPS if self.reference is None and not self.calm_thresholds else (1.0,)
+
+    def check_output(self) -> None:
+        """Raises ConfigError for an output that can't be a folder, or holds a report."""
+        if self.output.is_file():
+            raise ConfigError(f"--output {self.output} is a file: name a folder")
+        if (self.output / FILE_NAME).exists():
+            raise ConfigError(f"--output {self.output} already holds a report: name another folder, or remove it")
+
+
+def _repeats(values: Sequence[float]) -> bool:
+    return len(set(values)) != len(values)

@@ -1,0 +1,155 @@
+"""What decodes a test set, behind one interface: a checkpoint under a schedule, and what it is measured against."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from skipdecode import CostModel, SkipSchedule, skip_generate
+from skipdecode.clock import StepClock
+from skipdecode.families import decoder_layers
+from skipdecode.loop import GenerativeModel
+from skipdecode.projections import Weights
+
+SystemKind = Literal["full depth", "skip", "calm"]
+FULL_DEPTH: SystemKind = "full depth"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to decode with.
+
+    Attributes:
+        name: its folder, or its name on the Hub.
+        model: in eval mode, on its device.
+        tokenizer: which pads on the left.
+        weights: what decode steps compute with, as in `skip_generate`.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    weights: Weights = "model"
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(decoder_layers(self.model))
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """What its decode steps read, counted."""
+        return CostModel.of(self.model)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One batch as one system decoded it.
+
+    Attributes:
+        texts: what each prompt was continued with.
+        prefill_seconds: up to the first token.
+        decode_seconds: from there to the last.
+        steps: decode steps of the batch.
+        tokens: generated tokens after the first of each row, end tokens included, padding not.
+        layers: layers that these ran as inputs, summed over tokens.
+        batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
+        cache_bytes: of keys and values.
+    """
+
+    texts: list[str]
+    prefill_seconds: float
+    decode_seconds: float
+    steps: int
+    tokens: int
+    layers: int
+    batch_layers: int
+    cache_bytes: int
+
+
+class System(ABC):
+    """Something that continues prompts, and takes turns with others.
+
+    Attributes:
+        label: its name in tables and of its predictions file; no two in an evaluation are alike.
+        checkpoint: what it decodes with.
+        kind: how.
+        speedup_target: what it was made for; None where it was named by its settings.
+    """
+
+    kind: SystemKind
+
+    def __init__(self, label: str, checkpoint: Checkpoint, speedup_target: float | None = None) -> None:
+        self.label = label
+        self.checkpoint = checkpoint
+        self.speedup_target = speedup_target
+
+    @property
+    @abstractmethod
+    def cached(self) -> SkipSchedule:
+        """The schedule that its cache is planned for (law 6)."""
+
+    @abstractmethod
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+        """Pass `request` to `model.generate`. Returns its token ids [batch, columns], and the layers of every row in
+        each step.
+        """
+
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Turn:
+        """Continue prompts, token ids, greedily up to and with the end token."""
+        model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
+        inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, columns]
+        clock = StepClock(model.device)
+        request = {
+            **inputs,
+            "weights": self.checkpoint.weights,
+            "max_new_tokens": max_new_tokens,
+            "do_sample": False,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "stopping_criteria": StoppingCriteriaList([clock]),
+        }
+        output, layers = self._continue(model, request)
+        prompt_columns = inputs["input_ids"].shape[1]
+        rows: list[list[int]] = []
+        for row in output[:, prompt_columns:].tolist():
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            rows.append(row[:end])
+        # A row's last token is never an input, so its steps are one less than its tokens.
+        going = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
+        held = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
+        return Turn(
+            texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows],
+            prefill_seconds=clock.prefill_seconds,
+            decode_seconds=clock.decode_seconds,
+            steps=clock.steps,
+            tokens=sum(map(len, going)),
+            layers=sum(ran[n] for ran, rows_left in zip(layers, going, strict=True) for n in rows_left),
+            batch_layers=sum(map(max, layers)),
+            cache_bytes=held,
+        )
+
+
+class SkipSystem(System):
+    """A checkpoint under a schedule, by `skip_generate`."""
+
+    def __init__(
+        self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule, speedup_target: float | None = None
+    ) -> None:
+        super().__init__(label, checkpoint, speedup_target)
+        self.schedule = schedule
+        self.kind = FULL_DEPTH if schedule.min_layers == schedule.num_layers else "skip"
+
+    @property
+    def cached(self) -> SkipSchedule:
+        return self.schedule
+
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, schedule=self.schedule)
+        batch, prompt_columns = request["input_ids"].shape
+        steps = output.shape[1] - prompt_columns - 1
+        return output, [[self.schedule.budget(i)] * batch for i in range(steps)]

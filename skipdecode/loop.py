@@ -1,0 +1,92 @@
+"""The decoding loop: from logits to tokens until every row is done, whatever computes the logits."""
+
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+# A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
+GenerativeModel: TypeAlias = Any
+
+
+class DecodeSteps(Protocol):
+    """What the loop gets logits from."""
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+
+    @property
+    def cache(self) -> Any:
+        """What `generate` hands out as `past_key_values`."""
+
+
+def decode_loop(
+    model: GenerativeModel,
+    steps: DecodeSteps,
+    input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    streamer: BaseStreamer | None,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Choose tokens until every row is done; the arguments are those that `generate` gives a `custom_generate`.
+
+    Returns:
+        Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
+    """
+    pad_token: Any = generation_config._pad_token_tensor
+    stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    scores: Any = ()
+    raw_logits: Any = ()
+    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
+    finished = False
+
+    logits = steps.prefill(input_ids)
+    step = 0
+    while True:
+        if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
+            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
+            next_scores = logits_processor(input_ids, logits)
+            if generation_config.output_scores:
+                scores += (next_scores,)
+            if generation_config.output_logits:
+                raw_logits += (logits,)
+            next_tokens = _choose(next_scores, do_sample=bool(generation_config.do_sample))
+            if stops_at_eos:
+                next_tokens = next_tokens * unfinished + pad_token * (1 - unfinished)
+            input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
+            if streamer is not None:
+                streamer.put(next_tokens.cpu())
+            unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
+            finished = not bool(unfinished.any())
+        del logits  # those of a prefill are large
+        if not model._has_unfinished_sequences(finished, synced_gpus, device=input_ids.device):
+            break
+        logits = steps.step(step, input_ids)
+        step += 1
+
+    if streamer is not None:
+        streamer.end()
+    if not generation_config.return_dict_in_generate:
+        return cast(torch.Tensor, input_ids)
+    return GenerateDecoderOnlyOutput(
+        sequences=input_ids,
+        scores=scores if generation_config.output_scores else None,
+        logits=raw_logits if generation_config.output_logits else None,
+        past_key_values=steps.cache,
+    )
+
+
+def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:
+    """The next token of each row, from processed scores [batch, vocab]."""
+    if do_sample:
+        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    return torch.argmax(scores, dim=-1)

@@ -1,0 +1,36 @@
+"""Folders of tiny random models with a tokenizer and a task, as a finished run leaves them, in no time."""
+
+from pathlib import Path
+from typing import Any
+
+from tiny_models import randomised
+from transformers import AutoConfig
+
+from data import load_task
+from data.vocabulary import train_tokenizer
+from skipdecode.checkpoint import SkipConfig
+
+TASK = {"train_size": 40, "validation_size": 6, "test_size": 14}
+
+
+def save_checkpoint(folder: Path, num_layers: int, *, vocab_size: int = 320, seed: int = 0, **config: Any) -> Path:
+    """A random OPT for the task `departures`, whose texts are noise and end when they end."""
+    tokenizer = train_tokenizer(load_task("departures", **TASK).stream("train"), vocab_size, 128)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": num_layers,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dropout": 0.0,
+        **config,
+    }
+    randomised(AutoConfig.for_model("opt", **shape), seed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    SkipConfig(solver={"horizon": 8}, task={"name": "departures", "options": TASK}).save(folder)
+    return folder

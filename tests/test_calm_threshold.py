@@ -1,0 +1,46 @@
+"""The threshold that bisection finds is below what is wanted, and as near as it has seen."""
+
+from bisect import bisect_right
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.calm_threshold import CLOSE, PROBES, largest_below
+
+thresholds = st.floats(0, 1, exclude_min=True)
+
+
+@given(st.lists(thresholds, min_size=1, max_size=30), st.floats(1, 12))
+def test_of_layers_that_grow_in_steps_it_is_the_largest_below_what_is_wanted(steps: list[float], wanted: float) -> None:
+    """Layers per token as a staircase from 1 to 12, going up at each of `steps`."""
+    tried: dict[float, float] = {}
+
+    def mean_layers(threshold: float) -> float:
+        tried[threshold] = 1 + 11 * bisect_right(sorted(steps), threshold) / len(steps)
+        return tried[threshold]
+
+    value, found = largest_below(mean_layers, wanted)
+    assert found <= wanted
+    assert found == tried.get(value, 1.0)
+    assert found == max([1.0, *(layers for layers in tried.values() if layers <= wanted)])
+    assert len(tried) <= PROBES
+    if len(tried) < PROBES:
+        assert wanted - found < CLOSE
+
+
+@given(st.floats(1.5, 11.9), st.floats(1, 5))
+def test_of_layers_that_grow_evenly_it_is_close(wanted: float, bend: float) -> None:
+    _, found = largest_below(lambda threshold: 1 + 11 * threshold**bend, wanted)
+    assert wanted - CLOSE * 2 < found <= wanted
+
+
+@given(st.floats(0.9, 0.999999))
+def test_thresholds_near_1_are_told_apart(edge: float) -> None:
+    """A confident model: nothing changes below an edge near 1, everything above it."""
+    value, found = largest_below(lambda threshold: 2.0 if threshold < edge else 12.0, 3.0)
+    assert found == 2.0
+    assert edge - value < 0.1 * (1 - value)
+
+
+def test_where_no_threshold_is_low_enough_it_is_0() -> None:
+    assert largest_below(lambda threshold: 12.0, 3.0) == (0.0, 1.0)

@@ -1,0 +1,94 @@
+"""A journal holds what was added, whatever moment its writer was killed at."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.journal import Journal
+from skipdecode import ConfigError
+
+HEADER = {"batch_size": 4, "schedules": {"2x": {"max_layers": 6}}, "machine": {"threads": 1}}
+texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)  # with line ends of every kind
+values = st.lists(st.one_of(texts, st.floats(allow_nan=False, allow_infinity=False), st.integers()), max_size=4)
+entries = st.lists(st.tuples(st.tuples(texts, texts), values), max_size=6, unique_by=lambda entry: entry[0])
+
+
+def held(journal: Journal, entries: list[Any]) -> int:
+    """How many of the entries the journal has; they are the first, with their values."""
+    count = len(journal)
+    for number, (key, value) in enumerate(entries):
+        assert (key in journal) == (number < count)
+        assert key not in journal or journal[key] == value
+    return count
+
+
+@given(entries=entries, data=st.data())
+def test_cut_off_at_any_byte_it_holds_the_first_entries_and_takes_the_rest(
+    entries: list[Any], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
+    journal = Journal(path, HEADER)
+    ends = []
+    for key, value in entries:
+        journal.add(key, value)
+        ends.append(path.stat().st_size)
+    assert path.exists() == bool(entries)
+    size = data.draw(st.integers(0, ends[-1] if ends else 0))
+    if entries:
+        path.write_bytes(path.read_bytes()[:size])
+    again = Journal(path, HEADER)
+    count = held(again, entries)
+    assert count == sum(end <= size for end in ends)  # not one that was whole is lost
+    for key, value in entries[count:]:
+        again.add(key, value)
+    assert held(Journal(path, HEADER), entries) == len(entries)
+    if entries:
+        assert [json.loads(line) for line in path.read_bytes().splitlines()][1:] == [[list(k), v] for k, v in entries]
+
+
+def test_a_last_line_of_which_only_the_end_was_written_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, HEADER)
+    journal.add(("a",), 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0" * 40 + b"]]\n")  # a machine that stopped: one block of two was on the disk
+    again = Journal(path, HEADER)
+    again.add(("b",), 2)
+    assert path.read_bytes() == whole + b'[["b"], 2]\n'
+
+
+def test_a_journal_of_another_evaluation_is_refused_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path, HEADER).add(("a",), 1)
+    before = path.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"another kind \(batch_size was 4, is 8, schedules.2x.max_layers was 6, is 7"
+    ):
+        Journal(path, {**HEADER, "batch_size": 8, "schedules": {"2x": {"max_layers": 7}}})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"my notes\n", b'{"format": 1}\nnot json\n[["a"], 1]\n', b"[1]\n[2]\n"])
+def test_what_is_no_journal_is_refused_and_left_alone(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is damaged, or no journal of an evaluation|of another kind"):
+        Journal(path, HEADER)
+    assert path.read_bytes() == content
+
+
+def test_nothing_is_written_before_something_is_added(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out" / "journal.jsonl", HEADER)
+    assert not (tmp_path / "out").exists()
+    journal.remove()
+
+
+def test_without_a_file_it_is_in_memory() -> None:
+    journal = Journal()
+    journal.add(("a", "1"), [1, 2])
+    assert ("a", "1") in journal
+    assert journal["a", "1"] == [1, 2]
