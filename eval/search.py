@@ -52,8 +52,9 @@ HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none a
 def main(arguments: Sequence[str] | None = None) -> int:
     """Search. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
     options = vars(_parser().parse_args(arguments))
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     try:
-        search(SearchRequest(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}))
+        search(SearchRequest(**values))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -32,11 +32,11 @@ def draw_search(path: Path, report: SearchReport) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    mosaic = [["speed", "0", "1"], ["speed", "2", "3"]]
+    mosaic = "s01\ns23"  # a large panel beside two by two
     figure, panels = pyplot.subplot_mosaic(
         mosaic, figsize=(13, 5.6), dpi=160, layout="constrained", width_ratios=[1.7, 1, 1]
     )
-    main = panels["speed"]
+    main = panels["s"]
     _draw_speeds(main, report)
     for number, (title, place) in enumerate(DIMENSIONS):
         _draw_dimension(panels[str(number)], report, title, place)
@@ -58,7 +58,7 @@ def draw_search(path: Path, report: SearchReport) -> None:
 
 
 def _draw_speeds(axes: "Axes", report: SearchReport) -> None:
-    labelled = set()
+    labelled: set[str] = set()
     for row in reversed(report.trials):  # the best on top
         style = _style(report, row)
         if style["label"] in labelled:
@@ -84,7 +84,7 @@ def _draw_dimension(axes: "Axes", report: SearchReport, title: str, place: Calla
     for row in reversed(report.trials):
         style = _style(report, row)
         del style["label"]
-        axes.plot([at[place(row)]], [row.difference.value], ls="", **style)
+        axes.plot([at[place(row)]], [row.difference.value], **style)
     if side_by_side:
         axes.set_xticks(range(len(values)), [str(value)[:11] for value in values])
         axes.set_xlim(-0.6, len(values) - 0.4)

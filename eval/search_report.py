@@ -57,7 +57,7 @@ class TrialRow:
     def decay(self) -> str:
         """The decay with its rate, such as `power 0.5`."""
         rate = self.schedule["decay_rate"]
-        return self.schedule["decay"] + (f" {rate:g}" if rate is not None else "")
+        return f"{self.schedule['decay']} {rate:g}" if rate is not None else str(self.schedule["decay"])
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def _ratio(batches: Sequence[Batch], slower: int, faster: int) -> tuple[float, f
         if above is not None and below is not None:
             ratios.append(above / below)
     if len(ratios) < 2:
-        return (ratios[0],) * 3 if ratios else (1.0, 1.0, 1.0)
+        ratios = (ratios or [1.0]) * 2
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return lower, median, upper
 

@@ -9,7 +9,7 @@ from eval.paired import METRICS, corpus_score, estimate, sentence_statistics
 from eval.scores import score
 from skipdecode import ConfigError
 
-WORDS = "the cat sat on a mat by river and ate cheap food in town near pub".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "by", "river", "and", "ate", "cheap", "food", "in", "town"]
 
 
 def texts(count: int, seed: int) -> list[str]:
