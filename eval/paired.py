@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from rouge_score.rouge_scorer import RougeScorer
@@ -9,7 +10,7 @@ from sacrebleu.metrics import BLEU
 
 from skipdecode.errors import unknown
 
-METRICS = ("bleu", "rouge1", "rouge2", "rougeL")
+METRICS = {"bleu": "BLEU", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}  # and how they are written
 RESAMPLES = 1000
 
 Statistics = list[list[float]]  # for each prompt, numbers whose sums over prompts give the metric
@@ -36,10 +37,11 @@ def sentence_statistics(
 ) -> list[list[float]]:
     """For each prediction, the numbers that the metric over all of them is made of.
 
-    For BLEU n-grams matched, n-grams and lengths, as `eval.scores` counts them; for ROUGE the best reference's F1. The
-    sums belong to `corpus_score`. Raises ConfigError for an unknown metric.
+    For BLEU n-grams matched, n-grams and lengths, as `eval.scores` counts them; for ROUGE the best reference's F1.
+    Raises ConfigError for an unknown metric.
     """
-    _check(metric)
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
     if metric == "bleu":
         bleu = BLEU(lowercase=True, tokenize="13a", effective_order=True)  # which changes no count, and warns of none
         scores = [bleu.sentence_score(p, list(r)) for p, r in zip(predictions, references, strict=True)]
@@ -49,13 +51,9 @@ def sentence_statistics(
     return [[100 * scorer.score_multi(list(texts), text)[metric].fmeasure] for text, texts in pairs]
 
 
-def corpus_score(metric: str, sums: Sequence[float], prompts: int) -> float:
-    """The metric, from 0 to 100, of statistics that add up to `sums` over so many prompts."""
-    if metric != "bleu":
-        return float(sums[0]) / prompts
-    orders = (len(sums) - 2) // 2
-    correct, total = [int(n) for n in sums[:orders]], [int(n) for n in sums[orders:-2]]
-    return float(BLEU.compute_bleu(correct, total, int(sums[-2]), int(sums[-1]), smooth_method="exp").score)
+def corpus_score(metric: str, statistics: Statistics) -> float:
+    """The metric, from 0 to 100, over the prompts whose statistics these are."""
+    return float(_scores(metric, np.asarray(statistics).sum(axis=0, keepdims=True), len(statistics))[0])
 
 
 def estimate(metric: str, statistics: Statistics, *, baseline: Statistics | None = None, seed: int = 0) -> Estimate:
@@ -73,20 +71,28 @@ def estimate(metric: str, statistics: Statistics, *, baseline: Statistics | None
     prompts = len(statistics)
     if baseline is not None and len(baseline) != prompts:
         raise ValueError(f"{prompts} prompts beside {len(baseline)} of the baseline")
-    times = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES)
-    drawn = np.concatenate([np.ones((1, prompts), dtype=times.dtype), times])  # [1 + resamples, prompts]; all, first
-
-    def scores(rows: Statistics) -> np.ndarray:
-        sums = drawn @ np.asarray(rows)  # [1 + resamples, statistics]
-        return np.array([corpus_score(metric, row, prompts) for row in sums.tolist()])
-
-    values = scores(statistics)
+    drawn = _draws(prompts, seed)
+    values = _scores(metric, drawn @ np.asarray(statistics), prompts)
     if baseline is not None:
-        values = values - scores(baseline)
+        values = values - _scores(metric, drawn @ np.asarray(baseline), prompts)
     low, high = np.percentile(values[1:], [2.5, 97.5])
     return Estimate(float(values[0]), float(low), float(high), float(values[1:].std(ddof=1)))
 
 
-def _check(metric: str) -> None:
-    if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
+@lru_cache(maxsize=4)  # a search compares every schedule on the same few numbers of prompts
+def _draws(prompts: int, seed: int) -> np.ndarray:
+    """How often each prompt is drawn, [1 + resamples, prompts]: once in the first row, which is the data itself."""
+    times = np.random.default_rng(seed).multinomial(prompts, [1 / prompts] * prompts, size=RESAMPLES)
+    return np.concatenate([np.ones((1, prompts)), times]).astype(np.int16)
+
+
+def _scores(metric: str, sums: np.ndarray, prompts: int) -> np.ndarray:
+    """The metric of each row of `sums` [rows, statistics], over so many prompts each: [rows]."""
+    if metric != "bleu":
+        return np.asarray(sums[:, 0] / prompts)
+    orders = (sums.shape[1] - 2) // 2
+    scores = [
+        BLEU.compute_bleu(row[:orders], row[orders:-2], row[-2], row[-1], smooth_method="exp").score
+        for row in sums.astype(int).tolist()
+    ]
+    return np.array(scores)

@@ -1,10 +1,12 @@
 """The picture of a search: quality against measured speed, and by each dimension of the schedules."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.frontier import STYLES, save_figure
+from eval.paired import METRICS
 from eval.search_report import SearchReport, TrialRow
 
 if TYPE_CHECKING:
@@ -40,7 +42,10 @@ def draw_search(path: Path, report: SearchReport) -> None:
     _draw_speeds(main, report)
     for number, (title, place) in enumerate(DIMENSIONS):
         _draw_dimension(panels[str(number)], report, title, place)
-    name = report.metric.upper() if report.metric == "bleu" else report.metric
+    close, far = _extent(report)
+    for axes in panels.values():
+        _tidy(axes, close, far)
+    name = METRICS[report.metric]
     default = report.row(0)
     main.set_ylabel(f"{name} less the default's on the same prompts")
     main.set_xlabel("measured decode speed, times full depth on the wall clock")
@@ -48,7 +53,8 @@ def draw_search(path: Path, report: SearchReport) -> None:
     figure.suptitle(f"{report.task} at {report.target}: {len(report.trials)} schedules", x=0.01, ha="left", fontsize=12)
     main.set_title(
         f"default: {default.score.value:.2f} {name}; dotted: full depth, {report.full_depth.value:.2f}\n"
-        f"{report.prompts} validation prompts, bars: 95 % intervals, hollow: left after fewer prompts",
+        f"{report.prompts} validation prompts, bars: 95 % intervals, hollow: left after fewer prompts"
+        + (f"; below {-close:.1f} a logarithm's scale" if far else ""),
         loc="left",
         fontsize=8,
         color="#555555",
@@ -74,7 +80,6 @@ def _draw_speeds(axes: "Axes", report: SearchReport) -> None:
     axes.axhline(0, color=DEFAULT, lw=0.8, zorder=0)
     default = report.row(0)
     axes.axhline(report.full_depth.value - default.score.value, color="#777777", lw=0.9, ls=":", zorder=0)
-    _tidy(axes)
 
 
 def _draw_dimension(axes: "Axes", report: SearchReport, title: str, place: Callable[[TrialRow], Any]) -> None:
@@ -90,7 +95,6 @@ def _draw_dimension(axes: "Axes", report: SearchReport, title: str, place: Calla
         axes.set_xlim(-0.6, len(values) - 0.4)
     axes.axhline(0, color=DEFAULT, lw=0.8, zorder=0)
     axes.set_title(title, fontsize=9)
-    _tidy(axes)
 
 
 def _style(report: SearchReport, row: TrialRow) -> dict[str, Any]:
@@ -106,7 +110,24 @@ def _style(report: SearchReport, row: TrialRow) -> dict[str, Any]:
     return {"color": OTHER, "marker": "o", "ms": 5, "mfc": face, "ls": "", "label": label, "zorder": 3}
 
 
-def _tidy(axes: "Axes") -> None:
+def _extent(report: SearchReport) -> tuple[float, float]:
+    """How far leads and intervals of what was tried on all prompts reach; and the worst loss, 0 where it isn't far."""
+    near = [row.difference for row in report.trials if row.prompts == report.prompts]
+    close = max(0.5, *(abs(lead) for difference in near for lead in (difference.low, difference.high)))
+    worst = -min(row.difference.value for row in report.trials)
+    return close, math.ceil(worst) if worst > 3 * close else 0
+
+
+def _tidy(axes: "Axes", close: float, far: float) -> None:
+    if far:
+        # Those that lost by far shall not flatten the others.
+        axes.set_yscale("symlog", linthresh=close)
+        ticks = [-far, -far / 4, -close, -close / 2, 0, close / 2, close]
+        axes.set_yticks(ticks, [f"{tick:+.1f}" if tick else "0" for tick in ticks])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(-far * 1.3, close * 1.2)
+    else:
+        axes.yaxis.set_major_formatter("{x:+.2g}")
     axes.grid(color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8)

@@ -169,12 +169,8 @@ def statistics_of(batches: Sequence[Batch], trial: int) -> Statistics:
 def better_half(batches: Sequence[Batch], metric: str) -> list[int]:
     """The trials that go on: the default, and the better half of the others that took part in the last batch."""
 
-    def score(trial: int) -> float:
-        rows = statistics_of(batches, trial)
-        return corpus_score(metric, [sum(column) for column in zip(*rows, strict=True)], len(rows))
-
     others = [turn.trial for turn in batches[-1].turns if turn.trial not in (0, FULL_DEPTH)]
-    ranked = sorted(others, key=lambda trial: (-score(trial), trial))
+    ranked = sorted(others, key=lambda trial: (-corpus_score(metric, statistics_of(batches, trial)), trial))
     return [0, *sorted(ranked[: max(KEPT, -(-len(others) // 2))])]
 
 
