@@ -206,7 +206,7 @@ def _examples(request: SearchRequest, name: str, options: Mapping[str, Any]) -> 
     try:
         examples = list(islice(task.stream("validation"), request.limit))
     except ConfigError as error:
-        raise ConfigError(f"no validation data: {error} (here --task-option KEY=VALUE)") from error
+        raise ConfigError(f"no validation data: {error}; a search takes options as --task-option KEY=VALUE") from error
     if not examples:
         raise ConfigError(f"task {name!r} has no validation data here: its validation split is empty")
     return task, examples
