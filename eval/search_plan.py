@@ -1,0 +1,140 @@
+"""What a search was asked for and which schedules it tries, kept so that it can go on after a stop."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.files import write_whole
+from eval.paired import METRICS
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.errors import unknown
+from skipdecode.projections import Weights
+from skipdecode.schedule import Decay, Placement
+
+FILE_NAME = "plan.json"
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What `python -m eval.search` was asked for; as there, one of `speedup` and `mean_layers`.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    checkpoint: str
+    output: Path
+    speedup: float | None = None
+    mean_layers: float | None = None
+    trials: int = 20
+    task: str | None = None
+    data_dir: str | None = None
+    task_options: tuple[str, ...] = ()  # key=value
+    limit: int | None = None
+    batch_size: int = 32
+    metric: str = "bleu"
+    decays: tuple[Decay, ...] = ("linear", "cosine", "power", "exponential", "step")
+    warmup: tuple[int, ...] = (1, 2, 3)
+    horizons: tuple[int, ...] | None = None  # None: half to twice the default schedule's
+    placements: tuple[Placement, ...] = ("top",)
+    calibrate: bool = False
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    weights: Weights | None = None
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.speedup is None) == (self.mean_layers is None):
+            raise ConfigError("name a budget by one of --speedup and --mean-layers")
+        if self.speedup is not None and not 1 < self.speedup < float("inf"):
+            raise ConfigError(f"--speedup is {self.speedup:g}: it must be above 1, where there is something to choose")
+        if self.mean_layers is not None and not 1 <= self.mean_layers < float("inf"):
+            raise ConfigError(f"--mean-layers is {self.mean_layers:g}: it must be at least 1")
+        if self.mean_layers is not None and self.calibrate:
+            raise ConfigError("--calibrate is for --speedup: a budget in layers needs no clock")
+        if self.trials < 2:
+            raise ConfigError(f"--trials is {self.trials}: it must be at least 2, the default schedule and another")
+        for name, value in (("--limit", self.limit), ("--max-new-tokens", self.max_new_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch-size is {self.batch_size}: it must be at least 1")
+        if self.metric not in METRICS:
+            raise unknown("--metric", self.metric, METRICS)
+
+    @property
+    def target(self) -> str:
+        """The budget in words."""
+        return f"{self.speedup:g}x" if self.speedup is not None else f"{self.mean_layers:g} layers on average"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that its results depend on, as JSON gives it back; the data itself is compared, not where it lies."""
+        values = {key: value for key, value in asdict(self).items() if key not in ("output", "data_dir")}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedules of a search, the default first.
+
+    Attributes:
+        request: what it was asked for, as `SearchRequest.to_dict` gives it.
+        data: a checksum of the validation prompts.
+        steps: generated tokens over which speeds are predicted.
+        schedules: as fields.
+        predicted: their speedups.
+    """
+
+    request: dict[str, Any]
+    data: int
+    steps: int
+    schedules: list[dict[str, Any]]
+    predicted: list[float]
+
+    def save(self, folder: Path) -> None:
+        """Write `plan.json`, whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+    def to_schedules(self) -> list[SkipSchedule]:
+        """The schedules themselves."""
+        return [SkipSchedule.from_dict(values) for values in self.schedules]
+
+    def check_data(self, data: int, folder: Path) -> None:
+        """Raise ConfigError where the validation data isn't what the search was started on."""
+        if data != self.data:
+            raise ConfigError(f"--output {folder} holds a search on other validation data: {_ADVICE}")
+
+
+def find_plan(request: SearchRequest) -> Plan | None:
+    """The plan that the output folder holds of the same request; None where the folder is new or empty.
+
+    Raises ConfigError where it holds something else, with what differs from an earlier request.
+    """
+    folder = request.output
+    if folder.is_file():
+        raise ConfigError(f"--output {folder} is a file: {_ADVICE}")
+    left = f"{FILE_NAME}.partial"  # of a process that was killed while it wrote
+    if not folder.exists() or all(file.name == left for file in folder.iterdir()):
+        return None
+    if not (folder / FILE_NAME).exists():
+        raise ConfigError(f"--output {folder} holds files that are no search's: {_ADVICE}")
+    try:
+        plan = Plan(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        plan.to_schedules()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / FILE_NAME} is damaged ({error}): remove the folder") from error
+    now = request.to_dict()
+    changed = [key for key in {**plan.request, **now} if plan.request.get(key) != now.get(key)]
+    if changed:
+        words = ", ".join(f"{_option(key)} was {plan.request.get(key)}, is {now.get(key)}" for key in changed)
+        raise ConfigError(f"--output {folder} holds a search with other arguments ({words}): {_ADVICE}")
+    return plan
+
+
+_ADVICE = "name another folder, or remove it"
+
+
+def _option(key: str) -> str:
+    return "--task-option" if key == "task_options" else f"--{key.replace('_', '-')}"

@@ -1,0 +1,279 @@
+"""What a search found: typed rows, which schedule wins and why, as JSON, Markdown and a table on the terminal."""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eval.files import write_whole
+from eval.paired import METRICS, Estimate, estimate
+from eval.search_space import spread_of
+from eval.search_trials import FULL_DEPTH, Batch, statistics_of
+from skipdecode import SkipSchedule
+
+FILE_NAME, WINNER_FILE = "search.json", "winner.json"
+CONFIDENCE = 0.95
+# How much slower than the default a winner may be measured: the noise of a clock, and no more quality for less speed.
+SLOWER = 0.05
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One schedule.
+
+    Attributes:
+        trial: its number; 0 is the default.
+        schedule: its fields.
+        predicted_speedup: over full depth, or full depth's layers over its own where the budget is in layers.
+        prompts: of the validation data, on how many it was tried.
+        score: the metric on them.
+        difference: the score less the default's on the same prompts.
+        speedup, speedup_quartiles: measured: full depth's seconds per decode step over its own; median of batches.
+        speed_over_default: the default's seconds per decode step over its own; median of batches.
+        mean_layers: per generated token.
+    """
+
+    trial: int
+    schedule: dict[str, Any]
+    predicted_speedup: float
+    prompts: int
+    score: Estimate
+    difference: Estimate
+    speedup: float
+    speedup_quartiles: tuple[float, float]
+    speed_over_default: float
+    mean_layers: float
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / (max + min)."""
+        return spread_of(SkipSchedule.from_dict(self.schedule))
+
+    @property
+    def decay(self) -> str:
+        """The decay with its rate, such as `power 0.5`."""
+        rate = self.schedule["decay_rate"]
+        return f"{self.schedule['decay']} {rate:g}" if rate is not None else str(self.schedule["decay"])
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """A search: what for, on what, every schedule that was tried, best first, and the winner's number.
+
+    `trained_on` counts the validation prompts that the checkpoint was trained on; `rungs` the prompts at each rung's
+    end; `steps` are those over which speeds were predicted.
+    """
+
+    checkpoint: str
+    task: str
+    task_options: dict[str, Any]
+    metric: str
+    target: str
+    steps: int
+    prompts: int
+    rungs: list[int]
+    trained_on: int
+    asked_for: int
+    batch_size: int
+    max_new_tokens: int
+    dtype: str
+    weights: str
+    calibrated: bool
+    seed: int
+    date: str
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    full_depth: Estimate
+    winner: int
+    trials: list[TrialRow]
+
+    @property
+    def winning(self) -> TrialRow:
+        """The winner's row."""
+        return self.row(self.winner)
+
+    def row(self, trial: int) -> TrialRow:
+        """The row of a number."""
+        return next(row for row in self.trials if row.trial == trial)
+
+    def save(self, folder: Path) -> None:
+        """Write the winner's schedule, `search.md` and, last, `search.json`, each whole or not at all."""
+        write_whole(folder / WINNER_FILE, SkipSchedule.from_dict(self.winning.schedule).to_json() + "\n")
+        write_whole(folder / "search.md", self.to_markdown())
+        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+    def to_markdown(self) -> str:
+        """The verdict, the table, and below it what it was measured with."""
+        header = [name for name, _ in self._columns()]
+        lines = [self.verdict(), "", "| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in self._cells()]
+        return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes())])
+
+    def to_table(self) -> Table:
+        """The same for the terminal."""
+        table = Table(title=f"{self.task} at {self.target}: {self.checkpoint}", title_justify="left")
+        for name, _ in self._columns():
+            table.add_column(name, justify="right")
+        for row, cells in zip(self.trials, self._cells(), strict=True):
+            table.add_row(*cells, style="bold" if row.trial == self.winner else None)
+        return table
+
+    def verdict(self) -> str:
+        """Which schedule wins, in plain words."""
+        others, name = len(self.trials) - 1, METRICS[self.metric]
+        if self.winner:
+            found = self.winning.difference
+            return (
+                f"Trial {self.winner} wins: {found.value:+.2f} {name} [{found.low:+.2f}, {found.high:+.2f}] over the "
+                f"default schedule on {self.winning.prompts} prompts, more than the choice among {others} explains, "
+                f"at {self.winning.speed_over_default:.2f} times its measured speed."
+            )
+        best = max((row for row in self.trials if row.trial), key=lambda row: (row.prompts, row.difference.value))
+        return (
+            f"The default schedule stays: none of {others} others is better beyond noise. The best of them, trial "
+            f"{best.trial}, differs by {best.difference.value:+.2f} {name} [{best.difference.low:+.2f}, "
+            f"{best.difference.high:+.2f}] on {best.prompts} prompts."
+        )
+
+    def notes(self) -> list[str]:
+        """How the figures were measured, a line each."""
+        others = len(self.trials) - 1
+        lines = [
+            f"{self.prompts} validation prompts{_leaving(self.rungs)}, batch {self.batch_size}, at most "
+            f"{self.max_new_tokens} new tokens, greedy, {self.dtype}, {self.weights} weights on "
+            f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
+            f"Full depth: {self.full_depth.value:.2f} {METRICS[self.metric]} "
+            f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
+            "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
+            f"prompts. Predicted: over the first {self.steps} generated tokens"
+            + (", by steps timed here." if self.calibrated else ".")
+            + " Measured speed: seconds per decode step at full depth over the row's, median of batches [quartiles], "
+            "all schedules taking turns on each batch.",
+            "The default is replaced only by a schedule tried on all prompts that is better by more than "
+            f"{critical_value(others):.2f} standard errors of the difference ({CONFIDENCE:.0%} confidence over all "
+            f"{others} comparisons) and measured at most {SLOWER:.0%} slower. A winner's score is that of the best of "
+            "many: measure it on the test set.",
+        ]
+        if others + 1 < self.asked_for:
+            lines.append(f"{self.asked_for} trials were asked for: no more schedules of this space reach the target.")
+        if self.trained_on:
+            lines.append(warning(self.trained_on, self.prompts))
+        return [*lines, f"Command: `{self.command}`"]
+
+    def _cells(self) -> list[list[str]]:
+        return [[cell(row) for _, cell in self._columns()] for row in self.trials]
+
+    def _columns(self) -> list[tuple[str, Callable[[TrialRow], str]]]:
+        """Column heads and what stands below them."""
+        marks = {0: "default"}
+        marks[self.winner] = "default, winner" if self.winner == 0 else "winner"
+        columns: list[tuple[str, Callable[[TrialRow], str]]] = [
+            ("trial", lambda r: f"{r.trial} ({marks[r.trial]})" if r.trial in marks else f"{r.trial}"),
+            ("max", lambda r: f"{r.schedule['max_layers']}"),
+            ("min", lambda r: f"{r.schedule['min_layers']}"),
+            ("w", lambda r: f"{r.schedule['warmup_layers']}"),
+            ("decay", lambda r: r.decay),
+            ("horizon", lambda r: f"{r.schedule['horizon']}"),
+        ]
+        if len({row.schedule["placement"] for row in self.trials}) > 1:
+            columns.append(("placement", lambda r: str(r.schedule["placement"])))
+        return [
+            *columns,
+            ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+            ("predicted", lambda r: f"{r.predicted_speedup:.2f}x"),
+            ("measured", lambda r: f"{r.speedup:.2f}x [{r.speedup_quartiles[0]:.2f}, {r.speedup_quartiles[1]:.2f}]"),
+            ("prompts", lambda r: f"{r.prompts}"),
+            (METRICS[self.metric], lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
+            (
+                "difference",
+                lambda r: (
+                    f"{r.difference.value:+.2f} [{r.difference.low:+.2f}, {r.difference.high:+.2f}]" if r.trial else "-"
+                ),
+            ),
+        ]
+
+
+def make_rows(
+    schedules: Sequence[SkipSchedule], predicted: Sequence[float], batches: Sequence[Batch], metric: str, seed: int
+) -> list[TrialRow]:
+    """A row for each schedule, best first: those that were tried on more prompts, then by their lead on the default."""
+    rows = []
+    for trial, schedule in enumerate(schedules):
+        tried = [batch for batch in batches if any(turn.trial == trial for turn in batch.turns)]
+        own, default = statistics_of(tried, trial), statistics_of(tried, 0)
+        turns = [turn for batch in tried for turn in batch.turns if turn.trial == trial]
+        tokens = sum(turn.tokens for turn in turns)
+        lower, median, upper = _ratio(tried, FULL_DEPTH, trial)
+        rows.append(
+            TrialRow(
+                trial=trial,
+                schedule=schedule.to_dict(),
+                predicted_speedup=predicted[trial],
+                prompts=len(own),
+                score=estimate(metric, own, seed=seed),
+                difference=estimate(metric, own, baseline=default, seed=seed),
+                speedup=median,
+                speedup_quartiles=(lower, upper),
+                speed_over_default=_ratio(tried, 0, trial)[1],
+                mean_layers=sum(t.layers for t in turns) / tokens if tokens else float(schedule.budget(0)),
+            )
+        )
+    return sorted(rows, key=lambda row: (-row.prompts, -row.difference.value, row.trial))
+
+
+def choose_winner(rows: Sequence[TrialRow]) -> int:
+    """The number of the best schedule: the default's, 0, unless another is better beyond noise.
+
+    It has to be tried on all prompts, lead the default by more than `critical_value` standard errors, and be measured
+    at most SLOWER slower. That schedules left on the way doesn't weaken this: each one tried counts as a comparison.
+    """
+    beyond = critical_value(len(rows) - 1)
+    prompts = max(row.prompts for row in rows)
+    better = [
+        row
+        for row in rows
+        if row.trial
+        and row.prompts == prompts
+        and row.difference.value > beyond * row.difference.error
+        and row.speed_over_default >= 1 - SLOWER
+    ]
+    return max(better, key=lambda row: row.difference.value).trial if better else 0
+
+
+def critical_value(comparisons: int) -> float:
+    """Standard errors that a lead must exceed so that all of so many comparisons hold together (Bonferroni)."""
+    return statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / comparisons)
+
+
+def warning(trained_on: int, prompts: int) -> str:
+    """What to say of validation data that a checkpoint was trained on."""
+    return (
+        f"WARNING: the checkpoint was trained on {trained_on} of these {prompts} validation prompts: the scores are of "
+        "what it has seen, and say little about new prompts. Train one that holds them out for a search that counts."
+    )
+
+
+def _ratio(batches: Sequence[Batch], slower: int, faster: int) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile over batches of one trial's seconds per step over another's."""
+    ratios = []
+    for batch in batches:
+        seconds = {turn.trial: turn.seconds_per_step for turn in batch.turns}
+        above, below = seconds[slower], seconds[faster]
+        if above is not None and below is not None:
+            ratios.append(above / below)
+    if len(ratios) < 2:
+        ratios = (ratios or [1.0]) * 2
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return lower, median, upper
+
+
+def _leaving(rungs: Sequence[int]) -> str:
+    """When schedules left, in brackets."""
+    if len(rungs) == 1:
+        return ""
+    return f" (the worse half of the schedules left after {' and after '.join(map(str, rungs[:-1]))})"
