@@ -80,18 +80,15 @@ class Validation:
             max_new_tokens=self.max_new_tokens,
             weights=self.weights,
         )
-        before = [(0, 0)] * len(schedules)  # what is counted over all batches so far
         at = 0
         for batch, decoded in zip(batches, results, strict=True):
             references = [self.examples[n].references for n in batch]
             turns = []
-            for (number, _), one, (layers, tokens) in zip(schedules, decoded, before, strict=True):
-                texts = one.predictions[at : at + len(batch)]
+            for (number, _), one in zip(schedules, decoded, strict=True):
+                texts, last = one.predictions[at : at + len(batch)], one.turns[-1]
                 statistics = sentence_statistics(self.metric, texts, references)
-                seconds = one.seconds_per_step[-1]
-                turns.append(Turn(number, statistics, seconds, one.layers - layers, one.tokens - tokens))
+                turns.append(Turn(number, statistics, one.seconds_per_step[-1], last.layers, last.tokens))
             yield turns
-            before = [(one.layers, one.tokens) for one in decoded]
             at += len(batch)
 
 

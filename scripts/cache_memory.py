@@ -18,7 +18,7 @@ from rich.progress import track
 
 from eval.shapes import random_model, read_shape
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, solve_schedule
-from skipdecode.decode import GenerativeModel
+from skipdecode.loop import GenerativeModel
 
 
 def held_bytes(model: GenerativeModel, schedule: SkipSchedule, ids: torch.Tensor, new_tokens: int) -> int:
