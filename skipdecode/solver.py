@@ -46,7 +46,8 @@ def solve_schedule(
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
         warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
-            max of three times the min. It is kept as nearly as the target allows.
+            max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
+            doesn't fall within the horizon must not fall at its end.
         prompt_length: columns in the cache when decoding starts.
         batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
@@ -90,9 +91,10 @@ def solve_schedule(
         )
     candidates: dict[SkipSchedule, float] = {}
     for most in range(warmup_layers, depth + 1):
-        if predicted(schedule(most, warmup_layers)) < speedup:
+        lowest = most if decay == "constant" else warmup_layers
+        if predicted(schedule(most, lowest)) < speedup:
             break  # a higher max is slower still
-        low, high = warmup_layers, most  # the largest min that is fast enough lies in between
+        low, high = lowest, most  # the largest min that is fast enough lies in between
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)
