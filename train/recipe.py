@@ -88,9 +88,17 @@ class OptimSection(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     distillation: float = Field(
-        0.0, ge=0, le=1, description="share of the loss that pulls a skipping step to the model's own full-depth output"
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the loss that pulls a skipping step, or an exit, to the model's own full-depth output",
     )
-    depth_weight_power: float = Field(0.0, description="weight of a token ~ (its layers / all layers) ** power")
+    depth_weight_power: float = Field(
+        0.0, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
+    )
+    exits: Literal["last", "all"] = Field(
+        "last", description="all: an exit after every layer, through the one head, has a loss (multi-layer early exit)"
+    )
 
 
 class TrainSection(Section):

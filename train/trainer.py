@@ -16,6 +16,7 @@ from skipdecode import ConfigError, SkipSchedule, skip_layers
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
+from train.exits import Exits, run_exits
 from train.objective import DepthBands, Objective, completion_loss, predicting_budgets, unpack_batch
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
@@ -45,7 +46,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         super().__init__(**kwargs)
         self.sampler = sampler
         self.skip_config = skip_config
-        self.objective = objective
+        self.objective: Objective = objective
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
         self._finite_loss = FiniteLoss()
@@ -72,10 +73,10 @@ class SkipTrainer(SealedCheckpointTrainer):
         draws = self.sampler.at(self.state.global_step)
         outputs: Any = None
 
-        def run(schedule: SkipSchedule) -> torch.Tensor:
+        def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
             nonlocal outputs
             with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-                outputs = model(**columns)
+                outputs = model(**{**columns, **changes})
             self._run_columns += gate.layer_columns
             self._skipped_columns += gate.layer_columns_skipped
             logits: torch.Tensor = outputs.logits
@@ -89,8 +90,15 @@ class SkipTrainer(SealedCheckpointTrainer):
             model.train()
             return logits
 
+        def every_exit(schedule: SkipSchedule) -> Exits:
+            # The pass ends in logits that nothing needs, of one column: DDP finds in their graph what has a gradient.
+            autocast = self.accelerator.autocast
+            return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
+
         schedules = [draw.schedule for draw in draws]
-        loss = self.objective.step_loss(schedules, labels, run, teach, num_items=num_items_in_batch, bands=self.bands)
+        loss = self.objective.step_loss(
+            schedules, labels, run, teach, every_exit, num_items=num_items_in_batch, bands=self.bands
+        )
         self._passes += len(draws)
         self._target_sum += sum(draw.speedup for draw in draws)
         self._budget_sum += sum(schedule.mean_budget(labels.shape[1]) for schedule in schedules)
