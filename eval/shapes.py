@@ -34,9 +34,9 @@ def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
-def random_model(shape: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+def random_model(shape: Mapping[str, Any] | PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
-    config = shape_config(shape)
+    config = shape if isinstance(shape, PretrainedConfig) else shape_config(shape)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, KeyError) as error:

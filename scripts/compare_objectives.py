@@ -9,24 +9,16 @@ half as long on two cores (--jobs 2).
 """
 
 import argparse
-import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data import Task
-from data.rows import row_lengths
 from eval.frontier import draw_frontier
 from eval.results import Report
-from train.build import build_task
-from train.prepare import prepare
-from train.recipe import Recipe, load_recipe
-from train.work import mean_work
+from train.variants import Variants, run_jobs, run_logged
 
-ROOT = Path(__file__).resolve().parent.parent
 SPEEDS = ["1", "2", "3", "4"]
 ONE, LIST = "schedule.sampling=one", "schedule.speedups=[1,2,3,4]"
 RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")
@@ -53,14 +45,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
     options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    common = [f"data.path={options.data_dir}", "tracking.wandb=off", *options.overrides]
+    common = (f"data.path={options.data_dir.resolve()}", "tracking.wandb=off", *options.overrides)
+    variants = Variants("e2e-tiny", common)
     names = options.only or list(VARIANTS)
-    work = work_a_step(common)
     rows = 32  # of the recipe's batch
-    budget = options.epochs * len(prepare(*parts(common)).encoded.rows) / rows * work
-    steps = {name: round(budget / work_a_step([*common, *VARIANTS[name]])) for name in names}
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda name: run(options, name, [*common, *VARIANTS[name]], steps[name]), names))
+    budget = options.epochs * len(variants.prepared.encoded.rows) / rows * variants.work()
+    steps = {name: round(budget / variants.work(VARIANTS[name])) for name in names}
+    if run_jobs({name: partial(run, options, variants, name, steps[name]) for name in names}, options.jobs):
+        return 1
     reports = {name: Report.load(options.output / slug(name) / "eval" / "report.json") for name in names}
     draw_frontier(options.output / "objectives.png", reports, "e2e: ways to train, at equal work")
     print("| trained by | steps | " + " | ".join(f"{speed}x" for speed in SPEEDS) + " | worst of 1x's |")
@@ -72,34 +64,16 @@ def main() -> int:
     return 0
 
 
-def parts(overrides: list[str]) -> tuple[Recipe, Task, Path]:
-    recipe = load_recipe("e2e-tiny", overrides)
-    return recipe, build_task(recipe), Path("unused")
-
-
-def work_a_step(overrides: list[str]) -> float:
-    """Of a row, on average."""
-    recipe, task, folder = parts(overrides)
-    prepared = prepare(recipe, task, folder)
-    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(prepared.encoded.rows))
-    return mean_work(prepared.sampler, 200, bool(recipe.optim.distillation), prompt, completion)
-
-
 def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def run(options: argparse.Namespace, name: str, overrides: list[str], steps: int) -> None:
-    folder = options.output / slug(name)
-    python = [sys.executable]
-    training = ["train.py", "--recipe", "e2e-tiny", *overrides, f"train.max_steps={steps}", f"output.dir={folder}"]
-    evaluation = ["-m", "eval", "--checkpoint", str(folder), "--data-dir", str(options.data_dir), "--speedup", *SPEEDS]
-    with (options.output / f"{slug(name)}.log").open("a") as log:
-        if not (folder / "config.json").exists():
-            subprocess.run([*python, *training], cwd=ROOT, check=True, stdout=log, stderr=log, env={**os.environ})
-        if not (folder / "eval" / "report.json").exists():
-            command = [*python, *evaluation, "--output", str(folder / "eval")]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+def run(options: argparse.Namespace, variants: Variants, name: str, steps: int) -> None:
+    folder, log = options.output.resolve() / slug(name), options.output / f"{slug(name)}.log"
+    variants.train([*VARIANTS[name], f"train.max_steps={steps}"], folder, log)
+    if not (folder / "eval" / "report.json").exists():
+        evaluation = ["-m", "eval", "--checkpoint", str(folder), "--data-dir", str(options.data_dir.resolve())]
+        run_logged([*evaluation, "--speedup", *SPEEDS, "--output", str(folder / "eval")], log)
 
 
 if __name__ == "__main__":

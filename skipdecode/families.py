@@ -1,8 +1,10 @@
 """What the toolkit knows of each model family: where its decoder layers are, and what stands in one of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -219,3 +221,39 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise ConfigError(f"{path!r} of {type(inner).__name__} is not a list of layers")
     return layers
+
+
+def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What turns the last layer's output into logits: the final norm, the projection out where there is one, the head.
+
+    An exit after any other layer goes through the same (multi-layer early exit).
+
+    Args:
+        model: a causal language model, wrapped or not.
+
+    Returns:
+        A function from hidden states [..., hidden] to logits [..., vocabulary].
+
+    Raises:
+        ConfigError: for a family whose final norm is not known.
+    """
+    inner = unwrap(model)
+    decoder_layers(inner)  # an unknown family is refused in its own words
+    family = FAMILIES[inner.config.model_type]
+    if family.parts is None:
+        raise ConfigError(
+            f"the final norm of model_type {inner.config.model_type!r} is not known: name its parts with "
+            "skipdecode.families.register_family"
+        )
+    body: Any = inner.get_submodule(family.layers.rpartition(".")[0])
+    norm = getattr(body, family.parts.final_norm)  # opt-350m has none: its layers normalise what they give
+    project_out = getattr(body, "project_out", None)  # opt-350m
+    head: Any = inner.get_output_embeddings()
+    steps = [step for step in (norm, project_out, head) if step is not None]
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        for step in steps:
+            hidden = step(hidden)
+        return hidden
+
+    return logits

@@ -47,7 +47,8 @@ def solve_schedule(
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
         warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
-            max of three times the min. It is kept as nearly as the target allows.
+            max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
+            doesn't fall within the horizon must not fall at its end.
         prompt_length: columns in the cache when decoding starts.
         batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
@@ -83,7 +84,8 @@ def solve_schedule(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
-    candidates = _fast_enough(schedule, predicted, speedup, range(warmup_layers, depth + 1))
+    budgets = range(warmup_layers, depth + 1)
+    candidates = _fast_enough(schedule, predicted, speedup, budgets, constant=decay == "constant")
     limit = min(candidates.values()) * (1 + TOLERANCE)
     near = [candidate for candidate, value in candidates.items() if value <= limit]
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
@@ -104,13 +106,16 @@ def _fast_enough(
     predicted: Callable[[SkipSchedule], float],
     speedup: float,
     budgets: range,
+    *,
+    constant: bool,
 ) -> dict[SkipSchedule, float]:
     """For each max of `budgets` that allows it, the slowest schedule that reaches the target, and what it reaches."""
     candidates: dict[SkipSchedule, float] = {}
     for most in budgets:
-        if predicted(schedule(most, budgets[0])) < speedup:
+        lowest = most if constant else budgets[0]
+        if predicted(schedule(most, lowest)) < speedup:
             break  # a higher max is slower still
-        low, high = budgets[0], most  # the largest min that is fast enough lies in between
+        low, high = lowest, most  # the largest min that is fast enough lies in between
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)

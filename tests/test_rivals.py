@@ -1,295 +1,106 @@
-"""Evaluations beside a rival, as a user runs them: a reference model, confidence exits, batch sizes, kills."""
+"""Every rival is a change of a recipe that trains, and a checkpoint that decodes."""
 
-import json
-import random
-import re
-import signal
 import subprocess
-import sys
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small_checkpoints import save_checkpoint
+from small_runs import SMALL, metrics
+from tiny_models import ragged_prompts
+from transformers import AutoModelForCausalLM
 
-import eval.cli
-from eval.calm_threshold import CLOSE
-from eval.journal import FILE_NAME
-from eval.results import Report
-from skipdecode import SkipSchedule
+import train.rivals
+import train.run
+import train.variants
+from skipdecode import ConfigError, CostModel, skip_generate
 from skipdecode.checkpoint import SkipConfig
+from train.rivals import RIVALS, Rival
+from train.run import run
+from train.variants import Variants, run_jobs
 
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
+# As e2e-tiny trains, on a shape that has room for three layers that always run.
+SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
+SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("rivals") / "full", 6)
+def variants() -> Variants:
+    return Variants("quickstart", tuple(SETTINGS))
 
 
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("rivals") / "shallow", 2, seed=1)
-
-
-def evaluate(output: Path, *arguments: Any) -> Report:
-    assert eval.cli.main([*map(str, arguments), *SMALL, "--output", str(output)]) == 0
-    assert not (output / FILE_NAME).exists()
-    report = Report.load(output / "report.json")
-    for row in report.rows:
-        lines = (output / "predictions" / f"{row.label}.jsonl").read_text().splitlines()
-        assert len(lines) == report.examples
-    assert len(list((output / "predictions").iterdir())) == len(report.rows)
-    assert (output / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    return report
-
-
-def predictions(output: Path, label: str) -> list[str]:
-    lines = (output / "predictions" / f"{label}.jsonl").read_text().splitlines()
-    return [json.loads(line)["prediction"] for line in lines]
-
-
-def test_a_shallow_checkpoint_is_measured_against_its_reference(
-    full: Path, shallow: Path, tmp_path: Path, capsys: Any
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_trains_and_its_checkpoint_decodes(
+    name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = evaluate(tmp_path / "out", "--checkpoint", shallow, "--reference", full)
-    first, second = report.rows
-    assert (first.label, first.system, first.checkpoint, first.num_layers) == ("1x", "full depth", str(full), 6)
-    assert (second.label, second.system, second.checkpoint) == ("full-depth", "full depth", str(shallow))
-    assert (first.speedup_target, second.speedup_target) == (1, None)
-    assert (first.mean_layers, second.mean_layers) == (6, 2)
-    assert first.wall_clock_speedup == 1
-    assert second.wall_clock_speedup > 1
-    assert f"1x: full depth of the reference {full}" in capsys.readouterr().out.replace("\n", "")
-    evaluate(tmp_path / "alone", "--checkpoint", shallow, "--speedup", "1")
-    assert predictions(tmp_path / "out", "full-depth") == predictions(tmp_path / "alone", "1x")
-    assert predictions(tmp_path / "out", "1x") != predictions(tmp_path / "out", "full-depth")
-
-
-def test_targets_beside_a_reference_of_the_same_shape(full: Path, tmp_path: Path) -> None:
-    other = save_checkpoint(tmp_path / "other", 6, seed=2)
-    report = evaluate(tmp_path / "out", "--checkpoint", other, "--reference", full, "--speedup", "2")
-    assert [(row.label, row.checkpoint) for row in report.rows] == [("1x", str(full)), ("2x", str(other))]
-
-
-def test_thresholds_for_targets_give_no_more_layers_than_the_schedules_on_validation_prompts(
-    full: Path, tmp_path: Path, capsys: Any
-) -> None:
-    report = evaluate(tmp_path / "out", "--checkpoint", full, "--system", "calm", "--speedup", "1.5", "2.5")
-    assert [row.label for row in report.rows] == ["1x", "calm-1.5x", "calm-2.5x"]
-    assert [row.system for row in report.rows] == ["full depth", "calm", "calm"]
-    config = SkipConfig.load(full)
+    monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
+    overrides = RIVALS[name].resolve(variants)
+    sampler = variants.sampler(overrides)
+    run(variants.recipe([*overrides, f"output.dir={tmp_path / name}"]), name)
+    assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2]
+    config = SkipConfig.load(tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
     assert config is not None
-    for row in report.rows[1:]:
-        schedule = config.schedule_for(_cost(full), row.speedup_target or 0)
-        assert row.schedule is None
-        assert row.threshold is not None
-        assert row.threshold.prompts == 6
-        assert row.threshold.wanted_layers == schedule.mean_budget(8)
-        assert row.threshold.found_layers is not None
-        assert 0.5 < row.threshold.wanted_layers - row.threshold.found_layers + 0.5 < 0.5 + 20 * CLOSE
-        assert 1 <= row.mean_layers <= row.layers_per_step <= 6  # a batch goes as deep as its deepest row
-        assert row.cache_bytes == report.rows[0].cache_bytes
-    slow, fast = (row.threshold for row in report.rows[1:])
-    assert slow is not None
-    assert fast is not None
-    assert fast.value < slow.value
-    assert "6 validation prompts" in capsys.readouterr().out
+    assert dict(config.schedules) == dict(zip(sampler.speedups, sampler.schedules, strict=True))
+    target = 1.0 if name.startswith("shallow") else 2.0
+    schedule = config.schedule_for(CostModel.of(model), target)
+    ids, mask = ragged_prompts([4, 6], seed=0)
+    made = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": 3, "do_sample": False}
+    assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6
 
 
-def _cost(folder: Path) -> Any:
-    from skipdecode import CostModel
-    from skipdecode.loading import load_model
-
-    return CostModel.of(load_model(str(folder)))
-
-
-def test_named_thresholds_are_rows_and_above_1_is_full_depth(full: Path, tmp_path: Path) -> None:
-    words = ["--checkpoint", full, "--system", "calm", "--calm-threshold", "0.05", "1.5"]
-    report = evaluate(tmp_path / "out", *words)
-    assert [row.label for row in report.rows] == ["1x", "calm-0.05", "calm-1.5"]
-    assert [row.speedup_target for row in report.rows] == [1, None, None]
-    assert predictions(tmp_path / "out", "calm-1.5") == predictions(tmp_path / "out", "1x")
-    assert report.rows[2].mean_layers == report.rows[2].layers_per_step == 6
-    assert report.rows[1].mean_layers < 6
-    assert "λ 0.05" in (tmp_path / "out" / "report.md").read_text()
+def test_their_names_and_settings_are_those_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "rivals.md").read_text(encoding="utf-8")
+    for name, rival in RIVALS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        for override in rival.overrides:
+            if override not in train.rivals.FULL_DEPTH:
+                assert f"`{override}`" in line, override
 
 
-def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path: Path) -> None:
-    file = tmp_path / "fixed-exit.json"
-    file.write_text(SkipSchedule(6, 3, 3, decay="constant", placement="bottom").to_json())
-    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1", "--schedule", file)
-    row = report.rows[1]
-    assert (row.label, row.system, row.speedup_target, row.mean_layers) == ("fixed-exit", "skip", None, 3)
+@pytest.mark.parametrize("speedup", [2.0, 3.0])
+def test_a_shallow_model_has_as_many_layers_as_the_mean_budget_of_its_target(speedup: float) -> None:
+    variants = Variants("quickstart", tuple(SETTINGS))
+    schedule = variants.prepared.skip_config.schedule_for(CostModel.of(variants.prepared.model), speedup)
+    mean = sum(schedule.budget(i) for i in range(schedule.horizon)) / schedule.horizon
+    (override,) = Rival("", as_fast_as=speedup).resolve(variants)
+    assert override == f"model.layers={round(mean)}"
 
 
-def test_speeds_are_taken_at_other_batch_sizes_too(full: Path, tmp_path: Path, capsys: Any) -> None:
-    words = ["--checkpoint", full, "--speedup", "3", "--time-batch-size", "1", "5", "--time-limit", "7"]
-    report = evaluate(tmp_path / "out", *words)
-    for row in report.rows:
-        assert [(t.batch_size, t.prompts) for t in row.timings] == [(1, 7), (5, 7)]
-        assert all(t.decode_seconds > 0 and t.prefill_seconds > 0 and t.tokens_per_second > 0 for t in row.timings)
-        assert all(t.speedup.lower <= t.speedup.median <= t.speedup.upper for t in row.timings)
-    assert [t.speedup.median for t in report.rows[0].timings] == [1, 1]
-    assert all(t.speedup.median > 1 for t in report.rows[1].timings)
-    assert "at other batch sizes" in capsys.readouterr().out
-    assert "| 3x | 5 | 7 |" in (tmp_path / "out" / "report.md").read_text()
+def test_a_target_out_of_reach_is_refused_before_anything_runs(variants: Variants) -> None:
+    with pytest.raises(ConfigError, match="reaches at most"):
+        Rival("", as_fast_as=50).resolve(variants)
 
 
-def test_all_prompts_are_timed_where_there_are_few(full: Path, tmp_path: Path) -> None:
-    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1", "--time-batch-size", "2")
-    assert [t.prompts for t in report.rows[0].timings] == [9]
+def test_work_counts_the_layers_that_columns_pass(variants: Variants) -> None:
+    full = variants.work(RIVALS["full-depth"].overrides)
+    shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
+    assert variants.work(shallow) == pytest.approx(full * 2 / 8)
+    assert variants.work(RIVALS["early-exit"].overrides) == pytest.approx(full)
+    # A sandwich of full depth and one schedule that skips.
+    assert full < variants.work() < 2 * full
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--reference", "SHALLOW", "--speedup", "1", "2"], "is of another shape: leave --speedup out"),
-        (["--reference", "FULL"], "that is the checkpoint itself"),
-        (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
-        (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
-        (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
-        (["--calm-threshold", "0.5"], "--calm-threshold is for --system calm"),
-        (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
-        (["--system", "calm", "--calm-threshold", "nan"], "--calm-threshold is [nan]"),
-        (["--system", "calm", "--calm-threshold", "0.5", "--speedup", "2"], "in place of targets"),
-        (["--system", "calm", "--schedule", "x.json"], "--schedule is for --system skip"),
-        (["--system", "calm", "--task", "e2e", "--data-dir", "E2E"], "or name thresholds with --calm-threshold"),
-        (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be called 'calm-0.5'"),
-        (["--speedup", "1", "--schedule", "DEEPER"], "the schedule is for 9 layers, the model has 6"),
-        (["--schedule", "2x.json", "--speedup", "2"], "two rows would be called '2x'"),
-        (["--time-batch-size", "0"], "--time-batch-size is [0]"),
-        (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
-        (["--time-limit", "4"], "--time-limit is for --time-batch-size"),
-    ],
-)
-def test_a_bad_request_is_one_line_and_writes_nothing(
-    words: list[str], message: str, full: Path, shallow: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+def test_what_is_finished_is_not_trained_again(
+    variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("DEEPER").write_text(SkipSchedule(9, 5, 3).to_json())
-    Path("2x.json").write_text(SkipSchedule(6, 5, 3).to_json())
-    Path("E2E").mkdir()
-    for name in ("devset.csv", "testset_w_refs.csv"):
-        Path("E2E", name).write_text("mr,ref\nname[Aromi],Aromi.\n")
-    if "OTHERWORDS" in words:
-        save_checkpoint(Path("OTHERWORDS"), 2, vocab_size=300)
-    if "SHORT" in words:
-        save_checkpoint(Path("SHORT"), 2, max_position_embeddings=24)
-    named = {"SHALLOW": str(shallow), "FULL": str(full)}
-    words = [named.get(word, word) for word in words]
-    status = eval.cli.main(["--checkpoint", str(full), "--output", "out", *SMALL, *words])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert status == 2
-    assert error.startswith("error: ")
-    assert message in error
-    assert not Path("out").exists()
+    commands: list[list[str]] = []
+    monkeypatch.setattr(train.variants, "run_logged", lambda command, log: commands.append(command))
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "config.json").touch()
+    for name in ("finished", "new"):
+        variants.train(["train.seed=1"], tmp_path / name, tmp_path / f"{name}.log")
+    ((*_, seed, where),) = commands
+    assert (seed, where) == ("train.seed=1", f"output.dir={tmp_path / 'new'}")
 
 
-RESUMED = ["--system", "calm", "--speedup", "1.5", "2.5", "--time-batch-size", "2", "--time-limit", "4"]
+def test_one_that_fails_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
 
+    def job(name: str) -> None:
+        if name == "broken":
+            raise subprocess.CalledProcessError(2, ["python"])
+        done.append(name)
 
-def without_clocks(folder: Path) -> Any:
-    """The report, without what a clock or a command line said."""
-    report = json.loads((folder / "report.json").read_text())
-    del report["command"]
-    for row in report["rows"]:
-        for name in [name for name in row if re.search("seconds|per_second|wall_clock|timings", name)]:
-            del row[name]
-    return report
-
-
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Path, tmp_path: Path) -> None:
-    words = ["--checkpoint", str(full), *RESUMED]
-    evaluate(tmp_path / "straight", *words)
-    output = tmp_path / "killed"
-    command = [sys.executable, "-m", "eval", *words, *SMALL, "--output", str(output)]
-    lines = random.Random().randint(2, 15)  # of twenty at least
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while run.poll() is None and time.monotonic() < deadline:
-        if (output / FILE_NAME).exists() and (output / FILE_NAME).read_bytes().count(b"\n") >= lines:
-            run.send_signal(signal.SIGKILL)
-        time.sleep(0.002)
-    assert run.wait() == -signal.SIGKILL, run.stderr and run.stderr.read()
-    assert not (output / "report.json").exists()
-    journal = (output / FILE_NAME).read_bytes()
-    # Torn besides, as by a machine that stops.
-    (output / FILE_NAME).write_bytes(journal + b'[["test", "4", "2", "calm-2')
-    before = [json.loads(line) for line in journal.splitlines()[1:]]
-    report = evaluate(output, *words)
-    assert without_clocks(output) == without_clocks(tmp_path / "straight")
-    for row in report.rows:
-        assert predictions(output, row.label) == predictions(tmp_path / "straight", row.label)
-        known = [value["decode_seconds"] for key, value in before if key[0] == "test" and key[-1] == row.label]
-        assert row.decode_seconds >= sum(known)  # the clocks from before the kill are in it
-
-
-def test_what_a_journal_holds_is_not_decoded_again(full: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Killed between the last batch and the report, and just before the last batch."""
-    import eval.run
-    from eval.systems import System
-
-    words = ["--checkpoint", str(full), *RESUMED, *SMALL, "--output", str(tmp_path / "out")]
-    with monkeypatch.context() as patched:
-        patched.setattr(eval.run, "_report", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            eval.cli.main(words)
-    decoded: list[int] = []
-    original = System.decode
-
-    def counted(self: System, prompts: Any, max_new_tokens: int) -> Any:
-        decoded.append(max_new_tokens)
-        return original(self, prompts, max_new_tokens)
-
-    monkeypatch.setattr(System, "decode", counted)
-    path = tmp_path / "out" / FILE_NAME
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]))
-    assert eval.cli.main(words) == 0
-    assert decoded == [8, 10]  # one that is untimed, and the one that was missing
-    (tmp_path / "out" / "report.json").unlink()
-    path.write_bytes(b"".join(lines))
-    decoded.clear()
-    assert eval.cli.main(words) == 0
-    assert decoded == []
-
-
-def _killed(*_: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-def test_an_unfinished_evaluation_of_another_kind_is_refused(
-    full: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    import eval.run
-
-    words = ["--checkpoint", str(full), "--speedup", "2", *SMALL, "--output", str(tmp_path / "out")]
-    with monkeypatch.context() as patched:
-        patched.setattr(eval.run, "_report", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            eval.cli.main(words)
-    before = (tmp_path / "out" / FILE_NAME).read_bytes()
-    for change, message in [
-        (["--batch-size", "3"], "(batch_size was 4, is 3)"),
-        (["--speedup", "3"], "(speedups was [2.0], is [3.0])"),
-        (["--weights", "model"], "(weights was None, is model)"),
-        (["--limit", "8"], "limit was 9, is 8"),
-    ]:
-        assert eval.cli.main([*words, *change]) == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ")
-        assert message in error
-    assert (tmp_path / "out" / FILE_NAME).read_bytes() == before
-    status = (full / "model.safetensors").stat()
-    try:
-        (full / "model.safetensors").touch()
-        assert eval.cli.main(words) == 2
-        assert "checkpoint.model.safetensors was" in capsys.readouterr().err
-    finally:
-        import os
-
-        os.utime(full / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert eval.cli.main(words) == 0
+    assert run_jobs({name: partial(job, name) for name in ("first", "broken", "last")}, 2) == ["broken"]
+    assert sorted(done) == ["first", "last"]
+    assert "broken failed with status 2" in capsys.readouterr().err

@@ -99,6 +99,19 @@ def test_the_head_makes_a_target_dearer_than_layers_alone() -> None:
     assert schedule.mean_budget(64) < 24 / 5 - 1
 
 
+@given(speedup=st.floats(1.01, 8.5), horizon=st.integers(1, 128), spread=st.floats(0, 1))
+def test_a_constant_budget_is_one_number_and_the_largest_that_is_fast_enough(
+    speedup: float, horizon: int, spread: float
+) -> None:
+    """Else it would fall at the end of the horizon, for all that comes after it."""
+    schedule = solve_schedule(OPT_1_3B, speedup, horizon=horizon, spread=spread, decay="constant")
+    layers = schedule.max_layers
+    assert schedule.min_layers == layers
+    assert OPT_1_3B.speedup(schedule) >= speedup
+    if layers < 24:
+        assert OPT_1_3B.speedup(SkipSchedule(24, layers + 1, layers + 1, horizon=horizon)) < speedup
+
+
 def test_a_target_of_one_is_full_depth() -> None:
     assert solve_schedule(OPT_1_3B, 1, horizon=9) == SkipSchedule.full_depth(24, horizon=9)
 

@@ -14,6 +14,7 @@ from skipdecode.errors import first_line
 from skipdecode.families import text_config
 from skipdecode.loading import load_model, load_tokenizer
 from train.recipe import Recipe
+from train.shallow import shrink_config, shrink_model
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -27,6 +28,14 @@ def model_config(recipe: Recipe) -> PretrainedConfig:
     A model that configs/model/ holds the shape of is taken from there, so that nothing is downloaded. The vocabulary of
     a shape's own tokenizer isn't known before the tokenizer is there: it is the most that it may have.
     """
+    config = _whole_config(recipe)
+    if recipe.model.layers is not None:
+        shrink_config(config, recipe.model.layers)
+    return config
+
+
+def _whole_config(recipe: Recipe) -> PretrainedConfig:
+    """With all of its layers."""
     section = recipe.model
     name = section.name_or_path or section.shape or ""
     known = section.shape or Path(name).name
@@ -56,8 +65,8 @@ def build_model(
     """The model and the tokenizer of the recipe's model section; random weights follow from `train.seed`.
 
     A tokenizer that is given is used in place of one that is loaded, or trained on `examples`, which are read for that
-    alone. Raises ConfigError unless exactly one of `model.name_or_path` and `model.shape` is given, and where neither
-    loads.
+    alone. With `model.layers` the model is a shallow one. Raises ConfigError unless exactly one of `model.name_or_path`
+    and `model.shape` is given, where neither loads, and for more layers than there are.
     """
     section = recipe.model
     if (section.name_or_path is None) == (section.shape is None):
@@ -65,8 +74,16 @@ def build_model(
     dtype: torch.dtype = getattr(torch, section.dtype)
     set_seed(recipe.train.seed)
     if section.name_or_path is not None:
+        if section.layers is not None and recipe.lora.r is not None and not recipe.lora.merge:
+            raise ConfigError(
+                f"model.layers is {section.layers} with lora.merge=false: adapters apart are for the whole model, so "
+                "those of a shallow one must be merged"
+            )
         tokenizer = tokenizer or load_tokenizer(section.tokenizer or section.name_or_path)
-        return load_model(section.name_or_path, dtype=dtype, **(section.config or {})), tokenizer
+        pretrained = load_model(section.name_or_path, dtype=dtype, **(section.config or {}))
+        if section.layers is not None:
+            shrink_model(pretrained, section.layers)
+        return pretrained, tokenizer
     shape = {**read_shape(section.shape or "", "model.shape"), **(section.config or {})}
     positions = shape.get("max_position_embeddings", 2048)
     if tokenizer is not None:
@@ -77,12 +94,15 @@ def build_model(
         tokenizer = train_tokenizer(examples, section.vocab_size, positions)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        model = random_model({"vocab_size": len(tokenizer), **special, **shape}, dtype)
+        config = shape_config({"vocab_size": len(tokenizer), **special, **shape})
+        if section.layers is not None:
+            shrink_config(config, section.layers)
+        model = random_model(config, dtype)
     except ConfigError as error:
         raise ConfigError(f"model.shape {section.shape!r}: {error}") from error
-    config = text_config(model.config)
-    if config.vocab_size < len(tokenizer):
+    vocab_size = text_config(config).vocab_size
+    if vocab_size < len(tokenizer):
         raise ConfigError(
-            f"model.shape {section.shape!r} has vocab_size {config.vocab_size}: the tokenizer needs {len(tokenizer)}"
+            f"model.shape {section.shape!r} has vocab_size {vocab_size}: the tokenizer needs {len(tokenizer)}"
         )
     return model, tokenizer

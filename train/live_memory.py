@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from data.columns import lay_out
 from skipdecode import SkipSchedule, skip_layers
 from skipdecode.families import text_config, unwrap
+from train.exits import Exits, run_exits
 from train.objective import Objective, unpack_batch
 
 Kernels = Literal["cpu", "cuda"]
@@ -187,16 +188,22 @@ def _forward_and_backward(model: torch.nn.Module, step: StepSettings) -> None:
     batch = lay_out([[0] * step.prompt_columns] * step.rows, completion, pad_token=0)
     prompt_columns, columns, labels = unpack_batch(batch)
 
-    def run_all() -> torch.Tensor:
-        with torch.autocast("cpu", step.autocast) if step.autocast is not None else nullcontext():
-            logits: torch.Tensor = model(**columns).logits
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", step.autocast) if step.autocast is not None else nullcontext()
+
+    def run_all(**changes: Any) -> torch.Tensor:
+        with autocast():
+            logits: torch.Tensor = model(**{**columns, **changes}).logits
         return logits.float() if step.autocast is not None else logits  # as accelerate does
 
-    def run(schedule: SkipSchedule) -> torch.Tensor:
+    def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
         with skip_layers(model, schedule, prompt_columns=prompt_columns):
-            return run_all()
+            return run_all(**changes)
 
-    for loss in step.objective.shares(step.schedules, labels, run, torch.no_grad()(run_all)):
+    def every_exit(schedule: SkipSchedule) -> Exits:
+        return run_exits(model, lambda: run(schedule, logits_to_keep=1), step.new_tokens, autocast)
+
+    for loss in step.objective.shares(step.schedules, labels, run, torch.no_grad()(run_all), every_exit):
         loss.backward()
 
 

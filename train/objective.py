@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from data.columns import IGNORED
 from skipdecode import SkipSchedule
+from train.exits import Exits
 from train.recipe import OptimSection
 
 BANDS = 4  # the depth is cut into as many bands for logging
@@ -20,17 +22,22 @@ class Objective:
 
     Attributes:
         depth_weight_power, label_smoothing: as in `completion_loss`.
-        distillation: share of the loss of each schedule that skips which is its divergence from full depth.
+        distillation: share of the loss of each schedule that skips, or of each exit below the last layer, which is its
+            divergence from full depth.
+        exits: whether the loss is that of an exit after every layer, instead of the last one's alone.
     """
 
     depth_weight_power: float = 0.0
     label_smoothing: float = 0.0
     distillation: float = 0.0
+    exits: bool = False
 
     @classmethod
     def of(cls, section: OptimSection) -> "Objective":
         """The objective of a recipe."""
-        return cls(section.depth_weight_power, section.label_smoothing, section.distillation)
+        return cls(
+            section.depth_weight_power, section.label_smoothing, section.distillation, exits=section.exits == "all"
+        )
 
     def shares(
         self,
@@ -38,21 +45,30 @@ class Objective:
         labels: torch.Tensor,
         run: Callable[[SkipSchedule], torch.Tensor],
         teach: Callable[[], torch.Tensor],
+        run_exits: Callable[[SkipSchedule], Exits],
         *,
         num_items: torch.Tensor | int | None = None,
         bands: "DepthBands | None" = None,
     ) -> Iterator[torch.Tensor]:
         """The loss of each schedule of a step over their number: their sum is what the step minimises.
 
+        With exits, the mean over the exits of the only schedule.
+
         One at a time, so that each can be differentiated, and its activations freed, before the next one's pass.
 
         Args:
-            schedules: full depth, where it is among them, is the first: its output teaches the others.
+            schedules: full depth, where it is among them, is the first: its output teaches the others. With exits it
+                is all that there is.
             labels: of the completion, [batch, new tokens].
             run: gives logits under a schedule, from the prompt's last column on, [batch, new tokens + 1, vocabulary].
             teach: gives those at full depth without a gradient; called once at most.
+            run_exits: gives every layer's output under a schedule; called with exits alone.
             num_items, bands: as in `completion_loss`.
         """
+        if self.exits:
+            (full_depth,) = schedules
+            yield self.exits_loss(run_exits(full_depth), labels, num_items=num_items, bands=bands)
+            return
         teacher: torch.Tensor | None = None
         for schedule in schedules:
             skips = schedule.min_layers < schedule.num_layers
@@ -77,6 +93,60 @@ class Objective:
                 teacher = logits.detach()
             del logits  # else the next pass would hold them too
             yield loss / len(schedules)
+
+    def exits_loss(
+        self,
+        exits: Exits,
+        labels: torch.Tensor,
+        *,
+        num_items: torch.Tensor | int | None = None,
+        bands: "DepthBands | None" = None,
+    ) -> torch.Tensor:
+        """The mean loss over exits after every layer, weighted ~ (layers of the exit) ** `depth_weight_power`.
+
+        Power 1 is the training objective of CALM (Schuster et al. 2022, arXiv 2207.07061), 0 weighs all exits alike.
+
+        Args:
+            exits: of a forward pass at full depth.
+            labels: of the completion, [batch, new tokens].
+            num_items, bands: as in `completion_loss`; each exit counts in the band of its depth.
+        """
+        depth, counted = len(exits.hidden), labels != IGNORED
+        with torch.no_grad():
+            taught = exits.head(exits.hidden[-1]) if self.distillation else None
+        total, weights = torch.zeros((), device=labels.device), 0.0
+        for layers, hidden in enumerate(exits.hidden, start=1):
+            # The logits of one exit are as large as those of a whole step without exits: they are computed again in
+            # the backward pass, so that no two exits' are held at the same time.
+            plain, losses = checkpoint(
+                self._exit_losses,
+                exits.head,
+                hidden,
+                labels,
+                taught if layers < depth else None,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            if bands is not None:
+                bands.add(plain, counted, [layers] * labels.shape[1])
+            weight = (layers / depth) ** self.depth_weight_power
+            total, weights = total + weight * losses.sum(), weights + weight
+        return total / weights / (counted.sum() if num_items is None else num_items)
+
+    def _exit_losses(
+        self,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        taught: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one exit's tokens: the loss against the labels, and with the teacher's share, each [batch, new tokens]."""
+        logits = head(hidden)
+        losses = _token_losses(logits, labels, self.label_smoothing)
+        if taught is None:
+            return losses, losses
+        divergence = _token_divergences(logits, taught) * (labels != IGNORED)
+        return losses, (1 - self.distillation) * losses + self.distillation * divergence
 
 
 def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:
@@ -154,12 +224,8 @@ def completion_loss(
         label_smoothing: share of the target probability spread over the vocabulary.
         bands: where to count losses by depth (without smoothing's share or weights).
     """
-    flat = logits.float().reshape(-1, logits.shape[-1])  # [batch * new tokens, vocabulary]
-    target = labels.reshape(-1)
     counted = labels != IGNORED
-    losses = functional.cross_entropy(
-        flat, target, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
-    ).view_as(labels)
+    losses = _token_losses(logits, labels, label_smoothing)
     if bands is not None:
         bands.add(losses, counted, budgets)
     if depth_weight_power:
@@ -185,9 +251,21 @@ def distillation_loss(
         num_items: tokens to divide by; by default this batch's own.
     """
     counted = labels != IGNORED
+    divergence = _token_divergences(logits, teacher_logits)
+    return (divergence * counted).sum() / (counted.sum() if num_items is None else num_items)
+
+
+def _token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """Each token's loss, [batch, new tokens]; 0 where there is none to count."""
+    flat = logits.float().reshape(-1, logits.shape[-1])  # [batch * new tokens, vocabulary]
+    losses = functional.cross_entropy(
+        flat, labels.reshape(-1), ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
+    )
+    return losses.view_as(labels)
+
+
+def _token_divergences(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """Each token's divergence from the teacher, also where there is none to count, [batch, new tokens]."""
     student = functional.log_softmax(logits.float(), dim=-1)
     teacher = functional.log_softmax(teacher_logits.float(), dim=-1)
-    divergence = functional.kl_div(student, teacher, reduction="none", log_target=True).sum(
-        dim=-1
-    )  # [batch, new tokens]
-    return (divergence * counted).sum() / (counted.sum() if num_items is None else num_items)
+    return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)

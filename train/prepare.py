@@ -19,6 +19,7 @@ from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
+from skipdecode.families import exit_head
 from train.adapters import add_adapters
 from train.build import build_model, checkpoint_activations
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
@@ -78,6 +79,8 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
     sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
+    if recipe.optim.exits == "all":
+        exit_head(model)  # refused now, where the family's isn't known
     trained = add_adapters(model, recipe.lora)
     if recipe.train.gradient_checkpointing:
         checkpoint_activations(model)
@@ -133,7 +136,11 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
 
 
 def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[ScheduleSampler, SkipConfig]:
-    """The recipe's schedules, to draw from and to save."""
+    """The recipe's schedules, to draw from and to save.
+
+    With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
+    a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
+    """
     section = recipe.schedule
     solver = {
         "horizon": section.horizon or task.horizon,
@@ -146,6 +153,13 @@ def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[Schedul
         "batch_size": section.batch_size,
         "prompt_length": section.prompt_length,
     }
+    if recipe.optim.exits == "all":
+        if section.speedups != [1] or section.speedup_range is not None or section.files is not None:
+            raise ConfigError(
+                "optim.exits is 'all', which trains every exit in one pass at full depth: it needs "
+                f"schedule.speedups=[1] (now {section.speedups}) with speedup_range and files null"
+            )
+        solver |= {"decay": "constant", "decay_rate": None, "placement": "bottom"}
     sampler = make_sampler(
         cost,
         speedups=section.speedups,

@@ -30,6 +30,9 @@ class ModelSection(Section):
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
     config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
+    layers: int | None = Field(
+        None, ge=1, description="a shallow model: so many of its layers, evenly spaced, first and last kept; null: all"
+    )
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
     vocab_size: int = Field(512, description="tokens of the tokenizer that is trained for a shape")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
@@ -85,9 +88,17 @@ class OptimSection(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     distillation: float = Field(
-        0.0, ge=0, le=1, description="share of the loss that pulls a skipping step to the model's own full-depth output"
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the loss that pulls a skipping step, or an exit, to the model's own full-depth output",
     )
-    depth_weight_power: float = Field(0.0, description="weight of a token ~ (its layers / all layers) ** power")
+    depth_weight_power: float = Field(
+        0.0, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
+    )
+    exits: Literal["last", "all"] = Field(
+        "last", description="all: an exit after every layer, through the one head, has a loss (multi-layer early exit)"
+    )
 
 
 class TrainSection(Section):

@@ -18,6 +18,7 @@ from skipdecode import ConfigError, SkipSchedule, skip_layers
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
+from train.exits import Exits, run_exits
 from train.objective import DepthBands, Objective, completion_loss, predicting_budgets, unpack_batch
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
@@ -111,9 +112,9 @@ class SkipTrainer(SealedCheckpointTrainer):
         """The shares of the objective for a batch."""
         prompt_columns, columns, labels = unpack_batch(inputs)
 
-        def run(schedule: SkipSchedule) -> torch.Tensor:
+        def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
             with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-                logits: torch.Tensor = model(**columns).logits
+                logits: torch.Tensor = model(**{**columns, **changes}).logits
             self._run_columns += gate.layer_columns
             self._skipped_columns += gate.layer_columns_skipped
             return logits
@@ -126,7 +127,12 @@ class SkipTrainer(SealedCheckpointTrainer):
             model.train()
             return logits
 
-        return self.objective.shares(schedules, labels, run, teach, num_items=num_items, bands=self.bands)
+        def every_exit(schedule: SkipSchedule) -> Exits:
+            # The pass ends in logits that nothing needs, of one column: DDP finds in their graph what has a gradient.
+            autocast = self.accelerator.autocast
+            return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
+
+        return self.objective.shares(schedules, labels, run, teach, every_exit, num_items=num_items, bands=self.bands)
 
     def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
         """Add a batch to the figures of the next log."""

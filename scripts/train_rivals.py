@@ -1,0 +1,84 @@
+"""Train what SkipDecode is compared with, each a change of one recipe (docs/rivals.md).
+
+    python scripts/train_rivals.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals
+
+Each goes into a folder of its name, a finished run like any other, with a log beside it. What is finished is not run
+again, and what was cut off goes on: start it again after a stop. Runs are independent: two at a time with
+OMP_NUM_THREADS=1 take half as long on two cores (--jobs 2). It ends with a table of what each computes: all train on
+the same rows for as many steps, but not with as much work.
+
+E2E without its training set holds 60 meaning representations out, for calibration and search.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from skipdecode.errors import ConfigError, unknown
+from train.recipe import load_recipe
+from train.rivals import RIVALS
+from train.variants import Variants, run_jobs
+
+HOLDOUT = "data.options.holdout=60"
+
+
+def main() -> int:
+    names = "\n".join(f"  {name:<24}{rival.what}" for name, rival in RIVALS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"rivals:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default="e2e-tiny", help="a recipe or a YAML file (default e2e-tiny)")
+    parser.add_argument("--data-dir", type=Path, help="the task's folder; default: the recipe's, the Hub, or built in")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder for all of them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
+    options = parser.parse_intermixed_args()
+    given = options.only or []
+    options.overrides += [word for word in given if "=" in word]  # those that follow the names
+    options.only = [word for word in given if "=" not in word]
+    try:
+        return train(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train those asked for and print their table."""
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs is {options.jobs}: it must be at least 1")
+    names = options.only or list(RIVALS)
+    for name in names:
+        if name not in RIVALS:
+            raise unknown("rival", name, list(RIVALS))
+    common = ["tracking.wandb=off", *options.overrides]
+    if options.data_dir is not None:
+        common.insert(0, f"data.path={options.data_dir.resolve()}")
+    if load_recipe(options.recipe, common).data.task == "e2e":
+        common.insert(0, HOLDOUT)
+    variants = Variants(options.recipe, tuple(common))
+    overrides = {name: RIVALS[name].resolve(variants) for name in names}
+    samplers = {name: variants.sampler(overrides[name]) for name in names}  # refused before the first run
+    options.output.mkdir(parents=True, exist_ok=True)
+    jobs = {
+        name: partial(variants.train, overrides[name], options.output / name, options.output / f"{name}.log")
+        for name in names
+    }
+    failed = run_jobs(jobs, options.jobs)
+    whole = variants.work()
+    print("| name | what | layers | work |")
+    print("| --- | --- | ---: | ---: |")
+    for name in names:
+        layers = samplers[name].schedules[0].num_layers
+        work = "failed" if name in failed else f"{variants.work(overrides[name]) / whole:.2f}"
+        print(f"| {name} | {RIVALS[name].what} | {layers} | {work} |")
+    print("\nWork: passes of a column through a layer, over the recipe's own; the LM head isn't counted.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A shallow model is the whole model with the same layers skipped, and a plain checkpoint."""
+
+import copy
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_runs import SMALL, train_small
+from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised, tiny_family, tiny_opt
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
+from skipdecode.families import decoder_layers
+from train.build import build_model, model_config
+from train.recipe import load_recipe
+from train.shallow import kept_layers, shrink_model
+
+LAYERS = 6
+
+
+def a_model(family: str) -> PreTrainedModel:
+    made = tiny_opt(family, LAYERS) if family.startswith("opt") else tiny_family(family)
+    return copy.deepcopy(made)
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
+def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, int]) -> None:
+    num_layers, keep = sizes
+    kept = kept_layers(num_layers, keep)
+    assert len(set(kept)) == keep
+    assert list(kept) == sorted(kept)
+    assert kept[0] == 0
+    assert keep == 1 or kept[-1] == num_layers - 1
+    gaps = {after - before for before, after in pairwise(kept)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
+@pytest.mark.parametrize("keep", [1, 4])
+def test_its_logits_are_those_of_the_whole_model_that_skips_the_same_layers(family: str, keep: int) -> None:
+    model = a_model(family)
+    ids, mask = ragged_prompts([5, 9], seed=1)
+    schedule = SkipSchedule(LAYERS, keep, keep, placement="even", prompt="max")
+    with torch.no_grad(), skip_layers(model, schedule, prompt_columns=4):
+        expected = model(ids, attention_mask=mask).logits
+    shrink_model(model, keep)
+    assert len(decoder_layers(model)) == keep
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["opt", "opt-350m", "gpt2", "llama", "mistral", "qwen2"])
+def test_it_reloads_and_generates_the_same_in_plain_transformers(family: str, tmp_path: Path) -> None:
+    model = a_model(family)
+    ids, mask = ragged_prompts([5, 9], seed=1)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    schedule = SkipSchedule(LAYERS, 3, 3, placement="even", prompt="max")
+    expected = model.generate(ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, **settings)
+    shrink_model(model, 3)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **settings), expected)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["n_layer" if family == "gpt2" else "num_hidden_layers"] == 3
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.generate(ids, attention_mask=mask, **settings), expected)
+    full = SkipSchedule.full_depth(3)
+    made = again.generate(ids, attention_mask=mask, custom_generate=skip_generate, schedule=full, **settings)
+    assert torch.equal(made, expected)
+
+
+def test_layers_stay_what_they_were_where_the_config_says_it_of_each(tmp_path: Path) -> None:
+    """Qwen2's upper layers attend to a window."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "num_key_value_heads": 2}
+    special = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
+    config = AutoConfig.for_model("qwen2", **sizes, **windows, **special)
+    model = randomised(config, seed=2)
+    ids, mask = ragged_prompts([12, 12], seed=1)
+    schedule = SkipSchedule(LAYERS, 3, 3, placement="even", prompt="max")
+    with torch.no_grad(), skip_layers(model, schedule, prompt_columns=4):
+        expected = model(ids, attention_mask=mask).logits
+    shrink_model(model, 3)
+    assert model.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    model.save_pretrained(tmp_path)
+    for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        with torch.no_grad():
+            torch.testing.assert_close(one(ids, attention_mask=mask).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pretrained_model_keeps_the_weights_of_its_layers(tmp_path: Path) -> None:
+    whole = train_small(tmp_path / "whole", "train.max_steps=1")
+    start = [*SMALL, "model.shape=null", f"model.name_or_path={whole}", "model.config=null"]
+    recipe = load_recipe("quickstart", [*start, "model.layers=3", "model.dtype=float32"])
+    shallow, _ = build_model(recipe, [])
+    assert model_config(recipe).num_hidden_layers == shallow.config.num_hidden_layers == 3
+    original = AutoModelForCausalLM.from_pretrained(whole)
+    for name, value in shallow.state_dict().items():
+        old = name
+        for number, layer in enumerate((0, 3, 7)):
+            old = old.replace(f"layers.{number}.", f"layers.old{layer}.")
+        assert torch.equal(value, original.state_dict()[old.replace("old", "")]), name
+    apart = load_recipe("quickstart", [*start, "model.layers=3", "lora.r=2", "lora.merge=false"])
+    with pytest.raises(ConfigError, match=r"model\.layers is 3 with lora\.merge=false"):
+        build_model(apart, [])
+
+
+def test_a_shape_with_fewer_layers_trains_and_is_a_checkpoint_of_so_many(tmp_path: Path) -> None:
+    folder = train_small(tmp_path / "run", "model.layers=3", "schedule.speedups=[1]", "train.max_steps=2")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.num_hidden_layers == len(decoder_layers(model)) == 3
+    assert model_config(load_recipe("quickstart", [*SMALL, "model.layers=3"])).num_hidden_layers == 3
+
+
+def test_layers_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.layers is 0"):
+        load_recipe("quickstart", ["model.layers=0"])
+    with pytest.raises(ConfigError, match=r"model\.layers is 9: it must lie between 1 and the model's 8 layers"):
+        model_config(load_recipe("quickstart", [*SMALL, "model.layers=9"]))
+    model = a_model("opt")
+    with pytest.raises(ConfigError, match="model's 6 layers"):
+        shrink_model(model, 7)
+    assert len(decoder_layers(model)) == model.config.num_hidden_layers == 6
+
+
+def test_a_model_whose_layers_compute_by_their_number_is_refused() -> None:
+    model = a_model("gpt2")
+    model.config.scale_attn_by_inverse_layer_idx = True
+    with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx"):
+        shrink_model(model, 3)
