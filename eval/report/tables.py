@@ -1,0 +1,202 @@
+"""The page's tables, which its Markdown has too."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from eval.report.comparison import Comparison, Line, Point
+from eval.report.metrics import Metric
+from eval.speed_report import Ratio, SpeedReport, SpeedRow
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a cell: a text, or a figure of the comparison with how it is written."""
+
+    text: str
+    value: float | None = None
+
+
+Cell = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, heads and rows of as many cells; the first cell of a row is its head."""
+
+    caption: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def to_markdown(self) -> str:
+        """The same in Markdown, the caption in bold above."""
+        lines = [f"**{escape(self.caption)}**", "", _line(self.heads), "| --- |" + " ---: |" * (len(self.heads) - 1)]
+        lines += [_line(["".join(part.text for part in cell) for cell in row]) for row in self.rows]
+        return "\n".join([*lines, ""])
+
+
+def escape(text: str) -> str:
+    """A text that Markdown takes for nothing else, on one line.
+
+    >>> print(escape("a_b | <c> [d](e)"))
+    a\\_b \\| &lt;c> [d]\\(e)
+    """
+    plain = " ".join(text.split())
+    for sign in "\\`*_|":
+        plain = plain.replace(sign, f"\\{sign}")
+    return plain.replace("<", "&lt;").replace("](", "]\\(")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(map(escape, cells)) + " |"
+
+
+def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
+    """All scores of a run's rows with their intervals."""
+    rows = [
+        (_text(point.label), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points
+    ]
+    heads = ("row", "measured speed", *(_head(metric) for metric in metrics))
+    return Table(f"{line.name}: quality", heads, tuple(rows))
+
+
+def speed_table(line: Line) -> Table:
+    """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
+    heads = ("row", "target", "layers", "measured speed", "bound", "prefill s", "decode s", "tokens/s", "cache MB")
+    bounded = any(point.bound_by_bytes is not None for point in line.points)
+    rows = []
+    for point in line.points:
+        cells = {
+            "row": _text(point.label),
+            "target": _number(point.speedup_target, "{:g}x"),
+            "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.schedule.get('num_layers', '?')}")),
+            "measured speed": _speed(point),
+            "bound": _text("") if point.bound_by_bytes is None else _number(point.bound_by_bytes, "{:.2f}x"),
+            "prefill s": _number(point.prefill_seconds, "{:.2f}"),
+            "decode s": _number(point.decode_seconds, "{:.2f}"),
+            "tokens/s": _number(point.tokens_per_second, "{:.0f}"),
+            "cache MB": (Part(f"{point.cache_bytes / 1e6:.1f}", point.cache_bytes),),
+        }
+        rows.append(tuple(cells[head] for head in heads if head != "bound" or bounded))
+    return Table(f"{line.name}: speed", tuple(head for head in heads if head != "bound" or bounded), tuple(rows))
+
+
+def timing_table(line: Line) -> Table | None:
+    """Timings at several batch sizes, a row for each and each point; None where none were measured."""
+    names = dict.fromkeys(name for point in line.points for timing in point.timings for name in timing.figures)
+    rows = []
+    for point in line.points:
+        for timing in point.timings:
+            figures = (timing.figures.get(name, ()) for name in names)
+            rows.append((_text(point.label), _number(timing.batch_size, "{:g}"), *(_several(n) for n in figures)))
+    heads = ("row", "batch", *(name.replace("_", " ") for name in names))
+    return Table(f"{line.name}: speed by batch size", heads, tuple(rows)) if rows else None
+
+
+def position_table(line: Line, n: int) -> Table:
+    """Shares of n-grams by position, a column for each speed."""
+    shown = [positions for positions in line.positions if positions.n == n and positions.bins]
+    starts = sorted({(part.first, part.last) for positions in shown for part in positions.bins})
+    rows = []
+    for first, last in starts:
+        cells: list[Cell] = [_text(f"{first} to {last}")]
+        for positions in shown:
+            part = next((part for part in positions.bins if part.first == first), None)
+            cells.append(_ranged(part.share, part.interval, "{:.1f}") if part is not None else _text(""))
+        rows.append(tuple(cells))
+    heads = ("words", *(positions.label for positions in shown))
+    return Table(f"{line.name}: percent of {n}-grams that a reference holds", heads, tuple(rows))
+
+
+def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Table]:
+    """For each speed, every line's nearest row: a column each."""
+    tables = []
+    for rival in comparison.rivals:
+        columns = [
+            (line, next(point for point in line.points if point.label == label))
+            for line, label in zip(comparison.lines, rival.labels, strict=True)
+            if label is not None
+        ]
+        rows: list[tuple[Cell, ...]] = [
+            (_text("row"), *(_text(point.label) for _, point in columns)),
+            (_text("measured speed"), *(_speed(point) for _, point in columns)),
+            (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
+        ]
+        rows += [(_text(_head(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
+        tables.append(Table(f"about {rival.speed:g}x", ("", *(line.name for line, _ in columns)), tuple(rows)))
+    return tables
+
+
+def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
+    """A speed benchmark, a table for each batch size."""
+    tables = []
+    for size in dict.fromkeys(row.batch_size for row in report.rows):
+        rows = [row for row in report.rows if row.batch_size == size]
+        peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers))
+        heads = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
+        heads += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
+        caption = f"{name}: {report.conditions.model}, {report.conditions.dtype}, batch {size}"
+        tables.append(Table(caption, heads, tuple(_benchmark_row(row, peers) for row in rows)))
+    return tables
+
+
+def _benchmark_row(row: SpeedRow, peers: Iterable[str]) -> tuple[Cell, ...]:
+    return (
+        _text(row.weights),
+        _number(row.speedup_target, "{:g}x"),
+        (*_number(row.mean_layers, "{:.2f}"), *_text(f" of {row.schedule['num_layers']}")),
+        _ratio(row.wall_clock_speedup),
+        _number(row.bound_speedup, "{:.2f}x"),
+        _ratio(row.end_to_end_speedup),
+        *(_ratio(row.over_peers[peer]) if peer in row.over_peers else _text("") for peer in peers),
+        _number(row.bandwidth_share, "{:.2f}"),
+        _number(row.prefill_seconds, "{:.3f}"),
+        _number(row.decode_seconds, "{:.3f}"),
+        _number(row.tokens_per_second, "{:.1f}"),
+        (Part(f"{row.cache_bytes / 1e6:.2f}", row.cache_bytes),),
+    )
+
+
+def _head(metric: Metric) -> str:
+    return f"{metric.label} (lower is better)" if metric.lower_is_better else metric.label
+
+
+def _text(text: str) -> Cell:
+    return (Part(text),)
+
+
+def _number(value: float, shape: str) -> Cell:
+    return (Part(shape.format(value), value),)
+
+
+def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
+    """A value with the two ends of its range."""
+    low, high = interval
+    ends = (Part(" ["), *_number(low, shape), Part(", "), *_number(high, shape), Part("]"))
+    return (*_number(value, shape), *ends)
+
+
+def _several(values: Sequence[float]) -> Cell:
+    parts = [part for value in values for part in (Part(", "), *_number(value, "{:.4g}"))]
+    return tuple(parts[1:]) or _text("")
+
+
+def _ratio(ratio: Ratio) -> Cell:
+    return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
+
+
+def _speed(point: Point) -> Cell:
+    return (
+        *_number(point.wall_clock_speedup, "{:.2f}x"),
+        *_ranged(point.wall_clock_speedup, point.wall_clock_quartiles, "{:.2f}")[1:],
+    )
+
+
+def _score(point: Point, metric: Metric) -> Cell:
+    """A score, its interval and how likely it is that its difference from the 1x row is chance, where known."""
+    shape = f"{{:.{metric.decimals}f}}"
+    value, interval = point.scores[metric.name], point.intervals.get(metric.name)
+    cell = _ranged(value, interval, shape) if interval is not None else _number(value, shape)
+    p = point.p_values.get(metric.name)
+    if p is None:
+        return cell
+    return (*cell, Part(", p "), Part("< 0.001" if p < 0.001 else f"{p:.3f}", p))
