@@ -1,10 +1,11 @@
 """The page of finished evaluations: read as a browser would, and compared with the reports that it was made from."""
 
+import copy
 import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,8 @@ def test_the_page_asks_for_nothing_and_is_whole(two: list[str], tmp_path: Path) 
 def test_every_picture_has_a_title_and_every_table_heads(two: list[str], tmp_path: Path) -> None:
     _, html, _ = build(tmp_path, *two)
     pictures = html.split("<svg")[1:]
-    # three metrics, two runs of words and pairs of words, three maps a run
-    assert len(pictures) == 3 + 2 * 2 + 2 * 3
+    # five metrics, two runs of words and pairs of words, three maps a run
+    assert len(pictures) == len(finished_runs.METRICS) + 2 * 2 + 2 * 3
     assert all('role="img"' in svg and "<title" in svg and "<desc" in svg for svg in pictures)
     assert "first run: " in pictures[0]
     assert html.count("<table") == html.count("<caption") == html.count("<thead") == html.count('class="scroll"')
@@ -137,7 +138,7 @@ def test_the_same_runs_give_the_same_bytes(two: list[str], tmp_path: Path) -> No
 
 
 def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
-    changes = {"command": EVIL, "checkpoint": EVIL, "machine": {EVIL: EVIL, "processor": EVIL}, "task": EVIL}
+    changes = {"command": EVIL, "checkpoint": EVIL, "machine": {EVIL: EVIL, "processor": EVIL, "threads": 1}, "task": EVIL}
     report = write_run(tmp_path / "plain", text=EVIL, **changes)
     rows = [
         replace(row, scores={**row.scores, EVIL: 1.5}, schedule={**row.schedule, "decay": EVIL}) for row in report.rows
@@ -218,48 +219,51 @@ def test_without_the_checkpoint_there_is_no_bound_and_the_page_says_so(two: list
     assert "".join(page.text).count("no bound by bytes: outputs/nowhere/config.json is not here") == 2
 
 
-@dataclass(frozen=True)
-class LaterRow(Row):
+def extended(row: Row, **values: Any) -> Row:
     """A row with what evaluations may hold beside it."""
-
-    system: str = ""
-    label: str = ""
-    timings: Any = ()
+    row = copy.copy(row)
+    for name, value in values.items():
+        object.__setattr__(row, name, value)
+    return row
 
 
 def test_decoders_of_one_run_are_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = write_run(tmp_path / "a")
     generator = random.Random(5)
-    own = [LaterRow(**vars(row), timings=[{"batch_size": 4, "tokens_per_second": 12.5}]) for row in report.rows]
+    timing = {"batch_size": 4, "tokens_per_second": 12.5, "speedup": {"median": 2.75, "lower": 2.5, "upper": 3.5}}
+    own = [extended(row, timings=[timing]) for row in report.rows]
     exits = [
-        LaterRow(**vars(finished_runs.row(speed, generator)), system="early exit", label=f"exit {speed:g}")
+        extended(finished_runs.row(speed, generator), system="calm", label=f"calm-{speed:g}", layers_per_step=7.25)
         for speed in (2.0, 5.0)
     ]
-    exits[1] = replace(exits[1], schedule={"threshold": 0.9})
+    exits[1] = extended(exits[1], schedule=None, num_layers=8, speedup_target=None)
+    other = extended(finished_runs.row(4.0, generator), label="distilled", checkpoint="outputs/distilled")
+    rows = [*own, *exits, other]
     lines = (tmp_path / "a" / "predictions" / "2x.jsonl").read_text()
-    (tmp_path / "a" / "predictions" / "exit 2.jsonl").write_text(lines)
-    later = replace(report, rows=[*own, *exits])
-    monkeypatch.setattr(Report, "load", classmethod(lambda cls, path: later))
+    for row in rows[3:]:
+        (tmp_path / "a" / "predictions" / f"{row.label}.jsonl").write_text(lines)
+    monkeypatch.setattr(Report, "load", classmethod(lambda cls, path: replace(report, rows=rows)))
     page, html, values = build(tmp_path, str(tmp_path / "a"))
-    assert [line["name"] for line in values["lines"]] == ["a: skipdecode", "a: early exit"]
-    assert [point["label"] for point in values["lines"][1]["points"]] == ["exit 2", "exit 5"]
-    assert values["lines"][1]["full_depth"]["label"] == "1x"
-    assert {positions["label"] for positions in values["lines"][1]["positions"]} == {"exit 2"}
-    assert "Not by layers and tokens: exit 5." in "".join(page.text)
-    assert "speed by batch size" in html
-    assert page.attributes("value").count("12.5") == 3
+    assert [line["name"] for line in values["lines"]] == ["a", "a: calm", "a: distilled"]
+    assert [point["label"] for point in values["lines"][1]["points"]] == ["calm-2", "calm-5"]
+    assert all(line["full_depth"]["label"] == "1x" for line in values["lines"])
+    assert "Not by layers and tokens: calm-5." in "".join(page.text)
+    assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]
+    assert "a: speed by batch size" in html
+    assert page.attributes("value").count("12.5") == page.attributes("value").count("2.75") == 3
+    assert page.attributes("value").count("7.25") == 2
 
 
 def test_timings_are_read_from_a_list_and_from_a_mapping() -> None:
     row = finished_runs.row(2.0, random.Random(0))
     assert timings_of(row) == ()
     several = [{"batch_size": 8, "decode_seconds": 2.0, "quartiles": [1, 3]}, {"batch_size": 1, "decode_seconds": 1.0}]
-    read = timings_of(LaterRow(**vars(row), timings=several))
+    read = timings_of(extended(row, timings=several))
     assert [(timing.batch_size, timing.figures) for timing in read] == [
         (1, {"decode_seconds": (1.0,)}),
         (8, {"decode_seconds": (2.0,), "quartiles": (1, 3)}),
     ]
-    assert timings_of(LaterRow(**vars(row), timings={"8": several[0], "1": several[1]})) == read
+    assert timings_of(extended(row, timings={"8": several[0], "1": several[1]})) == read
 
 
 def benchmark(tmp_path: Path) -> SpeedReport:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from eval.report.runs import OWN, Run, full_depth_row, system_of
+from eval.report.rows import checkpoint_of, full_depth_of
+from eval.report.runs import Run
 from eval.results import Report, Row
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.errors import first_line
@@ -27,28 +28,32 @@ class Bounds:
 
 def bounds_of(run: Run) -> Bounds:
     """The bounds of a run whose checkpoint is here; none, and why, where it isn't."""
-    report = run.report
+    report, full = run.report, full_depth_of(run.report)
     nothing = (None,) * len(report.rows)
-    checkpoint = Path(report.checkpoint)
-    if not (checkpoint / "config.json").is_file():
-        return Bounds(nothing, f"no bound by bytes: {checkpoint / 'config.json'} is not here")
+    try:
+        costs = {name: _cost(name, report) for name in {checkpoint_of(row, report) for row in report.rows}}
+    except ConfigError as error:
+        return Bounds(nothing, f"no bound by bytes: {error}")
+    cost = costs[checkpoint_of(full, report)]
+    columns = _prompt_columns(cost, report, full)
+    most = _step_bytes(cost, report, full, columns)
+    if columns < 1 or most is None:
+        return Bounds(nothing, "no bound by bytes: the 1x row is not of a checkpoint as it is here")
+    reads = [_step_bytes(costs[checkpoint_of(row, report)], report, row, columns) for row in report.rows]
+    note = f"bound: bytes that a step reads at full depth over the row's, batch {report.batch_size}, prompt {columns}"
+    return Bounds(tuple(most / read if read else None for read in reads), note)
+
+
+def _cost(checkpoint: str, report: Report) -> CostModel:
+    """What a checkpoint's steps read. Raises ConfigError where its config isn't here."""
+    file = Path(checkpoint) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{file} is not here")
     try:
         cost = CostModel.of(AutoConfig.from_pretrained(checkpoint), getattr(torch, report.dtype))
     except (OSError, ValueError, AttributeError) as error:
-        return Bounds(nothing, f"no bound by bytes: the config of {checkpoint} can't be used: {first_line(error)}")
-    if report.weights == "int8":
-        cost = replace(cost, weight_bytes=1)
-    full = full_depth_row(report)
-    columns = _prompt_columns(cost, report, full)
-    if columns < 1:
-        return Bounds(nothing, "no bound by bytes: the cache of the 1x row is not that of the checkpoint")
-    most = _step_bytes(cost, report, full, columns)
-    ratios: list[float | None] = []
-    for row in report.rows:
-        read = None if system_of(row) != OWN else _step_bytes(cost, report, row, columns)
-        ratios.append(most / read if most and read else None)
-    note = f"bound: bytes that a step reads at full depth over the row's, batch {report.batch_size}, prompt {columns}"
-    return Bounds(tuple(ratios), note)
+        raise ConfigError(f"{file} can't be used: {first_line(error)}") from error
+    return replace(cost, weight_bytes=1) if report.weights == "int8" else cost
 
 
 def _prompt_columns(cost: CostModel, report: Report, full: Row) -> int:
@@ -59,9 +64,9 @@ def _prompt_columns(cost: CostModel, report: Report, full: Row) -> int:
 
 
 def _step_bytes(cost: CostModel, report: Report, row: Row, columns: int) -> float | None:
-    """Bytes of a mean step, over as many steps as a batch took; None for a schedule that isn't of this model."""
+    """Bytes of a mean step, over as many steps as a batch took; None where its layers aren't known."""
     try:
-        schedule = SkipSchedule.from_dict(row.schedule)
+        schedule = SkipSchedule.from_dict(row.schedule or {})
     except (ConfigError, TypeError):
         return None
     if schedule.num_layers != cost.num_layers:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +12,16 @@ from rich.progress import track
 
 from eval.report.bounds import bounds_of
 from eval.report.positions import ORDERS, Bin, Words, bin_width, by_position, words_of
-from eval.report.runs import Prediction, Run, full_depth_row, label_of, system_of
+from eval.report.rows import (
+    SKIP,
+    checkpoint_of,
+    full_depth_of,
+    label_of,
+    layers_per_step_of,
+    num_layers_of,
+    system_of,
+)
+from eval.report.runs import Prediction, Run
 from eval.report.timings import Timing, timings_of
 from eval.results import Report, Row
 from eval.speed_report import SpeedReport
@@ -23,15 +33,18 @@ class Point:
 
     Attributes:
         label: what the row is called: its target, where it has no other name.
-        bound_by_bytes: how much faster it could be by the bytes that a step reads; None where that isn't known.
+        layers_per_step: where the evaluation counted them.
+        bound_by_bytes: how much skipping it could be by the bytes that a step reads; None where that isn't known.
         timings: at other batch sizes, where the evaluation measured them.
         The others are as in `eval.results.Row`.
     """
 
     label: str
-    speedup_target: float
-    schedule: dict[str, Any]
+    speedup_target: float | None
+    schedule: dict[str, Any] | None
+    num_layers: int
     mean_layers: float
+    layers_per_step: float | None
     wall_clock_speedup: float
     wall_clock_quartiles: tuple[float, float]
     bound_by_bytes: float | None
@@ -60,11 +73,13 @@ class Line:
 
     Attributes:
         name: the run's, with the decoder's where the run has several.
+        checkpoint, system: what it decodes with, and how.
         full_depth: the row that the speeds and the p values are relative to.
     """
 
     name: str
     run: str
+    checkpoint: str
     system: str
     full_depth: Point
     points: tuple[Point, ...]
@@ -106,10 +121,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a run was measured: the fields of its report but the rows, and a note on the bounds."""
+    """How a run was measured: the fields of its report but the rows, what it says of them, and a note on the bounds."""
 
     name: str
     report: dict[str, Any]
+    notes: tuple[str, ...]
     bound_note: str
 
 
@@ -140,8 +156,7 @@ class Comparison:
 def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: int) -> Comparison:
     """Everything that a page shows of runs of one task."""
     bounds = [bounds_of(run) for run in runs]
-    texts = [lines for run in runs for lines in run.predictions if lines is not None]
-    width = bin_width([len(line.prediction.split()) for lines in texts for line in lines])
+    width = bin_width([len(p.prediction.split()) for run in runs for lines in run.predictions for p in lines])
     lines: list[Line] = []
     for run, bound in zip(runs, bounds, strict=True):
         lines += _lines(run, bound.by_row, width)
@@ -154,7 +169,8 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: 
         rivals=tuple(_rivals(lines)),
         samples=tuple(_samples(runs, spread(shared, samples))),
         conditions=tuple(
-            Conditions(run.name, _conditions(run.report), bound.note) for run, bound in zip(runs, bounds, strict=True)
+            Conditions(run.name, _conditions(run.report), tuple(run.report.notes()), bound.note)
+            for run, bound in zip(runs, bounds, strict=True)
         ),
         speeds=dict(speeds),
     )
@@ -171,31 +187,33 @@ def spread(items: Sequence[str], count: int) -> list[str]:
     return [items[round(n * (len(items) - 1) / max(1, count - 1))] for n in range(count)]
 
 
-def line_name(run: Run, system: str) -> str:
-    """What a decoder of a run is called in pictures and tables."""
-    several = len({system_of(row) for row in run.report.rows}) > 1
-    return f"{run.name}: {system}" if several else run.name
+def line_name(run: Run, row: Row) -> str:
+    """What the decoder of a row is called in pictures and tables: by its run, and by what sets it apart in that."""
+    report = run.report
+    checkpoint, system = checkpoint_of(row, report), system_of(row)
+    if checkpoint != report.checkpoint:
+        return f"{run.name}: {Path(checkpoint).name}"
+    return run.name if system == SKIP else f"{run.name}: {system}"
 
 
 def _lines(run: Run, bounds: Sequence[float | None], width: int) -> list[Line]:
     rows = list(zip(run.report.rows, bounds, run.predictions, strict=True))
-    full = next(_point(row, bound) for row, bound, _ in rows if row is full_depth_row(run.report))
+    full = next(_point(row, bound) for row, bound, _ in rows if row is full_depth_of(run.report))
     references: dict[tuple[str, ...], list[Words]] = {}  # tokenised once for all rows
     lines = []
-    for system in dict.fromkeys(system_of(row) for row in run.report.rows):
-        own = [entry for entry in rows if system_of(entry[0]) == system]
+    for name in dict.fromkeys(line_name(run, row) for row in run.report.rows):
+        own = [entry for entry in rows if line_name(run, entry[0]) == name]
         points = [_point(row, bound) for row, bound, _ in own]
         positions: list[Positions] = []
-        title = f"{line_name(run, system)}: positions"
-        for row, _, predictions in track(own, title, console=Console(stderr=True), transient=True):
-            if predictions is not None:
-                positions += _positions(label_of(row), predictions, references, width)
+        for row, _, predictions in track(own, f"{name}: positions", console=Console(stderr=True), transient=True):
+            positions += _positions(label_of(row), predictions, references, width)
         lines.append(
             Line(
-                name=line_name(run, system),
+                name=name,
                 run=run.name,
-                system=system,
-                full_depth=next((point for point in points if point.speedup_target == 1), full),
+                checkpoint=checkpoint_of(own[0][0], run.report),
+                system=system_of(own[0][0]),
+                full_depth=full,
                 points=tuple(sorted(points, key=lambda point: (point.wall_clock_speedup, point.label))),
                 positions=tuple(positions),
             )
@@ -208,7 +226,9 @@ def _point(row: Row, bound: float | None) -> Point:
         label=label_of(row),
         speedup_target=row.speedup_target,
         schedule=row.schedule,
+        num_layers=num_layers_of(row),
         mean_layers=row.mean_layers,
+        layers_per_step=layers_per_step_of(row),
         wall_clock_speedup=row.wall_clock_speedup,
         wall_clock_quartiles=row.wall_clock_quartiles,
         bound_by_bytes=bound,
@@ -236,14 +256,14 @@ def _positions(
 
 
 def _rivals(lines: Sequence[Line]) -> list[Rival]:
-    """For each whole target that a row was made for, the nearest rows by measured speed; no 1x row is one."""
-    targets = {point.speedup_target for line in lines for point in line.points}
+    """For each whole target that a row was made for, the nearest rows by measured speed among those that skip."""
+    targets = {point.speedup_target or 1.0 for line in lines for point in line.points}
     rivals = []
     for speed in sorted(target for target in targets if target > 1 and target == int(target)):
         labels: list[str | None] = []
         for line in lines:
-            faster = [point for point in line.points if point.speedup_target > 1]
-            near = min(faster, key=lambda point: abs(math.log(point.wall_clock_speedup / speed)), default=None)
+            skipping = [point for point in line.points if point.mean_layers < point.num_layers]
+            near = min(skipping, key=lambda point: abs(math.log(point.wall_clock_speedup / speed)), default=None)
             labels.append(near.label if near is not None else None)
         rivals.append(Rival(speed, tuple(labels)))
     return rivals
@@ -251,7 +271,7 @@ def _rivals(lines: Sequence[Line]) -> list[Rival]:
 
 def _shared_ids(runs: Sequence[Run]) -> list[str]:
     """The prompts that all runs decoded, in the first run's order."""
-    ids = [[line.id for line in next(lines for lines in run.predictions if lines is not None)] for run in runs]
+    ids = [[line.id for line in run.predictions[0]] for run in runs]
     others = [set(several) for several in ids[1:]]
     return [name for name in dict.fromkeys(ids[0]) if all(name in several for several in others)]
 
@@ -261,15 +281,12 @@ def _samples(runs: Sequence[Run], ids: Sequence[str]) -> list[Sample]:
     prompts: dict[str, Prediction] = {}
     for run in runs:
         rows = list(zip(run.report.rows, run.predictions, strict=True))
-        full = {
-            line.id: line.prediction for row, lines in rows if row is full_depth_row(run.report) for line in lines or ()
-        }
+        full = next({p.id: p.prediction for p in lines} for row, lines in rows if row is full_depth_of(run.report))
         for row, lines in rows:
-            for line in lines or ():
+            for line in lines:
                 if line.id in chosen:
                     prompts.setdefault(line.id, line)
-                    text = Text(line_name(run, system_of(row)), label_of(row), line.prediction, full[line.id])
-                    chosen[line.id].append(text)
+                    chosen[line.id].append(Text(line_name(run, row), label_of(row), line.prediction, full[line.id]))
     return [Sample(name, prompts[name].prompt, prompts[name].references, tuple(chosen[name])) for name in ids]
 
 

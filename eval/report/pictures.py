@@ -1,10 +1,11 @@
 """The page's pictures: frontiers, shares by position, maps of the layers that run."""
 
-import math
 from collections.abc import Sequence
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from eval.report.comparison import Comparison, Line, Point, Positions
 from eval.report.metrics import Metric
@@ -22,25 +23,23 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
-        handles = []
         for number, line in enumerate(comparison.lines):
             colour, marker = SERIES[number % len(SERIES)]
             speeds = [point.wall_clock_speedup for point in line.points]
             values = [point.scores[metric.name] for point in line.points]
-            handles.append(
-                axes.errorbar(
-                    speeds,
-                    values,
-                    xerr=_bars(speeds, [point.wall_clock_quartiles for point in line.points]),
-                    yerr=_bars(values, [_interval(point, metric) for point in line.points]),
-                    color=colour,
-                    marker=marker,
-                    linestyle="-" if number < len(SERIES) else "--",
-                    markersize=5.5,
-                    linewidth=1.6,
-                    elinewidth=0.9,
-                    capsize=2,
-                )
+            axes.errorbar(
+                speeds,
+                values,
+                xerr=_bars(speeds, [point.wall_clock_quartiles for point in line.points]),
+                yerr=_bars(values, [_interval(point, metric) for point in line.points]),
+                label=printable(line.name),
+                color=colour,
+                marker=marker,
+                linestyle="-" if number < len(SERIES) else "--",
+                markersize=5.5,
+                linewidth=1.6,
+                elinewidth=0.9,
+                capsize=2,
             )
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)
         bounds = [v for line in comparison.lines for point in line.points for v in _interval(point, metric)]
@@ -48,7 +47,7 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
         axes.set_title(f"{metric.label}{', lower is better' if metric.lower_is_better else ''}")
         axes.set_xlabel("measured decode speed, times full depth")
         axes.xaxis.set_major_formatter("{x:g}x")
-        _legend(figure, handles, [line.name for line in comparison.lines])
+        _legend(figure, [line.name for line in comparison.lines])
         title = f"{metric.label} against measured decode speed"
         return to_svg(figure, key, title, _words(comparison.lines, metric))
 
@@ -59,30 +58,28 @@ def by_position(line: Line, n: int, key: str) -> str:
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         shown = [positions for positions in line.positions if positions.n == n and positions.bins]
-        handles = []
         for number, positions in enumerate(shown):
             colour, marker = SERIES[number % len(SERIES)]
             bins = positions.bins
             aside = 0.08 * (bins[0].last - bins[0].first + 1) * (number - (len(shown) - 1) / 2)
             shares = [part.share for part in bins]
-            handles.append(
-                axes.errorbar(
-                    [(part.first + part.last) / 2 + aside for part in bins],
-                    shares,
-                    yerr=_bars(shares, [part.interval for part in bins]),
-                    color=colour,
-                    marker=marker,
-                    linestyle="-" if number < len(SERIES) else "--",
-                    markersize=4.5,
-                    linewidth=1.4,
-                    elinewidth=0.9,
-                )
+            axes.errorbar(
+                [(part.first + part.last) / 2 + aside for part in bins],
+                shares,
+                yerr=_bars(shares, [part.interval for part in bins]),
+                label=printable(positions.label),
+                color=colour,
+                marker=marker,
+                linestyle="-" if number < len(SERIES) else "--",
+                markersize=4.5,
+                linewidth=1.4,
+                elinewidth=0.9,
             )
         _leave_room(axes, [v for positions in shown for part in positions.bins for v in part.interval])
         axes.set_title(f"{'words' if n == 1 else 'pairs of words'} that a reference holds")
         axes.set_xlabel("position in the prediction, words")
         axes.yaxis.set_major_formatter("{x:g} %")
-        _legend(figure, handles, [positions.label for positions in shown])
+        _legend(figure, [positions.label for positions in shown])
         title = f"{line.name}: share of predicted {n}-grams that a reference holds, by position"
         return to_svg(figure, key, title, " ".join(map(_position_words, shown)))
 
@@ -90,12 +87,12 @@ def by_position(line: Line, n: int, key: str) -> str:
 def schedule_map(point: Point, key: str) -> str | None:
     """Which layer runs for which generated token; None where the row's schedule isn't one of layers and tokens."""
     try:
-        schedule = SkipSchedule.from_dict(point.schedule)
+        schedule = SkipSchedule.from_dict(point.schedule or {})
     except (ConfigError, TypeError):
         return None
     tokens = max(2, round(1.25 * schedule.horizon))
     cutoffs = schedule.cutoffs(tokens)
-    with matplotlib.rc_context({**STYLE, "font.size": 8, "axes.grid": False}):
+    with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.grid": False}):
         figure = Figure(figsize=(2.4, 2.0), layout="constrained")
         axes = figure.add_subplot()
         layers = range(1, schedule.num_layers + 1)
@@ -105,7 +102,7 @@ def schedule_map(point: Point, key: str) -> str | None:
         axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")
         axes.set_xlim(0, tokens)
         axes.set_ylim(0.5, schedule.num_layers + 0.5)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         axes.set_xlabel("generated token")
         axes.set_ylabel("layer")
         words = f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over the first "
@@ -125,7 +122,7 @@ def _interval(point: Point, metric: Metric) -> tuple[float, float]:
     return point.intervals.get(metric.name, (value, value))
 
 
-def _leave_room(axes: "matplotlib.axes.Axes", values: Sequence[float]) -> None:
+def _leave_room(axes: Axes, values: Sequence[float]) -> None:
     """At least a fifth of the largest value in sight, so that a difference of noise doesn't look like a cliff."""
     if not values:
         return
@@ -135,10 +132,11 @@ def _leave_room(axes: "matplotlib.axes.Axes", values: Sequence[float]) -> None:
     axes.set_ylim(max(0.0, bottom) if low >= 0 else bottom, (low + high) / 2 + half)
 
 
-def _legend(figure: Figure, handles: Sequence[object], names: Sequence[str]) -> None:
+def _legend(figure: Figure, names: Sequence[str]) -> None:
+    """A legend below, in as many columns as the names leave room for."""
     longest = max(map(len, names), default=0)
-    columns = max(1, min(len(names), math.floor(60 / (longest + 6)), 4))
-    figure.legend(handles, [printable(name) for name in names], loc="outside lower center", ncols=columns)
+    columns = max(1, min(len(names), 60 // (longest + 6), 4))
+    figure.legend(loc="outside lower center", ncols=columns)
 
 
 def _words(lines: Sequence[Line], metric: Metric) -> str:

@@ -5,7 +5,7 @@ summed over all positions they are the matches and totals of its precisions.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,7 @@ def words_of(text: str) -> Words:
     return tuple(_TOKENIZE(text.rstrip().lower()).split())
 
 
-_TOKENIZE = Tokenizer13a()
+_TOKENIZE: Callable[[str], str] = Tokenizer13a()  # type: ignore[no-untyped-call]
 
 
 def matched_ngrams(prediction: Words, references: Sequence[Words], n: int) -> list[bool]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.report.rows import full_depth_of, label_of
 from eval.results import FILE_NAME, Report, Row
 from skipdecode import ConfigError
 
@@ -27,31 +28,13 @@ class Run:
 
     Attributes:
         name: what it is called on the page.
-        predictions: of each row of the report, in the order of the test set; None where a rival's row has none.
+        predictions: of each row of the report, in the order of the test set.
     """
 
     name: str
     folder: Path
     report: Report
-    predictions: tuple[tuple[Prediction, ...] | None, ...]
-
-
-OWN = "skipdecode"
-
-
-def system_of(row: Row) -> str:
-    """Which decoder a row is of: OWN for the checkpoint under a schedule, a rival's name otherwise."""
-    return str(getattr(row, "system", None) or OWN)
-
-
-def full_depth_row(report: Report) -> Row:
-    """The row at 1x, which the others are compared with. Raises StopIteration in a report that has none."""
-    return next(row for row in report.rows if row.speedup_target == 1 and system_of(row) == OWN)
-
-
-def label_of(row: Row) -> str:
-    """What a row is called: its own label, where it has one, or its target."""
-    return str(getattr(row, "label", None) or f"{row.speedup_target:g}x")
+    predictions: tuple[tuple[Prediction, ...], ...]
 
 
 def read_runs(arguments: Sequence[str]) -> list[Run]:
@@ -100,43 +83,32 @@ def _check(report: Report, path: Path) -> None:
     try:
         json.dumps(asdict(report), ensure_ascii=False).encode()
         for row in report.rows:
-            figures = [row.speedup_target, row.mean_layers, row.wall_clock_speedup, *row.wall_clock_quartiles]
+            figures = [row.speedup_target or 1.0, row.mean_layers, row.wall_clock_speedup, *row.wall_clock_quartiles]
             figures += [row.prefill_seconds, row.decode_seconds, row.tokens_per_second, row.cache_bytes]
             figures += [*row.scores.values(), *row.p_values.values(), *(v for i in row.intervals.values() for v in i)]
             if not all(math.isfinite(figure) for figure in figures) or len(row.wall_clock_quartiles) != 2:
-                raise ValueError(f"the row of {row.speedup_target!r}x holds what is no number")
-    except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"the row {label_of(row)} holds what is no number")
+        report.notes()
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
-    if not any(row.speedup_target == 1 and system_of(row) == OWN for row in report.rows):
-        raise ConfigError(f"{path} has no row at 1x: there is nothing to compare the others with")
+    try:
+        full_depth_of(report)
+    except StopIteration as error:
+        raise ConfigError(f"{path} has no row at 1x: there is nothing to compare the others with") from error
     metrics = [set(row.scores) for row in report.rows]
     if not metrics[0] or any(scores != metrics[0] for scores in metrics):
         raise ConfigError(f"{path}: its rows are not all scored by the same metrics")
 
 
-def _check_prompts(folder: Path, predictions: Sequence[tuple[Prediction, ...] | None]) -> None:
+def _check_prompts(folder: Path, predictions: Sequence[tuple[Prediction, ...]]) -> None:
     """Refuse files of different prompts."""
-    prompts = [
-        [(line.id, line.prompt, line.references) for line in lines] for lines in predictions if lines is not None
-    ]
+    prompts = [[(line.id, line.prompt, line.references) for line in lines] for lines in predictions]
     if any(others != prompts[0] for others in prompts):
         raise ConfigError(f"{folder / 'predictions'}: its files are not all of the same prompts and references")
 
 
-def _file(folder: Path, row: Row) -> Path | None:
-    """Where the predictions of a row are; None for a rival's that aren't kept."""
-    target = f"{row.speedup_target:g}x"
-    if system_of(row) == OWN:
-        return folder / "predictions" / f"{target}.jsonl"
-    names = (label_of(row), f"{system_of(row)}-{target}", f"{system_of(row)} {target}")
-    files = [folder / "predictions" / f"{name}.jsonl" for name in names if "/" not in name]
-    return next((file for file in files if file.is_file()), None)
-
-
-def _predictions(folder: Path, report: Report, row: Row) -> tuple[Prediction, ...] | None:
-    path = _file(folder, row)
-    if path is None:
-        return None
+def _predictions(folder: Path, report: Report, row: Row) -> tuple[Prediction, ...]:
+    path = folder / "predictions" / f"{label_of(row)}.jsonl"
     try:
         lines = [_line(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except OSError as error:

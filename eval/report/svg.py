@@ -19,7 +19,7 @@ _VARIABLES |= {colour.lower(): f"series-{number}" for number, (colour, _) in enu
 
 # What every picture is drawn with. Text stays text, as it came: no mathematics between dollar signs; the same input
 # gives the same bytes.
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
     "svg.fonttype": "none",
     "svg.hashsalt": "skipdecode",
     "font.family": "sans-serif",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line, Point
 from eval.report.metrics import Metric
-from eval.speed_report import Ratio, SpeedReport, SpeedRow
+from eval.speed_report import SpeedReport, SpeedRow
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,23 @@ def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
 
 def speed_table(line: Line) -> Table:
     """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
-    heads = ("row", "target", "layers", "measured speed", "bound", "prefill s", "decode s", "tokens/s", "cache MB")
-    bounded = any(point.bound_by_bytes is not None for point in line.points)
-    rows = []
-    for point in line.points:
-        cells = {
+    rows = [
+        {
             "row": _text(point.label),
-            "target": _number(point.speedup_target, "{:g}x"),
-            "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.schedule.get('num_layers', '?')}")),
+            "target": _optional(point.speedup_target, "{:g}x"),
+            "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
+            "layers a step": _optional(point.layers_per_step, "{:.2f}"),
             "measured speed": _speed(point),
-            "bound": _text("") if point.bound_by_bytes is None else _number(point.bound_by_bytes, "{:.2f}x"),
+            "bound": _optional(point.bound_by_bytes, "{:.2f}x"),
             "prefill s": _number(point.prefill_seconds, "{:.2f}"),
             "decode s": _number(point.decode_seconds, "{:.2f}"),
             "tokens/s": _number(point.tokens_per_second, "{:.0f}"),
             "cache MB": (Part(f"{point.cache_bytes / 1e6:.1f}", point.cache_bytes),),
         }
-        rows.append(tuple(cells[head] for head in heads if head != "bound" or bounded))
-    return Table(f"{line.name}: speed", tuple(head for head in heads if head != "bound" or bounded), tuple(rows))
+        for point in line.points
+    ]
+    heads = [head for head in rows[0] if any(row[head] != _text("") for row in rows)]
+    return Table(f"{line.name}: speed", tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
 
 
 def timing_table(line: Line) -> Table | None:
@@ -140,14 +140,18 @@ def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
 
 
 def _benchmark_row(row: SpeedRow, peers: Iterable[str]) -> tuple[Cell, ...]:
+    speed, whole = row.wall_clock_speedup, row.end_to_end_speedup
     return (
         _text(row.weights),
         _number(row.speedup_target, "{:g}x"),
         (*_number(row.mean_layers, "{:.2f}"), *_text(f" of {row.schedule['num_layers']}")),
-        _ratio(row.wall_clock_speedup),
+        _times(speed.median, speed.lower, speed.upper),
         _number(row.bound_speedup, "{:.2f}x"),
-        _ratio(row.end_to_end_speedup),
-        *(_ratio(row.over_peers[peer]) if peer in row.over_peers else _text("") for peer in peers),
+        _times(whole.median, whole.lower, whole.upper),
+        *(
+            _number(over.median, "{:.2f}x") if over is not None else _text("")
+            for over in map(row.over_peers.get, peers)
+        ),
         _number(row.bandwidth_share, "{:.2f}"),
         _number(row.prefill_seconds, "{:.3f}"),
         _number(row.decode_seconds, "{:.3f}"),
@@ -168,6 +172,10 @@ def _number(value: float, shape: str) -> Cell:
     return (Part(shape.format(value), value),)
 
 
+def _optional(value: float | None, shape: str) -> Cell:
+    return _text("") if value is None else _number(value, shape)
+
+
 def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
     """A value with the two ends of its range."""
     low, high = interval
@@ -175,20 +183,21 @@ def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
     return (*_number(value, shape), *ends)
 
 
+def _times(median: float, lower: float, upper: float) -> Cell:
+    """How many times faster, with quartiles."""
+    return (*_number(median, "{:.2f}x"), *_ranged(median, (lower, upper), "{:.2f}")[1:])
+
+
 def _several(values: Sequence[float]) -> Cell:
+    """One value, a median with its quartiles, or a list."""
+    if len(values) == 3:
+        return _ranged(values[0], values[1:], "{:.4g}")
     parts = [part for value in values for part in (Part(", "), *_number(value, "{:.4g}"))]
     return tuple(parts[1:]) or _text("")
 
 
-def _ratio(ratio: Ratio) -> Cell:
-    return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
-
-
 def _speed(point: Point) -> Cell:
-    return (
-        *_number(point.wall_clock_speedup, "{:.2f}x"),
-        *_ranged(point.wall_clock_speedup, point.wall_clock_quartiles, "{:.2f}")[1:],
-    )
+    return _times(point.wall_clock_speedup, *point.wall_clock_quartiles)
 
 
 def _score(point: Point, metric: Metric) -> Cell:

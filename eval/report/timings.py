@@ -15,7 +15,7 @@ class Timing:
     """One batch size.
 
     Attributes:
-        figures: name -> value, or several, such as quartiles.
+        figures: name -> value, or several: a median and its quartiles.
     """
 
     batch_size: int
@@ -44,5 +44,7 @@ def _fields(entry: Any) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(v for v in values if isinstance(v, int | float) and not isinstance(v, bool))
