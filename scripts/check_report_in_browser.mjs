@@ -44,7 +44,7 @@ for (const colorScheme of ['light', 'dark']) {
     for (const element of wide) wrong.push(`${name}: wider than the page: ${element}`);
     await page.screenshot({ path: join(folder, `${name}.png`), fullPage: true });
     if (name === '1280-light') {
-      await page.pdf({ path: join(folder, 'print.pdf'), format: 'A4' });
+      await page.pdf({ path: join(folder, 'print.pdf'), preferCSSPageSize: true });
       await page.emulateMedia({ media: 'print' });
       const closed = await page.evaluate(() =>
         [...document.querySelectorAll('details > :not(summary)')].filter((e) => !e.checkVisibility()).length,

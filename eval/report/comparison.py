@@ -86,13 +86,16 @@ class Line:
     positions: tuple[Positions, ...]
 
 
+NEAR = 1.25
+
+
 @dataclass(frozen=True)
 class Rival:
     """The points nearest to a speed, one of each line.
 
     Attributes:
         speed: how many times full depth.
-        labels: of the nearest point of each line, by measured speed; None where a line has none but full depth.
+        labels: of the nearest point of each line, by measured speed; None where none is within a factor of NEAR.
     """
 
     speed: float
@@ -263,9 +266,11 @@ def _rivals(lines: Sequence[Line]) -> list[Rival]:
         labels: list[str | None] = []
         for line in lines:
             skipping = [point for point in line.points if point.mean_layers < point.num_layers]
-            near = min(skipping, key=lambda point: abs(math.log(point.wall_clock_speedup / speed)), default=None)
-            labels.append(near.label if near is not None else None)
-        rivals.append(Rival(speed, tuple(labels)))
+            apart = {point.label: abs(math.log(point.wall_clock_speedup / speed)) for point in skipping}
+            near = min(apart, key=apart.__getitem__, default=None)
+            labels.append(near if near is not None and apart[near] <= math.log(NEAR) else None)
+        if any(label is not None for label in labels):
+            rivals.append(Rival(speed, tuple(labels)))
     return rivals
 
 

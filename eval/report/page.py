@@ -1,8 +1,9 @@
 """The page, its Markdown and its JSON: made of finished evaluations and written beside each other."""
 
 import difflib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -10,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from eval.files import write_whole
-from eval.report.comparison import Comparison, Conditions, Line, compare
+from eval.report.comparison import Comparison, Conditions, Line, Text, compare
 from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map
 from eval.report.positions import ORDERS
@@ -96,7 +97,7 @@ def to_html(comparison: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["marked"] = marked
+    environment.filters |= {"marked": marked, "merged": merged}
     metrics = metrics_of(comparison)
     return environment.get_template("report.html").render(
         comparison=comparison,
@@ -134,17 +135,34 @@ def metrics_of(comparison: Comparison) -> list[Metric]:
 
 
 def marked(text: str, other: str) -> list[tuple[str, bool]]:
-    """A text in pieces, each with whether it differs from `other`, word by word.
+    """A text in pieces, each with whether `other` lacks it there: words and signs, and the spaces between as they are.
 
-    >>> marked("a cheap pub", "a pub by the river")
-    [('a', False), ('cheap', True), ('pub', False)]
+    >>> marked("a cheap pub.", "a pub by the river.")
+    [('a', False), (' ', False), ('cheap', True), (' pub', False), ('.', False)]
     """
-    words = text.split()
+    words = _WORDS.findall(text)
     pieces: list[tuple[str, bool]] = []
-    for kind, _, _, start, end in difflib.SequenceMatcher(None, other.split(), words, autojunk=False).get_opcodes():
-        if end > start:
-            pieces.append((" ".join(words[start:end]), kind != "equal"))
-    return pieces
+    matcher = difflib.SequenceMatcher(
+        None, [word for _, word in _WORDS.findall(other)], [word for _, word in words], False
+    )
+    for kind, _, _, start, end in matcher.get_opcodes():
+        piece = "".join(space + word for space, word in words[start:end])
+        if kind == "equal":
+            pieces.append((piece, False))
+        elif piece:
+            pieces += [(words[start][0], False), (piece[len(words[start][0]) :], True)]
+    return [(piece, differs) for piece, differs in pieces if piece]
+
+
+_WORDS = re.compile(r"(\s*)(\w+|[^\w\s])")
+
+
+def merged(texts: Sequence[Text]) -> list[Text]:
+    """Those of a sample with equal texts of a line in one, which has all of their labels."""
+    labels: dict[Text, list[str]] = {}
+    for text in texts:
+        labels.setdefault(replace(text, label=""), []).append(text.label)
+    return [replace(text, label=", ".join(several)) for text, several in labels.items()]
 
 
 def measured_with(conditions: Conditions) -> str:
@@ -168,9 +186,7 @@ def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[
         speed=speed_table(line),
         timings=timing_table(line),
         bound_note=conditions.bound_note,
-        positions=tuple(
-            Picture(Markup(by_position(line, n, f"p{number}-{n}")), f"{line.name}, {n}-grams") for n in orders
-        ),
+        positions=tuple(Picture(Markup(by_position(line, n, f"p{number}-{n}")), "") for n in orders),
         position_tables=tuple(position_table(line, n) for n in orders),
         schedules=tuple(
             Picture(Markup(svg), f"{point.label}: {point.mean_layers:.2f} layers")

@@ -88,6 +88,8 @@ def _check(report: Report, path: Path) -> None:
             figures += [*row.scores.values(), *row.p_values.values(), *(v for i in row.intervals.values() for v in i)]
             if not all(math.isfinite(figure) for figure in figures) or len(row.wall_clock_quartiles) != 2:
                 raise ValueError(f"the row {label_of(row)} holds what is no number")
+            if row.wall_clock_speedup <= 0:
+                raise ValueError(f"the row {label_of(row)} has a speed of {row.wall_clock_speedup}")
         report.notes()
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error}") from error

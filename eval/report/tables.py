@@ -61,10 +61,11 @@ def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
 
 def speed_table(line: Line) -> Table:
     """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
+    own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
     rows = [
         {
             "row": _text(point.label),
-            "target": _optional(point.speedup_target, "{:g}x"),
+            "target": _text("") if own_names else _optional(point.speedup_target, "{:g}x"),
             "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
             "layers a step": _optional(point.layers_per_step, "{:.2f}"),
             "measured speed": _speed(point),
