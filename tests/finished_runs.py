@@ -1,7 +1,8 @@
 """Folders such as `python -m eval` writes, by hand: texts and figures without a model."""
 
+import json
 import random
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,5 +86,10 @@ def write_run(
     for each in report.rows:
         lines = [{**prompt, "prediction": sentence(generator) + text} for prompt in prompts]
         write_predictions(folder / "predictions" / f"{each.speedup_target:g}x.jsonl", lines)
-    report.save(folder)
+    save(report, folder)
     return report
+
+
+def save(report: Report, folder: Path) -> None:
+    """As JSON alone, which may hold what a report would refuse to say of itself."""
+    (folder / "report.json").write_text(json.dumps(asdict(report)))

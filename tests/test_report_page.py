@@ -14,7 +14,7 @@ from typing import Any
 
 import finished_runs
 import pytest
-from finished_runs import write_run
+from finished_runs import save, write_run
 from transformers import OPTConfig
 
 import eval.report.comparison
@@ -166,7 +166,7 @@ def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
     rows = [
         replace(row, scores={**row.scores, EVIL: 1.5}, schedule={**row.schedule, "decay": EVIL}) for row in report.rows
     ]
-    replace(report, rows=rows).save(tmp_path / "plain")
+    save(replace(report, rows=rows), tmp_path / "plain")
     page, _, values = build(tmp_path, f"{EVIL}={tmp_path / 'plain'}")
     tags = {tag for tag, _ in page.elements}
     assert tags.isdisjoint({"script", "b"})
@@ -223,7 +223,7 @@ def test_the_bound_counts_the_bytes_of_the_steps_that_were_run(tmp_path: Path) -
         replace(row, cache_bytes=cost.cache_bytes(schedule, 10, 23, 8))  # 10 columns, 24 new tokens, batch 8
         for row, schedule in zip(report.rows, schedules, strict=True)
     ]
-    replace(report, rows=rows).save(tmp_path / "a")
+    save(replace(report, rows=rows), tmp_path / "a")
     _, html, values = build(tmp_path, str(tmp_path / "a"))
     points = {point["label"]: point for point in values["lines"][0]["points"]}
     # Four batches took 120 steps. A step reads its layers, the final norm, the head; each of 8 rows its cache.
