@@ -116,10 +116,10 @@ def to_markdown(comparison: Comparison) -> str:
     parts += [table.to_markdown() for table in rival_tables(comparison, metrics)]
     notes = {conditions.name: conditions for conditions in comparison.conditions}
     for line in comparison.lines:
+        parts += [table.to_markdown() for table in (quality_table(line, metrics), speed_table(line))]
+        parts += [escape(notes[line.run].bound_note), ""]
         timings = timing_table(line)
-        tables = [quality_table(line, metrics), speed_table(line), *([timings] if timings is not None else [])]
-        parts += [table.to_markdown() for table in tables]
-        parts += [f"{escape(notes[line.run].bound_note)}", ""]
+        parts += [timings.to_markdown()] if timings is not None else []
     for name, report in comparison.speeds.items():
         parts += [table.to_markdown() for table in benchmark_tables(name, report)]
         parts += [*map(escape, report.notes()), ""]

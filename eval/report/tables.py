@@ -67,7 +67,7 @@ def speed_table(line: Line) -> Table:
             "row": _text(point.label),
             "target": _text("") if own_names else _optional(point.speedup_target, "{:g}x"),
             "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
-            "layers a step": _optional(point.layers_per_step, "{:.2f}"),
+            "layers per step": _optional(point.layers_per_step, "{:.2f}"),
             "measured speed": _speed(point),
             "bound": _optional(point.bound_by_bytes, "{:.2f}x"),
             "prefill s": _number(point.prefill_seconds, "{:.2f}"),
