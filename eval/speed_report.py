@@ -10,6 +10,7 @@ from rich.table import Table
 
 from eval.frontier import STYLES, save_figure
 from eval.ratio import Ratio
+from skipdecode.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ class SpeedReport:
         """The conditions' fields and `rows`."""
         return json.dumps({**asdict(self.conditions), "rows": [asdict(row) for row in self.rows]}, indent=2) + "\n"
 
+    @classmethod
+    def load(cls, path: Path) -> "SpeedReport":
+        """The report of a file that holds what `to_json` gives. Raises ConfigError where it can't be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            rows = [_read_row(row) for row in values.pop("rows")]
+            return cls(Conditions(**values), rows)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
+
     def to_markdown(self) -> str:
         """A table for each batch size, and below what they were measured with."""
         lines = []
@@ -148,6 +159,13 @@ class SpeedReport:
             f"{row.bandwidth_share:.2f}",
             f"{row.cache_bytes / 1e6:.2f}",
         ]
+
+
+def _read_row(values: dict[str, Any]) -> SpeedRow:
+    """A row as JSON gives it, which has no ratios."""
+    ratios = {name: Ratio(**values[name]) for name in ("wall_clock_speedup", "end_to_end_speedup")}
+    peers = {name: Ratio(**ratio) for name, ratio in values["over_peers"].items()}
+    return SpeedRow(**{**values, **ratios, "over_peers": peers})
 
 
 def draw_speeds(path: Path, report: SpeedReport) -> None:

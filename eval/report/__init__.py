@@ -1,0 +1,1 @@
+"""Finished evaluations side by side, as a page: `python -m eval.report`."""

@@ -1,0 +1,7 @@
+"""`python -m eval.report`."""
+
+import sys
+
+from eval.report.cli import main
+
+sys.exit(main())

@@ -1,0 +1,63 @@
+"""The command line of the page: `python -m eval.report RUN... --output report.html`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skipdecode.errors import ConfigError
+
+_DESCRIPTION = """\
+Put finished evaluations of one task side by side, in one HTML page that needs nothing else: no script, no request.
+
+The page holds
+  frontiers    each metric against the measured speed, with confidence intervals and the quartiles of the speed
+  rivals       what each run reaches at about the same measured speed, and p values against its own 1x row
+  speed        targets, layers, measured speeds, prefill and decoding, cache, and the bound by bytes
+  positions    which share of the predicted words stands in a reference, by their position in the text
+  schedules    which layer runs for which generated token
+  samples      predictions at every speed beside their references, differences to 1x marked
+  versions     checkpoints, commands, machines, versions
+Beside it are written the same figures as .json and the tables as .md.
+"""
+
+_EPILOG = """\
+A RUN is the folder that `python -m eval --output FOLDER` wrote: report.json and predictions/.
+
+examples:
+  python -m eval.report outputs/e2e-eval --output report.html
+  python -m eval.report "every depth=outputs/e2e-eval" "1x only=outputs/full-eval" --speed speed.json --output both.html
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.report",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="FOLDER, or NAME=FOLDER; default name: the folder's or checkpoint's"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="a .html that isn't there yet, nor its .md and .json"
+    )
+    parser.add_argument(
+        "--speed",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="benchmarks to show as well: JSON of python -m eval.speed",
+    )
+    parser.add_argument("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
+    options = parser.parse_args(arguments)
+    try:
+        from eval.report.page import write_page  # here: it takes seconds, and a mistyped option should not
+
+        write_page(options.runs, options.output, speed=[Path(file) for file in options.speed], samples=options.samples)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

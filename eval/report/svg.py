@@ -1,0 +1,100 @@
+"""A matplotlib figure as SVG that can stand inside a page, many of them, in a light and in a dark scheme."""
+
+import re
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from eval.frontier import STYLES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours in pictures that the page's style sheet replaces: it has a light and a dark value of each.
+INK, MUTED, RULE, EMPTY = "#222222", "#767676", "#dddddd", "#efefef"
+# Black is SVG's default, which matplotlib leaves out: a black that is named can be replaced.
+SERIES = [("#010101" if colour == "#000000" else colour, marker) for colour, marker in STYLES]
+_VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", EMPTY: "empty"}
+_VARIABLES |= {colour.lower(): f"series-{number}" for number, (colour, _) in enumerate(SERIES)}
+
+# What every picture is drawn with. Text stays text, as it came: no mathematics between dollar signs; the same input
+# gives the same bytes.
+STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
+    "svg.fonttype": "none",
+    "svg.hashsalt": "skipdecode",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+
+_SVG = "{http://www.w3.org/2000/svg}"
+_LINK = "{http://www.w3.org/1999/xlink}href"
+
+
+def printable(text: str) -> str:
+    """Text that XML can hold and that a legend shows whatever it starts with."""
+    return " " + "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+def to_svg(figure: "Figure", key: str, title: str, description: str) -> str:
+    """The `svg` element of a figure, without a background.
+
+    Args:
+        figure: drawn in the colours above.
+        key: sets its ids apart from other figures' in the page.
+        title: what it is; screen readers read it out.
+        description: what it shows, in words and numbers.
+    """
+    drawn = StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
+    root = ElementTree.fromstring(drawn.getvalue())
+    for parent in root.iter():
+        for child in [*parent]:
+            if child.tag.endswith(("metadata", "style")):  # the style sheet holds what matplotlib's own says
+                parent.remove(child)
+    text = ElementTree.tostring(root, encoding="unicode")
+    referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        if _LINK in element.attrib:
+            element.set("href", f"#{key}-{element.attrib.pop(_LINK).removeprefix('#')}")
+        if "id" in element.attrib:
+            own = element.attrib.pop("id")
+            if own in referred:
+                element.set("id", f"{key}-{own}")
+        if "clip-path" in element.attrib:
+            element.set("clip-path", element.attrib["clip-path"].replace("url(#", f"url(#{key}-"))
+        if "style" in element.attrib:
+            element.set("style", re.sub("#[0-9a-f]{6}", _variable, element.attrib["style"]))
+    names = {"title": title, "desc": description}
+    for place, (tag, words) in enumerate(names.items()):
+        named = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
+        named.text = printable(words).strip()
+        root.insert(place, named)
+    box = root.attrib["viewBox"]
+    root.attrib.clear()
+    root.attrib.update({"viewBox": box, "role": "img", "aria-labelledby": f"{key}-title {key}-desc"})
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _variable(colour: re.Match[str]) -> str:
+    name = _VARIABLES.get(colour[0])
+    return f"var(--{name})" if name else colour[0]

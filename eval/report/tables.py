@@ -1,0 +1,212 @@
+"""The page's tables, which its Markdown has too."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from eval.report.comparison import Comparison, Line, Point
+from eval.report.metrics import Metric
+from eval.speed_report import SpeedReport, SpeedRow
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a cell: a text, or a figure of the comparison with how it is written."""
+
+    text: str
+    value: float | None = None
+
+
+Cell = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, heads and rows of as many cells; the first cell of a row is its head."""
+
+    caption: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def to_markdown(self) -> str:
+        """The same in Markdown, the caption in bold above."""
+        lines = [f"**{escape(self.caption)}**", "", _line(self.heads), "| --- |" + " ---: |" * (len(self.heads) - 1)]
+        lines += [_line(["".join(part.text for part in cell) for cell in row]) for row in self.rows]
+        return "\n".join([*lines, ""])
+
+
+def escape(text: str) -> str:
+    """A text that Markdown takes for nothing else, on one line.
+
+    >>> print(escape("a_b | <c> [d](e)"))
+    a\\_b \\| &lt;c> [d]\\(e)
+    """
+    plain = " ".join(text.split())
+    for sign in "\\`*_|":
+        plain = plain.replace(sign, f"\\{sign}")
+    return plain.replace("<", "&lt;").replace("](", "]\\(")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(map(escape, cells)) + " |"
+
+
+def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
+    """All scores of a run's rows with their intervals."""
+    rows = [
+        (_text(point.label), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points
+    ]
+    heads = ("row", "measured speed", *(_head(metric) for metric in metrics))
+    return Table(f"{line.name}: quality", heads, tuple(rows))
+
+
+def speed_table(line: Line) -> Table:
+    """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
+    own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
+    rows = [
+        {
+            "row": _text(point.label),
+            "target": _text("") if own_names else _optional(point.speedup_target, "{:g}x"),
+            "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
+            "layers per step": _optional(point.layers_per_step, "{:.2f}"),
+            "measured speed": _speed(point),
+            "bound": _optional(point.bound_by_bytes, "{:.2f}x"),
+            "prefill s": _number(point.prefill_seconds, "{:.2f}"),
+            "decode s": _number(point.decode_seconds, "{:.2f}"),
+            "tokens/s": _number(point.tokens_per_second, "{:.0f}"),
+            "cache MB": (Part(f"{point.cache_bytes / 1e6:.1f}", point.cache_bytes),),
+        }
+        for point in line.points
+    ]
+    heads = [head for head in rows[0] if any(row[head] != _text("") for row in rows)]
+    return Table(f"{line.name}: speed", tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
+
+
+def timing_table(line: Line) -> Table | None:
+    """Timings at several batch sizes, a row for each and each point; None where none were measured."""
+    names = dict.fromkeys(name for point in line.points for timing in point.timings for name in timing.figures)
+    rows = []
+    for point in line.points:
+        for timing in point.timings:
+            figures = (timing.figures.get(name, ()) for name in names)
+            rows.append((_text(point.label), _number(timing.batch_size, "{:g}"), *(_several(n) for n in figures)))
+    heads = ("row", "batch", *(name.replace("_", " ") for name in names))
+    return Table(f"{line.name}: speed by batch size", heads, tuple(rows)) if rows else None
+
+
+def position_table(line: Line, n: int) -> Table:
+    """Shares of n-grams by position, a column for each speed."""
+    shown = [positions for positions in line.positions if positions.n == n and positions.bins]
+    starts = sorted({(part.first, part.last) for positions in shown for part in positions.bins})
+    rows = []
+    for first, last in starts:
+        cells: list[Cell] = [_text(f"{first} to {last}")]
+        for positions in shown:
+            part = next((part for part in positions.bins if part.first == first), None)
+            cells.append(_ranged(part.share, part.interval, "{:.1f}") if part is not None else _text(""))
+        rows.append(tuple(cells))
+    heads = ("words", *(positions.label for positions in shown))
+    return Table(f"{line.name}: percent of {n}-grams that a reference holds", heads, tuple(rows))
+
+
+def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Table]:
+    """For each speed, every line's nearest row: a column each."""
+    tables = []
+    for rival in comparison.rivals:
+        columns = [
+            (line, next(point for point in line.points if point.label == label))
+            for line, label in zip(comparison.lines, rival.labels, strict=True)
+            if label is not None
+        ]
+        rows: list[tuple[Cell, ...]] = [
+            (_text("row"), *(_text(point.label) for _, point in columns)),
+            (_text("measured speed"), *(_speed(point) for _, point in columns)),
+            (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
+        ]
+        rows += [(_text(_head(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
+        tables.append(Table(f"about {rival.speed:g}x", ("", *(line.name for line, _ in columns)), tuple(rows)))
+    return tables
+
+
+def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
+    """A speed benchmark, a table for each batch size."""
+    tables = []
+    for size in dict.fromkeys(row.batch_size for row in report.rows):
+        rows = [row for row in report.rows if row.batch_size == size]
+        peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers))
+        heads = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
+        heads += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
+        caption = f"{name}: {report.conditions.model}, {report.conditions.dtype}, batch {size}"
+        tables.append(Table(caption, heads, tuple(_benchmark_row(row, peers) for row in rows)))
+    return tables
+
+
+def _benchmark_row(row: SpeedRow, peers: Iterable[str]) -> tuple[Cell, ...]:
+    speed, whole = row.wall_clock_speedup, row.end_to_end_speedup
+    return (
+        _text(row.weights),
+        _number(row.speedup_target, "{:g}x"),
+        (*_number(row.mean_layers, "{:.2f}"), *_text(f" of {row.schedule['num_layers']}")),
+        _times(speed.median, speed.lower, speed.upper),
+        _number(row.bound_speedup, "{:.2f}x"),
+        _times(whole.median, whole.lower, whole.upper),
+        *(
+            _number(over.median, "{:.2f}x") if over is not None else _text("")
+            for over in map(row.over_peers.get, peers)
+        ),
+        _number(row.bandwidth_share, "{:.2f}"),
+        _number(row.prefill_seconds, "{:.3f}"),
+        _number(row.decode_seconds, "{:.3f}"),
+        _number(row.tokens_per_second, "{:.1f}"),
+        (Part(f"{row.cache_bytes / 1e6:.2f}", row.cache_bytes),),
+    )
+
+
+def _head(metric: Metric) -> str:
+    return f"{metric.label} (lower is better)" if metric.lower_is_better else metric.label
+
+
+def _text(text: str) -> Cell:
+    return (Part(text),)
+
+
+def _number(value: float, shape: str) -> Cell:
+    return (Part(shape.format(value), value),)
+
+
+def _optional(value: float | None, shape: str) -> Cell:
+    return _text("") if value is None else _number(value, shape)
+
+
+def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
+    """A value with the two ends of its range."""
+    low, high = interval
+    ends = (Part(" ["), *_number(low, shape), Part(", "), *_number(high, shape), Part("]"))
+    return (*_number(value, shape), *ends)
+
+
+def _times(median: float, lower: float, upper: float) -> Cell:
+    """How many times faster, with quartiles."""
+    return (*_number(median, "{:.2f}x"), *_ranged(median, (lower, upper), "{:.2f}")[1:])
+
+
+def _several(values: Sequence[float]) -> Cell:
+    """One value, a median with its quartiles, or a list."""
+    if len(values) == 3:
+        return _ranged(values[0], values[1:], "{:.4g}")
+    parts = [part for value in values for part in (Part(", "), *_number(value, "{:.4g}"))]
+    return tuple(parts[1:]) or _text("")
+
+
+def _speed(point: Point) -> Cell:
+    return _times(point.wall_clock_speedup, *point.wall_clock_quartiles)
+
+
+def _score(point: Point, metric: Metric) -> Cell:
+    """A score, its interval and how likely it is that its difference from the 1x row is chance, where known."""
+    shape = f"{{:.{metric.decimals}f}}"
+    value, interval = point.scores[metric.name], point.intervals.get(metric.name)
+    cell = _ranged(value, interval, shape) if interval is not None else _number(value, shape)
+    p = point.p_values.get(metric.name)
+    if p is None:
+        return cell
+    return (*cell, Part(", p "), Part("< 0.001" if p < 0.001 else f"{p:.3f}", p))

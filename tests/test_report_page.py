@@ -1,0 +1,431 @@
+"""The page of finished evaluations: read as a browser would, and compared with the reports that it was made from."""
+
+import copy
+import doctest
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import finished_runs
+import pytest
+from finished_runs import save, write_run
+from transformers import OPTConfig
+
+import eval.report.comparison
+import eval.report.page
+import eval.report.positions
+import eval.report.tables
+from eval.report.cli import main
+from eval.report.comparison import spread
+from eval.report.page import marked
+from eval.report.timings import timings_of
+from eval.results import Report, Row
+from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow
+from skipdecode import CostModel, SkipSchedule
+
+VOID = {"meta", "input", "br", "hr", "img", "link"}
+EVIL = "</style><script>alert('x')</script> & \"quoted\" | $x_1$ ` <b>"
+
+
+class Page(HTMLParser):
+    """A page's elements, with what isn't closed or closed twice."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.data: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attrs)) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert "svg" in self.open  # elsewhere the sign means nothing, and the element stays open
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [value for _, attributes in self.elements for key, value in attributes.items() if key == name and value]
+
+
+def build(tmp_path: Path, *runs: str, **options: str) -> tuple[Page, str, dict[str, Any]]:
+    output = tmp_path / "out" / "page.html"
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert main([*runs, "--output", str(output), *words]) == 0
+    html = output.read_text(encoding="utf-8")
+    return Page(html), html, json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+@dataclass(frozen=True)
+class Built:
+    """Two runs, `first run` in the folder a and `b` in the folder b, and the page of both with a speed benchmark."""
+
+    folder: Path
+    arguments: list[str]
+    page: Page
+    html: str
+    values: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("two")
+    write_run(folder / "a")
+    write_run(folder / "b", speedups=(1.0, 2.0, 4.0), seed=1)
+    (folder / "speed.json").write_text(benchmark().to_json())
+    arguments = [f"first run={folder / 'a'}", str(folder / "b")]
+    return Built(folder, arguments, *build(folder, *arguments, speed=str(folder / "speed.json")))
+
+
+def test_every_figure_is_one_of_the_reports(built: Built) -> None:
+    reports = [json.loads((built.folder / name / "report.json").read_text()) for name in "ab"]
+    known = {repr(number) for number in numbers([*reports, json.loads((built.folder / "speed.json").read_text())])}
+    shares = {repr(number) for line in built.values["lines"] for number in numbers(line["positions"])}
+    shown = built.page.attributes("value")
+    assert set(shown) <= known | shares
+    assert {repr(s) for r in reports for row in r["rows"] for s in row["scores"].values()} <= set(shown)
+    assert {repr(row["wall_clock_speedup"]) for r in reports for row in r["rows"]} <= set(shown)
+    # and what stands on the page is that number, rounded
+    for value, text in re.findall(r'<data value="([^"]+)">([\d.]+)x?</data>', built.html):
+        decimals = len(text.partition(".")[2])
+        assert float(text) == pytest.approx(float(value), abs=0.5001 * 10**-decimals) or float(value) > 4000  # bytes
+    assert set(shown) <= {repr(number) for number in numbers(built.values)}
+
+
+def test_the_page_asks_for_nothing_and_is_whole(built: Built) -> None:
+    page, html = built.page, built.html
+    tags = {tag for tag, _ in page.elements}
+    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "video", "base", "form"})
+    for name in ("src", "srcset", "href", "xlink:href", "action", "data", "poster", "background"):
+        assert all(value.startswith("#") for value in page.attributes(name))
+    assert not re.search(r"@import|url\((?!#)", html)
+    assert "://" not in html
+    ids = page.attributes("id")
+    assert len(ids) == len(set(ids))
+    referred = {value[1:] for value in page.attributes("href")} | set(re.findall(r"url\(#([^)]+)\)", html))
+    referred |= {name for value in page.attributes("aria-labelledby") for name in value.split()}
+    assert referred <= set(ids)
+
+
+def test_every_picture_has_a_title_and_every_table_heads(built: Built) -> None:
+    html = built.html
+    pictures = html.split("<svg")[1:]
+    # five metrics, two runs of words and pairs of words, three maps a run
+    assert len(pictures) == len(finished_runs.METRICS) + 2 * 2 + 2 * 3
+    assert all('role="img"' in svg and "<title" in svg and "<desc" in svg for svg in pictures)
+    assert "first run: " in pictures[0]
+    assert html.count("<table") == html.count("<caption") == html.count("<thead") == html.count('class="scroll')
+    assert "slot error rate, lower is better" in html
+    assert not re.search("#[0-9a-f]{6}", "".join(svg.split("</svg>")[0] for svg in pictures))  # all by the scheme
+
+
+def test_the_same_runs_give_the_same_bytes(built: Built, tmp_path: Path) -> None:
+    build(tmp_path, *built.arguments, speed=str(built.folder / "speed.json"))
+    for suffix in ("html", "md", "json"):
+        one, other = ((folder / "out" / f"page.{suffix}").read_bytes() for folder in (built.folder, tmp_path))
+        assert one == other
+
+
+def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
+    changes = {
+        "command": EVIL,
+        "checkpoint": EVIL,
+        "machine": {EVIL: EVIL, "processor": EVIL, "threads": 1},
+        "task": EVIL,
+    }
+    report = write_run(tmp_path / "plain", text=EVIL, **changes)
+    rows = [
+        replace(row, scores={**row.scores, EVIL: 1.5}, schedule={**row.schedule, "decay": EVIL}) for row in report.rows
+    ]
+    save(replace(report, rows=rows), tmp_path / "plain")
+    page, _, values = build(tmp_path, f"{EVIL}={tmp_path / 'plain'}")
+    tags = {tag for tag, _ in page.elements}
+    assert tags.isdisjoint({"script", "b"})
+    assert [tag for tag, _ in page.elements].count("style") == 1
+    text = "".join(page.text)
+    for place in ("name: 0", "checkpoint", "command"):
+        assert EVIL in text.split(place, 1)[1]
+    assert values["samples"][0]["prompt"].endswith(EVIL + "\n")
+    markdown = (tmp_path / "out" / "page.md").read_text()
+    assert "<script" not in markdown
+    tables = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", tables[0])) for line in tables[:2])
+
+
+def test_samples_are_the_same_prompts_for_all_runs_evenly_spread(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", examples=30)
+    write_run(tmp_path / "b", examples=24, seed=1)
+    page, html, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"), samples="4")
+    assert values["shared_prompts"] == 24
+    assert [sample["id"] for sample in values["samples"]] == ["test-0", "test-8", "test-15", "test-23"]
+    assert "a decoded 30 prompts, of which all runs share\n24" in "".join(page.text)
+    for sample in values["samples"]:
+        assert [(text["line"], text["label"]) for text in sample["texts"]] == [
+            (run, label) for run in "ab" for label in ("1x", "2x", "3x")
+        ]
+        for text in sample["texts"]:
+            pieces = marked(text["text"], text["full_depth"])
+            assert "".join(piece for piece, _ in pieces) == text["text"]
+            assert any(differs for _, differs in pieces) == (text["label"] != "1x")
+    assert html.count("<article") == 4
+
+
+def test_rivals_are_the_nearest_rows_by_measured_speed(built: Built) -> None:
+    values = built.values
+    assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]
+    for rival in values["rivals"]:
+        for line, label in zip(values["lines"], rival["labels"], strict=True):
+            times = {p["label"]: p["wall_clock_speedup"] / rival["speed"] for p in line["points"][1:]}
+            apart = {name: max(ratio, 1 / ratio) for name, ratio in times.items()}
+            near = min(apart, key=lambda name: apart[name])
+            assert label == (near if apart[near] <= 1.25 else None)
+    assert None in [label for rival in values["rivals"] for label in rival["labels"]]
+
+
+def test_the_bound_counts_the_bytes_of_the_steps_that_were_run(tmp_path: Path) -> None:
+    config = OPTConfig(
+        hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=8, ffn_dim=48, num_attention_heads=4, vocab_size=96
+    )
+    config.save_pretrained(tmp_path / "model")
+    report = write_run(tmp_path / "a", checkpoint=str(tmp_path / "model"))
+    cost = CostModel.of(config)
+    schedules = [SkipSchedule.from_dict(row.schedule) for row in report.rows]
+    rows = [
+        replace(row, cache_bytes=cost.cache_bytes(schedule, 10, 23, 8))  # 10 columns, 24 new tokens, batch 8
+        for row, schedule in zip(report.rows, schedules, strict=True)
+    ]
+    save(replace(report, rows=rows), tmp_path / "a")
+    _, html, values = build(tmp_path, str(tmp_path / "a"))
+    points = {point["label"]: point for point in values["lines"][0]["points"]}
+    # Four batches took 120 steps. A step reads its layers, the final norm, the head; each of 8 rows its cache.
+    layer = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32
+
+    def step(layers: int, i: int) -> int:
+        return layers * layer + 64 + 96 * 32 + 8 * (2 * 32 + layers * 64 * (10 + i + 1))
+
+    full = sum(step(8, i) for i in range(30))
+    for label, schedule in zip(("1x", "2x", "3x"), schedules, strict=True):
+        expected = full / sum(step(schedule.budget(i), i) for i in range(30))
+        assert points[label]["bound_by_bytes"] == pytest.approx(expected)
+    assert "batch 8, prompt 10" in html
+
+
+def test_without_the_checkpoint_there_is_no_bound_and_the_page_says_so(built: Built) -> None:
+    assert all(point["bound_by_bytes"] is None for line in built.values["lines"] for point in line["points"])
+    assert "".join(built.page.text).count("no bound by bytes: outputs/nowhere/config.json is not here") == 2
+
+
+def extended(row: Row, **values: Any) -> Row:
+    """A row with what evaluations may hold beside it."""
+    row = copy.copy(row)
+    for name, value in values.items():
+        object.__setattr__(row, name, value)
+    return row
+
+
+def test_decoders_of_one_run_are_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = write_run(tmp_path / "a")
+    generator = random.Random(5)
+    timing = {"batch_size": 4, "tokens_per_second": 12.5, "speedup": {"median": 2.75, "lower": 2.5, "upper": 3.5}}
+    own = [extended(row, timings=[timing]) for row in report.rows]
+    exits = [
+        extended(finished_runs.row(speed, generator), system="calm", label=f"calm-{speed:g}", layers_per_step=7.25)
+        for speed in (2.0, 5.0)
+    ]
+    exits[1] = extended(exits[1], schedule=None, num_layers=8, speedup_target=None)
+    other = extended(finished_runs.row(4.0, generator), label="distilled", checkpoint="outputs/distilled")
+    rows = [*own, *exits, other]
+    lines = (tmp_path / "a" / "predictions" / "2x.jsonl").read_text()
+    for row in rows[3:]:
+        (tmp_path / "a" / "predictions" / f"{row.label}.jsonl").write_text(lines)
+    monkeypatch.setattr(Report, "load", classmethod(lambda cls, path: replace(report, rows=rows)))
+    page, html, values = build(tmp_path, str(tmp_path / "a"))
+    assert [line["name"] for line in values["lines"]] == ["a", "a: calm", "a: distilled"]
+    assert [point["label"] for point in values["lines"][1]["points"]] == ["calm-2", "calm-5"]
+    assert all(line["full_depth"]["label"] == "1x" for line in values["lines"])
+    assert "Not by layers and tokens: calm-5." in "".join(page.text)
+    assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]
+    assert "a: speed by batch size" in html
+    assert page.attributes("value").count("12.5") == page.attributes("value").count("2.75") == 3
+    assert page.attributes("value").count("7.25") == 2
+
+
+def test_timings_are_read_from_a_list_and_from_a_mapping() -> None:
+    row = finished_runs.row(2.0, random.Random(0))
+    assert timings_of(row) == ()
+    several = [{"batch_size": 8, "decode_seconds": 2.0, "quartiles": [1, 3]}, {"batch_size": 1, "decode_seconds": 1.0}]
+    read = timings_of(extended(row, timings=several))
+    assert [(timing.batch_size, timing.figures) for timing in read] == [
+        (1, {"decode_seconds": (1.0,)}),
+        (8, {"decode_seconds": (2.0,), "quartiles": (1, 3)}),
+    ]
+    assert timings_of(extended(row, timings={"8": several[0], "1": several[1]})) == read
+
+
+def benchmark() -> SpeedReport:
+    ratio = Ratio(2.125, 1.875, 2.5)
+    row = SpeedRow(
+        batch_size=1,
+        weights="packed",
+        speedup_target=2.0,
+        schedule={"num_layers": 8},
+        mean_layers=4.0,
+        prefill_seconds=0.5,
+        decode_seconds=1.5,
+        end_to_end_seconds=2.0,
+        tokens_per_second=64.0,
+        wall_clock_speedup=ratio,
+        end_to_end_speedup=ratio,
+        over_peers={"peer": ratio},
+        peer_decode_seconds={"peer": 3.0},
+        bound_speedup=2.25,
+        bandwidth_share=0.75,
+        cache_bytes=4096,
+        full_depth_cache_bytes=8192,
+    )
+    conditions = Conditions(
+        model="opt",
+        parameters=10**6,
+        dtype="float32",
+        device="cpu",
+        prompt_length=8,
+        new_tokens=8,
+        repeats=2,
+        calibrated=True,
+        copy_bytes_per_second=1e9,
+        unreachable=["50x: no"],
+        date="2026-11-21",
+        command="command",
+        machine={"processor": "p", "threads": 1},
+        versions={"torch": "1", "transformers": "2"},
+    )
+    return SpeedReport(conditions, [row])
+
+
+def test_a_speed_benchmark_reads_back_and_is_shown(built: Built) -> None:
+    assert SpeedReport.load(built.folder / "speed.json") == benchmark()
+    assert "speed: opt, float32, batch 1" in built.html
+    assert {"2.125", "1.875", "2.25", "0.75", "4096"} <= set(built.page.attributes("value"))
+    assert built.values["speeds"]["speed"]["rows"][0]["bound_speedup"] == 2.25
+    assert "50x: no" in built.html
+
+
+@pytest.mark.parametrize(
+    "module", [eval.report.comparison, eval.report.page, eval.report.positions, eval.report.tables]
+)
+def test_examples_in_docstrings_hold(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_prompts_spread_evenly_with_both_ends() -> None:
+    assert spread("abcdefghij", 4) == ["a", "d", "g", "j"]
+    assert spread("abc", 12) == ["a", "b", "c"]
+    assert spread("abc", 1) == ["a"]
+    assert spread("abc", 0) == []
+
+
+def refused(capsys: Any, *arguments: str) -> str:
+    assert main([*arguments]) == 2
+    error: str = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_what_can_t_be_shown_is_refused_before_anything_is_written(built: Built, tmp_path: Path, capsys: Any) -> None:
+    out = ["--output", str(tmp_path / "out" / "page.html")]
+    a, b = built.folder / "a", built.folder / "b"
+    assert "there is no such folder" in refused(capsys, str(tmp_path / "c"), *out)
+    assert "it has no report.json" in refused(capsys, str(tmp_path), *out)
+    assert "two runs are called 'a'" in refused(capsys, str(a), f"a={b}", *out)
+    assert "the name before the = is empty" in refused(capsys, f"={b}", *out)
+    assert "name a .html file" in refused(capsys, str(a), "--output", str(tmp_path / "page.htm"))
+    assert "--samples is -1" in refused(capsys, str(a), *out, "--samples", "-1")
+    assert "is no report of a speed benchmark" in refused(capsys, str(a), *out, "--speed", str(a / "report.json"))
+    write_run(tmp_path / "c", task="cnndm")
+    assert "'c' is of the task cnndm, 'a' of e2e" in refused(capsys, str(a), str(tmp_path / "c"), *out)
+    assert not (tmp_path / "out").exists()
+    for suffix in ("json", "md", "html"):
+        there = tmp_path / f"there-{suffix}.{suffix}"
+        there.write_text("")
+        assert "is there already" in refused(capsys, str(a), "--output", str(there.with_suffix(".html")))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines: None, "can't be read"),
+        (lambda lines: lines[:-1], "holds 29 predictions, the report beside it is of 30 prompts"),
+        (lambda lines: ["{", *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: ["[]", *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: [lines[0].replace('"id"', '"number"'), *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: [lines[0].replace('"test-0"', "3"), *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: lines[::-1], "not all of the same prompts"),
+    ],
+)
+def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: Path, capsys: Any) -> None:
+    write_run(tmp_path / "a")
+    file = tmp_path / "a" / "predictions" / "2x.jsonl"
+    lines = damage(file.read_text().splitlines())
+    file.unlink() if lines is None else file.write_text("\n".join(lines) + "\n")
+    assert message in refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": []}, "has no row at 1x"),
+        ({"surprise": 1}, "is no report of an evaluation"),
+        ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
+    ],
+)
+def test_a_report_that_can_t_be_used_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    write_run(tmp_path / "a")
+    file = tmp_path / "a" / "report.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert message in refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_score_that_is_no_number_is_refused(value: Any, tmp_path: Path, capsys: Any) -> None:
+    write_run(tmp_path / "a")
+    file = tmp_path / "a" / "report.json"
+    report = json.loads(file.read_text())
+    report["rows"][1]["scores"]["bleu"] = value
+    file.write_text(json.dumps(report))
+    message = refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
+    assert "is no report of an evaluation" in message
