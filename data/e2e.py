@@ -42,6 +42,10 @@ class E2E(Task):
 
     name: ClassVar[str] = "e2e"
     columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider"),
+        "slot_error_rate",
+    )
     max_prompt_tokens: ClassVar[int] = 128
     max_new_tokens: ClassVar[int] = 96
     horizon: ClassVar[int] = 32
@@ -107,6 +111,7 @@ class E2E(Task):
             references=tuple(references),
             targets=tuple(text for text, count in zip(texts, omitted, strict=True) if count == min(omitted)),
             substitutions=tuple((_placeholder(slot), value) for slot, value in hidden.items()),
+            meaning=", ".join(f"{slot}[{value}]" for slot, value in slots.items()),
         )
 
     def _file(self, split: Split) -> Path:
@@ -153,6 +158,22 @@ def parse_mr(mr: str) -> dict[str, str]:
     if not found:
         raise ConfigError("an empty meaning representation")
     return {slot: found[slot] for slot in SLOTS if slot in found}
+
+
+def read_meaning(text: str) -> dict[str, str]:
+    """The slots of a meaning representation, or of a prompt of this task (`name: Aromi | area: riverside`).
+
+    Raises ConfigError where the text is neither, and for a prompt with a placeholder, which doesn't say the value.
+    """
+    text = text.strip()
+    if "[" in text or ": " not in text:
+        return parse_mr(text)
+    pairs = [part.partition(": ") for part in text.split(" | ")]
+    slots = parse_mr(", ".join(f"{slot}[{value}]" for slot, _, value in pairs))
+    hidden = [slot for slot, value in slots.items() if value == _placeholder(slot)]
+    if hidden:
+        raise ConfigError(f"the prompt says {_placeholder(hidden[0])} and not what {hidden[0]} is")
+    return slots
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="NAME=REPORT", help="other report.json files to draw in the picture"
     )
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
+    parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
+    parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     options = parser.parse_args(arguments)
     try:
         compare = {}
@@ -56,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not equals:
                 raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
             compare[name] = Path(path)
+        from eval.bertscore import bert_model
         from eval.run import Request, evaluate  # here: it takes seconds, and a mistyped option should not
 
         evaluate(
@@ -74,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 calibrate=options.calibrate,
                 device=options.device,
                 compare=compare,
+                metrics=tuple(options.metrics) if options.metrics else None,
+                bert=bert_model(options.bertscore_model, options.bertscore_layers),
             )
         )
     except ConfigError as error:

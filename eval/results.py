@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from eval.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.decoding import Decoded
 from eval.files import write_whole
+from eval.scores import Scores
 from skipdecode import ConfigError
 
 FILE_NAME = "report.json"
@@ -52,6 +54,9 @@ class Row:
     p_values: dict[str, float] = field(default_factory=dict)
 
 
+Column = tuple[str, Callable[[Row], str]]
+
+
 @dataclass(frozen=True)
 class Report:
     """An evaluation: where and how it ran, and a row for each speed."""
@@ -70,6 +75,8 @@ class Report:
     rows: list[Row]
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
+    metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
+    unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
@@ -86,20 +93,25 @@ class Report:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
     def to_markdown(self) -> str:
-        """The table, and below it what it was measured with."""
-        header = [name for name, _ in COLUMNS]
-        lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in self._cells()]
-        return "\n".join([*lines, "", *self.notes(), ""])
+        """The table, every score with its interval, and below them what they were measured with."""
+        tables = [_markdown(*self._table(columns)) for columns in (self.columns(), self._score_columns())]
+        return "\n".join([*tables, *self.notes(), ""])
 
     def to_table(self) -> Table:
         """The same for the terminal."""
         table = Table(title=f"{self.task}: {self.checkpoint}", title_justify="left")
-        for name, _ in COLUMNS:
-            table.add_column(name, justify="right")
-        for cells in self._cells():
+        heads, rows = self._table(self.columns())
+        for head in heads:
+            table.add_column(head, justify="right")
+        for cells in rows:
             table.add_row(*cells)
         return table
+
+    def columns(self) -> list[Column]:
+        """The heads of the table and what stands below them: the scores that fit on a line, or else all of them."""
+        metrics = [name for name in SHOWN if name in self._metrics()] or self._metrics()
+        scores = [_score_column(name, with_interval=name == metrics[0]) for name in metrics]
+        return [*SPEEDS, *scores, *TIMES]
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
@@ -109,13 +121,39 @@ class Report:
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
             f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
             "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
-            "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "
-            "ROUGE: F1 of the best reference.",
+            "taking turns on each batch.",
+            f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
+            f"(p < {SIGNIFICANT}, paired bootstrap).",
+            *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
+            *(f"{LABELS[name]} is not there: {reason}." for name, reason in self.unavailable.items()),
             f"Command: `{self.command}`",
         ]
 
-    def _cells(self) -> list[list[str]]:
-        return [[cell(row) for _, cell in COLUMNS] for row in self.rows]
+    def _table(self, columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+        return [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in self.rows]
+
+    def _metrics(self) -> list[str]:
+        return list(self.rows[0].scores)
+
+    def _score_columns(self) -> list[Column]:
+        return [SPEEDS[0], *(_score_column(name, with_interval=True) for name in self._metrics())]
+
+    def _described(self) -> dict[str, list[str]]:
+        """What was computed -> the metrics that it is said of."""
+        said: dict[str, list[str]] = {}
+        for name, what in self.metrics.items():
+            said.setdefault(what, []).append(LABELS[name])
+        return said
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""])
+
+
+def headline(scores: Mapping[str, float]) -> str:
+    """The metric that stands for the quality of a row: BLEU, or the first one without it."""
+    return "bleu" if "bleu" in scores else next(iter(scores))
 
 
 def _read_row(values: dict[str, Any]) -> Row:
@@ -124,8 +162,19 @@ def _read_row(values: dict[str, Any]) -> Row:
     return Row(**{**values, "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]), "intervals": intervals})
 
 
-# Column heads and what stands below them.
-COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
+LABELS = {
+    "bleu": "BLEU",
+    "nist": "NIST",
+    "meteor": "METEOR",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "cider": "CIDEr",
+    "bertscore": "BERTScore",
+    "slot_error_rate": "slot errors",
+}
+SHOWN = ("bleu", "nist", "rougeL", "bertscore", "slot_error_rate")  # the rest stands in report.md and report.json
+SPEEDS: list[Column] = [
     ("target", lambda r: f"{r.speedup_target:g}x"),
     ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
     ("max to min", lambda r: f"{r.schedule['max_layers']} to {r.schedule['min_layers']}"),
@@ -133,10 +182,8 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
         "measured speed",
         lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
     ),
-    ("BLEU", lambda r: f"{r.scores['bleu']:.2f}"),
-    ("ROUGE-1", lambda r: f"{r.scores['rouge1']:.2f}"),
-    ("ROUGE-2", lambda r: f"{r.scores['rouge2']:.2f}"),
-    ("ROUGE-L", lambda r: f"{r.scores['rougeL']:.2f}"),
+]
+TIMES: list[Column] = [
     ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
@@ -144,7 +191,17 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
 ]
 
 
-def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Mapping[str, float]) -> Row:
+def _score_column(name: str, with_interval: bool) -> Column:
+    def cell(row: Row) -> str:
+        star = "*" if row.p_values.get(name, 1.0) < SIGNIFICANT else ""
+        low, high = row.intervals.get(name, (None, None)) if with_interval else (None, None)
+        spread = f" [{low:.1f}, {high:.1f}]" if low is not None and high is not None else ""
+        return f"{row.scores[name]:.2f}{star}{spread}"
+
+    return LABELS[name], cell
+
+
+def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Scores) -> Row:
     """The row of one speed, with its wall clock beside that of `full_depth`, which took turns with it."""
     ratios = [
         full / step
@@ -157,7 +214,9 @@ def make_row(speedup: float, decoded: Decoded, full_depth: Decoded, scores: Mapp
         speedup_target=speedup,
         schedule=decoded.schedule.to_dict(),
         mean_layers=decoded.mean_layers,
-        scores=dict(scores),
+        scores=scores.values,
+        intervals=scores.intervals,
+        p_values=scores.p_values,
         prefill_seconds=sum(decoded.prefill_seconds),
         decode_seconds=seconds,
         decode_steps=sum(decoded.decode_steps),

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example, Task, load_task
+from eval.bertscore import BertModel
 from eval.decoding import Decoded, decode_test_set, encode_test_set
 from eval.frontier import draw_frontier
 from eval.machine import describe_machine, resolve_device, versions
-from eval.results import FILE_NAME, Report, make_row, write_predictions
-from eval.scores import score
+from eval.results import FILE_NAME, Report, headline, make_row, write_predictions
+from eval.scores import Scores, choose_metrics, score
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
@@ -46,6 +47,8 @@ class Request:
     calibrate: bool = False
     device: str | None = None
     compare: Mapping[str, Path] | None = None
+    metrics: tuple[str, ...] | None = None  # None: the task's
+    bert: BertModel | None = None  # of BERTScore, which is computed where one is named
 
 
 def evaluate(request: Request) -> Report:
@@ -63,6 +66,7 @@ def evaluate(request: Request) -> Report:
     tokenizer = load_tokenizer(request.checkpoint)
     config = SkipConfig.load(request.checkpoint)
     task = _task(request, config)
+    metrics = choose_metrics(task.metrics, request.metrics, request.bert)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     reason = why_not_lean(model)
@@ -70,6 +74,7 @@ def evaluate(request: Request) -> Report:
         raise ConfigError(f"--weights {request.weights}: this model can't decode with them: {reason}")
     weights = request.weights or (choose_weights(model) if reason is None else "model")
     examples = list(islice(task.stream("test"), request.limit))
+    _check_metrics(examples[:1], metrics, request.bert, others)
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     max_prompt_tokens = _trained_on(task.name, config).get("max_prompt_tokens", task.max_prompt_tokens)
     encoded = encode_test_set(
@@ -100,7 +105,7 @@ def evaluate(request: Request) -> Report:
     )
     title = f"{task.name} at {', '.join(f'{s:g}x' for s in speeds)}"
     results = dict(zip(speeds, _last(progress, title, -(-len(examples) // request.batch_size)), strict=True))
-    references = [example.references for example in examples]
+    scores = _score({speed: result.predictions for speed, result in results.items()}, examples, metrics, request.bert)
     report = Report(
         checkpoint=request.checkpoint,
         task=task.name,
@@ -115,10 +120,9 @@ def evaluate(request: Request) -> Report:
         command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
         machine=describe_machine(device),
         versions=versions(),
-        rows=[
-            make_row(speedup, result, results[1.0], score(result.predictions, references))
-            for speedup, result in results.items()
-        ],
+        rows=[make_row(speedup, result, results[1.0], scores[speedup]) for speedup, result in results.items()],
+        metrics=scores[1.0].metrics,
+        unavailable=scores[1.0].unavailable,
     )
     _write(request.output, report, examples, list(results.values()), others)
     console.print(report.to_table())
@@ -126,6 +130,36 @@ def evaluate(request: Request) -> Report:
         console.print(line, style="dim", highlight=False, markup=False)
     console.print(f"picture: {request.output / 'frontier.png'}", highlight=False, soft_wrap=True)
     return report
+
+
+def _check_metrics(
+    examples: Sequence[Example], metrics: Sequence[str], bert: BertModel | None, others: Mapping[str, Report]
+) -> None:
+    """Score one example, so that what can't be computed or compared shows before anything is decoded."""
+    scores = _score({1.0: [example.references[0] for example in examples]}, examples, metrics, bert)[1.0]
+    if not scores.values:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
+        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+    metric = headline(scores.values)
+    for name, other in others.items():
+        if any(metric not in row.scores for row in other.rows):
+            raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
+
+
+def _score(
+    predictions: Mapping[float, Sequence[str]],
+    examples: Sequence[Example],
+    metrics: Sequence[str],
+    bert: BertModel | None,
+) -> dict[float, Scores]:
+    """The scores at each speed, and of the others whether they differ from those at 1x."""
+    references = [example.references for example in examples]
+    meanings = [example.meaning for example in examples] if all(example.meaning for example in examples) else None
+    full = score(predictions[1.0], references, metrics, meanings=meanings, bert=bert)
+    return {
+        speed: full if speed == 1 else score(texts, references, metrics, meanings=meanings, bert=bert, against=full)
+        for speed, texts in predictions.items()
+    }
 
 
 def _speeds(request: Request, config: SkipConfig, cost: Cost) -> dict[float, SkipSchedule]:
@@ -192,6 +226,7 @@ def _write(
     for row, result in zip(report.rows, results, strict=True):
         lines = [
             {"id": e.id, "prompt": e.prompt, "prediction": text, "references": list(e.references)}
+            | ({"meaning": e.meaning} if e.meaning else {})
             for e, text in zip(examples, result.predictions, strict=True)
         ]
         write_predictions(folder / "predictions" / f"{row.speedup_target:g}x.jsonl", lines)
