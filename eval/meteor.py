@@ -37,7 +37,7 @@ def _installed_wordnet() -> Any:
 
     try:
         wordnet.ensure_loaded()
-    except LookupError as error:
+    except (LookupError, OSError) as error:
         raise NotAvailableError(
             "nltk finds no WordNet data: install it with `python -m nltk.downloader wordnet`, or name its folder in "
             "NLTK_DATA"

@@ -37,7 +37,7 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
+        raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():
         raise ConfigError(f"{path} has no lines")
     found: dict[str, Prediction] = {}

@@ -99,8 +99,9 @@ class Report:
 
     def to_table(self) -> Table:
         """The same for the terminal."""
-        table = Table(title=f"{self.task}: {self.checkpoint}", title_justify="left")
         heads, rows = self._table(self.columns())
+        table = Table(title=f"{self.task}: {self.checkpoint}", title_justify="left")
+        table.collapse_padding = len(heads) > 12  # more don't fit on 160 columns with a blank on either side
         for head in heads:
             table.add_column(head, justify="right")
         for cells in rows:
@@ -171,7 +172,7 @@ LABELS = {
     "rougeL": "ROUGE-L",
     "cider": "CIDEr",
     "bertscore": "BERTScore",
-    "slot_error_rate": "slot errors",
+    "slot_error_rate": "SER",
 }
 SHOWN = ("bleu", "nist", "rougeL", "bertscore", "slot_error_rate")  # the rest stands in report.md and report.json
 SPEEDS: list[Column] = [

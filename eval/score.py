@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> None:
         load_scorer(bert)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        progress.add_task(f"scoring {len(found):,} predictions: {', '.join(metrics)}")
+        progress.add_task(f"scoring {len(found):,} predictions")
         baseline = _score(others, metrics, bert) if others is not None else None
         scores = _score(list(found.values()), metrics, bert, baseline)
     if not scores.values:
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     console = Console()
     console.print(_table(scores, baseline))
     for name, reason in scores.unavailable.items():
-        console.print(f"{name} is not there: {reason}", style="dim", highlight=False, markup=False)
+        console.print(f"{name} is not there: {reason}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def _score(

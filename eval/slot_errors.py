@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.e2e import MENTIONS, read_meaning
+from data.e2e import MENTIONS, SLOTS, placeholder, read_meaning
 from eval.metric import Array, NotAvailableError, Statistics
 from skipdecode.errors import ConfigError
 
@@ -96,7 +96,7 @@ class SlotErrors:
         missing: slots that the text doesn't state.
         wrong: slots of which it states another value, be it beside the right one.
         repeated: slots that it states twice in the same words; but names and kinds of place are what a text goes by.
-        added: slots that aren't there, of which it states a value.
+        added: slots that aren't there, of which it states a value, or has a placeholder that nothing was put back for.
     """
 
     slots: int
@@ -131,7 +131,7 @@ def slot_errors(text: str, meaning: Mapping[str, str]) -> SlotErrors:
             repeated.append(slot)
         elif not said and not (slot in MENTIONS and MENTIONS[slot].search(searched)):
             missing.append(slot)
-    added = [slot for slot in (*PATTERNS, "food") if slot not in meaning and stated(slot, rest)]
+    added = [slot for slot in SLOTS if slot not in meaning and (placeholder(slot) in rest or stated(slot, rest))]
     return SlotErrors(len(meaning), tuple(missing), tuple(wrong), tuple(repeated), tuple(added))
 
 
@@ -155,7 +155,9 @@ def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Stat
         try:
             slots = read_meaning(meaning)
         except ConfigError as error:
-            raise NotAvailableError(f"item {number + 1} has no meaning representation: {error}") from error
+            raise NotAvailableError(
+                f"item {number + 1} has no meaning representation ({error}): give it a field `meaning`"
+            ) from error
         errors = slot_errors(text, slots)
         items.append([errors.count, errors.slots])
     return Statistics(np.array(items, dtype=np.float64), _rate)
@@ -163,7 +165,7 @@ def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Stat
 
 def describe() -> str:
     """What was computed."""
-    return "slots missing, wrong, repeated or added, percent of the slots there are; by patterns"
+    return "slot error rate: slots missing, wrong, repeated or added, percent of all slots, found by patterns"
 
 
 def _rate(sums: Array) -> float:

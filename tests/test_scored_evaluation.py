@@ -12,6 +12,7 @@ from tiny_bert import save_tiny_bert
 
 import eval.cli
 import eval.score
+from eval.bertscore import BertModel
 from eval.decoding import Decoded
 from eval.results import Report, make_row
 from eval.scores import Scores, score
@@ -99,16 +100,17 @@ def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_p
 
 def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
     """The evaluation's report with other texts, twenty times over, and figures as wide as they come."""
-    names = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "slot_error_rate"]
+    names = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"]
+    bert = BertModel(str(evaluated.parent / "bert"), 2)
 
     def scored(texts: list[str], against: Scores | None = None) -> Scores:
-        return score(texts * 20, REFERENCES * 20, names, meanings=MEANINGS * 20, against=against)
+        return score(texts * 20, REFERENCES * 20, names, meanings=MEANINGS * 20, bert=bert, against=against)
 
     full = scored(predictions[1])
     rows = []
     for speed, texts in predictions.items():
         schedule = SkipSchedule(num_layers=48, max_layers=32, min_layers=16, warmup_layers=1, horizon=32)
-        decoded = Decoded(schedule, texts * 20, 10, 10, [123.0], [1234.5 / speed], [10], 99_999_000_000)
+        decoded = Decoded(schedule, texts * 20, 478, 10, [123.0], [1234.5 / speed], [10], 99_999_000_000)
         slowest = replace(decoded, decode_seconds=[1234.5])
         rows.append(make_row(speed, decoded, slowest, full if speed == 1 else scored(texts, full)))
     return replace(Report.load(evaluated / "report.json"), rows=rows)
@@ -122,12 +124,12 @@ def test_the_table_fits_and_marks_what_differs_from_full_depth(evaluated: Path) 
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 160
     head, full, same, worse = (
-        next(line for line in lines if text in line) for text in ("target", " 1x", " 2x", "12.5x")
+        next(line for line in lines if text in line) for text in ("target", " 1x ", " 2x ", "12.5x")
     )
-    for label in ("BLEU", "NIST", "ROUGE-L", "slot errors"):
+    for label in ("BLEU", "NIST", "ROUGE-L", "BERTScore", "SER"):
         assert label in head
     assert "…" not in "".join(lines)
-    assert (full.count("*"), same.count("*"), worse.count("*")) == (0, 0, 4)
+    assert (full.count("*"), same.count("*"), worse.count("*")) == (0, 0, 5)
     assert "100.00 [100.0, 100.0]" in full
     text = report.to_markdown()
     assert "| CIDEr |" in text
