@@ -5,13 +5,14 @@ from typing import Any
 from data.cnndm import CNNDailyMail
 from data.departures import Departures
 from data.e2e import E2E
+from data.own import OwnText
 from data.task import Example, Split, Task
 from data.tldr import TLDR
 from skipdecode.errors import ConfigError, unknown
 
 __all__ = ["TASKS", "Example", "Split", "Task", "load_task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (E2E, TLDR, CNNDailyMail, Departures)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (E2E, TLDR, CNNDailyMail, OwnText, Departures)}
 
 
 def load_task(name: str, **options: Any) -> Task:

@@ -42,6 +42,10 @@ class E2E(Task):
 
     name: ClassVar[str] = "e2e"
     columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider"),
+        "slot_error_rate",
+    )
     max_prompt_tokens: ClassVar[int] = 128
     max_new_tokens: ClassVar[int] = 96
     horizon: ClassVar[int] = 32
@@ -95,7 +99,7 @@ class E2E(Task):
 
     def _example(self, name: str, slots: dict[str, str], references: list[str]) -> Example:
         hidden = {slot: value for slot, value in slots.items() if slot in self.delexicalise}
-        shown = " | ".join(f"{slot}: {_placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
+        shown = " | ".join(f"{slot}: {placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
         # A placeholder in the prompt that the target doesn't repeat ("British" for English) would teach the model to
         # state a fact that it can't see.
         wanted = slots if self.faithful else hidden
@@ -106,7 +110,8 @@ class E2E(Task):
             prompt=shown + "\n",
             references=tuple(references),
             targets=tuple(text for text, count in zip(texts, omitted, strict=True) if count == min(omitted)),
-            substitutions=tuple((_placeholder(slot), value) for slot, value in hidden.items()),
+            substitutions=tuple((placeholder(slot), value) for slot, value in hidden.items()),
+            meaning=", ".join(f"{slot}[{value}]" for slot, value in slots.items()),
         )
 
     def _file(self, split: Split) -> Path:
@@ -155,6 +160,22 @@ def parse_mr(mr: str) -> dict[str, str]:
     return {slot: found[slot] for slot in SLOTS if slot in found}
 
 
+def read_meaning(text: str) -> dict[str, str]:
+    """The slots of a meaning representation, or of a prompt of this task (`name: Aromi | area: riverside`).
+
+    Raises ConfigError where the text is neither, and for a prompt with a placeholder, which doesn't say the value.
+    """
+    text = text.strip()
+    if "[" in text or ": " not in text:
+        return parse_mr(text)
+    pairs = [part.partition(": ") for part in text.split(" | ")]
+    slots = parse_mr(", ".join(f"{slot}[{value}]" for slot, _, value in pairs))
+    hidden = [slot for slot, value in slots.items() if value == placeholder(slot)]
+    if hidden:
+        raise ConfigError(f"the prompt says {placeholder(hidden[0])} and not what {hidden[0]} is")
+    return slots
+
+
 def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
     """Rows of a CSV with columns `mr` and `ref`. Raises ConfigError that names the file and the line."""
     try:
@@ -179,22 +200,22 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error
 
 
-def _placeholder(slot: str) -> str:
-    """One word of letters alone, so that a tokenizer trained on the text learns it as one token."""
+def placeholder(slot: str) -> str:
+    """What stands for a slot's value: letters alone, so that a tokenizer trained on the text learns it as one token."""
     return f"X{slot}"
 
 
 def _states(text: str, slot: str, hidden: Collection[str]) -> bool:
     """Whether a text with placeholders states a slot; of a slot whose words are open that isn't asked."""
     if slot in hidden:
-        return _placeholder(slot) in text
+        return placeholder(slot) in text
     return slot not in MENTIONS or bool(MENTIONS[slot].search(text))
 
 
 def _hide(text: str, values: dict[str, str]) -> str:
     """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
     for slot, value in _longest_first(values.items()):
-        text = re.sub(rf"\b{re.escape(value)}\b", _placeholder(slot), text, flags=re.IGNORECASE)
+        text = re.sub(rf"\b{re.escape(value)}\b", placeholder(slot), text, flags=re.IGNORECASE)
     return text
 
 

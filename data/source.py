@@ -3,7 +3,7 @@
 import glob
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -52,6 +52,7 @@ class TextToText(Task):
             training file, the test split's last, and aren't trained on. The Hub has every split: none is held out.
     """
 
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL", "bertscore")
     repository: ClassVar[str]
     configuration: ClassVar[str | None] = None
 
@@ -65,9 +66,17 @@ class TextToText(Task):
         """The examples of a split; beside the one in hand no more rows are held than are held out."""
         if split not in get_args(Split):
             raise unknown("split", split, get_args(Split))
-        rows = self._hub_rows(split) if self.path is None else self._local_rows(split)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self.rows(split)):
             yield self.example(f"{self.name}-{split}-{number}", row)
+
+    def rows(self, split: Split) -> Iterator[Row]:
+        """The rows of a split. Raises ConfigError where they can't be read."""
+        return self._hub_rows(split) if self.path is None else self._local_rows(split)
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The columns that are read as they are written, where a CSV might take 007 for a number."""
+        return self.columns
 
     @abstractmethod
     def example(self, name: str, row: Row) -> Example:
@@ -108,13 +117,13 @@ class TextToText(Task):
         self.files(split)  # which refuses a split that can't be read
         found = self._found()
         if split != "train" and split in found:
-            yield from file_rows(found[split])
+            yield from file_rows(found[split], self.text_columns)
             return
         without_file: list[Split] = [name for name in ("validation", "test") if name not in found]
         held_out = self.holdout * len(without_file)
         last: deque[Row] = deque()  # the rows that may yet turn out to be the file's last ones
         enough = False
-        for row in file_rows(found["train"]):
+        for row in file_rows(found["train"], self.text_columns):
             last.append(row)
             if len(last) > held_out:
                 enough = True
@@ -137,11 +146,20 @@ class TextToText(Task):
             yield Row(f"{self.repository}, {split}, row {number}", values)
 
 
-def file_rows(file: Path) -> Iterator[Row]:
-    """The rows of a CSV, JSON or Parquet file, read as they are asked for. Raises ConfigError that names the file."""
+def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of a CSV, JSON or Parquet file, read as they are asked for.
+
+    Args:
+        text_columns: columns that a CSV's reader takes as they are written, whatever they look like.
+
+    Raises ConfigError that names the file.
+    """
     import datasets  # here, since it takes seconds and a task that isn't read doesn't need it
 
     builder = BUILDERS[file.suffix]
+    options = dict(BUILDER_OPTIONS.get(builder, {}))
+    if builder == "csv":
+        options["converters"] = dict.fromkeys(text_columns, str)
     number = 0
     try:
         rows = datasets.load_dataset(
@@ -149,7 +167,7 @@ def file_rows(file: Path) -> Iterator[Row]:
             data_files=glob.escape(str(file)),
             split="train",
             streaming=True,
-            **BUILDER_OPTIONS.get(builder, {}),
+            **options,
         )
         for number, values in enumerate(rows, start=1):
             if _UNNAMED in values:

@@ -16,6 +16,7 @@ class Example:
     `substitutions` maps each placeholder that stands in `prompt` (delexicalised tasks) to the words that are put back
     into a prediction; `references` are always in real words, `targets` are what a model is trained to write.
     `instruction` is the end of `prompt` that says what to do: a prompt that has one may be cut, always right before it.
+    `meaning` is what a text must state, in the task's own notation, where it can be checked; else it is empty.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Example:
     targets: tuple[str, ...] = ()
     substitutions: tuple[tuple[str, str], ...] = ()
     instruction: str = ""
+    meaning: str = ""
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -46,7 +48,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]  # what a row of the source must have
-    metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL")
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL")  # keys of eval.scores
     max_prompt_tokens: ClassVar[int]
     max_new_tokens: ClassVar[int]
     horizon: ClassVar[int]  # about the median length of a completion, in tokens

@@ -13,11 +13,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     try:
         compare = _named_paths(options.pop("compare"))
-        from eval.request import Request  # here: they take seconds, and a mistyped option should not
+        from eval.bertscore import bert_model  # here: they take seconds, and a mistyped option should not
+        from eval.request import Request
         from eval.run import evaluate
 
         tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-        evaluate(Request(**{**options, **tuples, "compare": compare}))
+        bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
+        evaluate(Request(**{**options, **tuples, "compare": compare, "bert": bert}))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what decode steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
+    parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
+    parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     parser.add_argument(
         "--compare", nargs="+", default=[], metavar="NAME=REPORT", help="other report.json files to draw in the picture"
     )

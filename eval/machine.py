@@ -55,7 +55,17 @@ def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that figures depend on."""
-    names = ("skipdecode", "torch", "transformers", "tokenizers", "sacrebleu", "rouge-score", "ctranslate2")
+    names = (
+        "skipdecode",
+        "torch",
+        "transformers",
+        "tokenizers",
+        "sacrebleu",
+        "rouge-score",
+        "nltk",
+        "bert-score",
+        "ctranslate2",
+    )
     found = {"python": platform.python_version()}
     for name in names:
         try:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from eval.bertscore import BertModel
 from eval.results import FILE_NAME
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
@@ -39,6 +40,8 @@ class Request:
     calibrate: bool = False
     device: str | None = None
     compare: Mapping[str, Path] | None = None
+    metrics: tuple[str, ...] | None = None  # None: the task's
+    bert: BertModel | None = None  # of BERTScore, which is computed where one is named
 
     def __post_init__(self) -> None:
         counts = {"--limit": self.limit, "--max-new-tokens": self.max_new_tokens, "--batch-size": self.batch_size}

@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
+from eval.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.calm import CalmSystem, Threshold
 from eval.decoding import Decoded
 from eval.files import write_whole
 from eval.ratio import Ratio
+from eval.scores import Scores
 from eval.systems import SkipSystem, SystemKind
 from eval.timing import TIMING_HEADS, Timing
 from skipdecode import ConfigError
@@ -71,6 +73,9 @@ class Row:
     timings: list[Timing] = field(default_factory=list)
 
 
+Column = tuple[str, Callable[[Row], str]]
+
+
 @dataclass(frozen=True)
 class Report:
     """An evaluation: where and how it ran, and a row for each system; the first is what speeds are measured against."""
@@ -90,6 +95,8 @@ class Report:
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
     reference: str | None = None  # the checkpoint of the first row, where that is another
+    metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
+    unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
@@ -106,18 +113,25 @@ class Report:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
     def to_markdown(self) -> str:
-        """The tables, and below them what they were measured with."""
-        lines = markdown_table([name for name, _ in COLUMNS], self._cells())
+        """The tables, every score with its interval, and below them what they were measured with."""
+        lines = [*markdown_table(*self._table(self.columns())), ""]
+        lines += [*markdown_table(*self._table(self._score_columns())), ""]
         if self._timed():
-            lines += ["", "At other batch sizes:", "", *markdown_table(TIMING_HEADS, self._timed())]
-        return "\n".join([*lines, "", *self.notes(), ""])
+            lines += ["At other batch sizes:", "", *markdown_table(TIMING_HEADS, self._timed()), ""]
+        return "\n".join([*lines, *self.notes(), ""])
 
     def to_tables(self) -> list[Table]:
         """The same for the terminal."""
-        tables = [_table(f"{self.task}: {self.checkpoint}", [name for name, _ in COLUMNS], self._cells())]
+        tables = [_table(f"{self.task}: {self.checkpoint}", *self._table(self.columns()))]
         if self._timed():
             tables.append(_table("at other batch sizes", TIMING_HEADS, self._timed()))
         return tables
+
+    def columns(self) -> list[Column]:
+        """The heads of the table and what stands below them: the scores that fit on a line, or else all of them."""
+        metrics = [name for name in SHOWN if name in self._metrics()] or self._metrics()
+        scores = [_score_column(name, with_interval=name == metrics[0]) for name in metrics]
+        return [*SPEEDS, *scores, *TIMES]
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
@@ -134,18 +148,39 @@ class Report:
                 if row.threshold is not None
             ),
             "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
-            "taking turns on each batch. BLEU: case-insensitive, 13a, all references. "
-            "ROUGE: F1 of the best reference.",
+            "taking turns on each batch.",
+            f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
+            f"(p < {SIGNIFICANT}, paired bootstrap).",
+            *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
+            *(f"{LABELS[name]} is not there: {reason}." for name, reason in self.unavailable.items()),
             f"Command: `{self.command}`",
         ]
 
-    def _cells(self) -> list[list[str]]:
-        return [[cell(row) for _, cell in COLUMNS] for row in self.rows]
+    def _table(self, columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+        return [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in self.rows]
+
+    def _metrics(self) -> list[str]:
+        return list(self.rows[0].scores)
+
+    def _score_columns(self) -> list[Column]:
+        return [SPEEDS[0], *(_score_column(name, with_interval=True) for name in self._metrics())]
+
+    def _described(self) -> dict[str, list[str]]:
+        """What was computed -> the metrics that it is said of."""
+        said: dict[str, list[str]] = {}
+        for name, what in self.metrics.items():
+            said.setdefault(what, []).append(LABELS[name])
+        return said
 
     def _timed(self) -> list[list[str]]:
         """Batch sizes one after another."""
         sizes = range(len(self.rows[0].timings))
         return [[row.label, *row.timings[n].cells()] for n in sizes for row in self.rows]
+
+
+def headline(scores: Mapping[str, float]) -> str:
+    """The metric that stands for the quality of a row: BLEU, or the first one without it."""
+    return "bleu" if "bleu" in scores else next(iter(scores))
 
 
 def _read_row(values: dict[str, Any]) -> Row:
@@ -171,6 +206,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
+    table.collapse_padding = len(heads) > 12  # more don't fit on 160 columns with a blank on either side
     for head in heads:
         table.add_column(head, justify="right")
     for cells in rows:
@@ -185,8 +221,19 @@ def _schedule(row: Row) -> str:
     return f"{row.schedule['max_layers']} to {row.schedule['min_layers']}"
 
 
-# Column heads and what stands below them.
-COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
+LABELS = {
+    "bleu": "BLEU",
+    "nist": "NIST",
+    "meteor": "METEOR",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "cider": "CIDEr",
+    "bertscore": "BERTScore",
+    "slot_error_rate": "SER",
+}
+SHOWN = ("bleu", "nist", "rougeL", "bertscore", "slot_error_rate")  # the rest stands in report.md and report.json
+SPEEDS: list[Column] = [
     ("system", lambda r: r.label),
     ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
     ("max to min", _schedule),
@@ -194,10 +241,8 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
         "measured speed",
         lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
     ),
-    ("BLEU", lambda r: f"{r.scores['bleu']:.2f}"),
-    ("ROUGE-1", lambda r: f"{r.scores['rouge1']:.2f}"),
-    ("ROUGE-2", lambda r: f"{r.scores['rouge2']:.2f}"),
-    ("ROUGE-L", lambda r: f"{r.scores['rougeL']:.2f}"),
+]
+TIMES: list[Column] = [
     ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
@@ -205,7 +250,17 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
 ]
 
 
-def make_row(decoded: Decoded, baseline: Decoded, scores: Mapping[str, float], timings: Sequence[Timing] = ()) -> Row:
+def _score_column(name: str, with_interval: bool) -> Column:
+    def cell(row: Row) -> str:
+        star = "*" if row.p_values.get(name, 1.0) < SIGNIFICANT else ""
+        low, high = row.intervals.get(name, (None, None)) if with_interval else (None, None)
+        spread = f" [{low:.1f}, {high:.1f}]" if low is not None and high is not None else ""
+        return f"{row.scores[name]:.2f}{star}{spread}"
+
+    return LABELS[name], cell
+
+
+def make_row(decoded: Decoded, baseline: Decoded, scores: Scores, timings: Sequence[Timing] = ()) -> Row:
     """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
     system = decoded.system
     speed = decoded.speed_over(baseline)
@@ -219,7 +274,9 @@ def make_row(decoded: Decoded, baseline: Decoded, scores: Mapping[str, float], t
         threshold=system.threshold if isinstance(system, CalmSystem) else None,
         mean_layers=decoded.mean_layers,
         layers_per_step=decoded.layers_per_step,
-        scores=dict(scores),
+        scores=scores.values,
+        intervals=scores.intervals,
+        p_values=scores.p_values,
         prefill_seconds=decoded.prefill_seconds,
         decode_seconds=decoded.decode_seconds,
         decode_steps=decoded.steps,

@@ -17,10 +17,11 @@ from eval.lineup import line_up
 from eval.loading import Loaded, identity, load_request
 from eval.machine import describe_machine, versions
 from eval.request import Request
-from eval.results import Report, make_row, write_predictions
-from eval.scores import score
+from eval.results import Report, headline, make_row, write_predictions
+from eval.scores import Scores, choose_metrics, score
 from eval.systems import System
 from eval.timing import Timing, timed_prompts
+from skipdecode import ConfigError
 
 
 def evaluate(request: Request) -> Report:
@@ -34,6 +35,8 @@ def evaluate(request: Request) -> Report:
     request.check_output()
     others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
     loaded = load_request(request)
+    metrics = choose_metrics(loaded.task.metrics, request.metrics, request.bert)
+    _check_metrics(request, loaded, metrics, others)
     journal = Journal(request.output / FILE_NAME, identity(request, loaded))
     progress = Console(stderr=True)
     if len(journal):
@@ -41,7 +44,8 @@ def evaluate(request: Request) -> Report:
     systems = line_up(request, loaded, journal, progress)
     results = _decode(request, loaded, systems, journal, progress)
     timings = _time(request, loaded, systems, journal, progress)
-    report = _report(request, loaded, results, timings)
+    scores = _score(request, loaded.examples, metrics, [result.predictions for result in results])
+    report = _report(request, loaded, results, scores, timings)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
@@ -63,6 +67,33 @@ def _decode(
     )
     title = f"{loaded.task.name} at {', '.join(system.label for system in systems)}"
     return _last(turns, title, batch_count(len(loaded.examples), request.batch_size), console)
+
+
+def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], others: Mapping[str, Report]) -> None:
+    """Score one example, so that what can't be computed or compared shows before anything is decoded."""
+    first = loaded.examples[:1]
+    (scores,) = _score(request, first, metrics, [[example.references[0] for example in first]])
+    if not scores.values:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
+        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+    metric = headline(scores.values)
+    for name, other in others.items():
+        if any(metric not in row.scores for row in other.rows):
+            raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
+
+
+def _score(
+    request: Request, examples: Sequence[Example], metrics: Sequence[str], predictions: Sequence[Sequence[str]]
+) -> list[Scores]:
+    """The scores of each system, and of the others whether they differ from those of the first."""
+    references = [example.references for example in examples]
+    meanings = [example.meaning for example in examples] if all(example.meaning for example in examples) else None
+    first = score(predictions[0], references, metrics, meanings=meanings, bert=request.bert)
+    others = [
+        score(texts, references, metrics, meanings=meanings, bert=request.bert, against=first)
+        for texts in predictions[1:]
+    ]
+    return [first, *others]
 
 
 def _time(
@@ -101,10 +132,13 @@ def _last(results: Iterator[list[Decoded]], title: str, batches: int, console: C
 
 
 def _report(
-    request: Request, loaded: Loaded, results: Sequence[Decoded], timings: Sequence[Sequence[Timing]]
+    request: Request,
+    loaded: Loaded,
+    results: Sequence[Decoded],
+    scores: Sequence[Scores],
+    timings: Sequence[Sequence[Timing]],
 ) -> Report:
     model = loaded.checkpoint.model
-    references = [example.references for example in loaded.examples]
     return Report(
         checkpoint=request.checkpoint,
         reference=request.reference,
@@ -121,9 +155,11 @@ def _report(
         machine=describe_machine(model.device),
         versions=versions(),
         rows=[
-            make_row(result, results[0], score(result.predictions, references), timed)
-            for result, timed in zip(results, timings, strict=True)
+            make_row(result, results[0], scored, timed)
+            for result, scored, timed in zip(results, scores, timings, strict=True)
         ],
+        metrics=scores[0].metrics,
+        unavailable=scores[0].unavailable,
     )
 
 
@@ -138,6 +174,7 @@ def _write(
     for row, result in zip(report.rows, results, strict=True):
         lines = [
             {"id": e.id, "prompt": e.prompt, "prediction": text, "references": list(e.references)}
+            | ({"meaning": e.meaning} if e.meaning else {})
             for e, text in zip(examples, result.predictions, strict=True)
         ]
         write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)

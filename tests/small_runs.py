@@ -26,5 +26,15 @@ def train_small(folder: Path, *overrides: str) -> Path:
     return run(load_recipe("quickstart", [*SMALL, f"output.dir={folder}", *overrides]), "quickstart")
 
 
+def train_small_on(data: str, folder: Path, *overrides: str) -> Path:
+    """The same model on another task, whose section of the recipe is `data`, as YAML."""
+    recipe = folder.parent / f"{folder.name}.yaml"
+    recipe.write_text(
+        f"model: {{shape: opt-tiny}}\ndata: {data}\nschedule: {{speedups: [1, 2, 3]}}\n", encoding="utf-8"
+    )
+    shared = [override for override in SMALL if not override.startswith("data.")]
+    return run(load_recipe(str(recipe), [*shared, f"output.dir={folder}", *overrides]), folder.name)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,22 @@
 """Scores equal their libraries' on the same texts, and known values on fixed ones."""
 
+import random
+from typing import Any
+
+import numpy as np
 import pytest
 import sacrebleu
+from hypothesis import given
+from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
-from eval.scores import score
+from eval.bootstrap import RESAMPLES, interval, p_value, resample
+from eval.meteor import meteor
+from eval.metric import mean_of
+from eval.scores import choose_metrics, score
+from skipdecode import ConfigError
 
 PREDICTIONS = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
 REFERENCES = [
@@ -12,20 +24,41 @@ REFERENCES = [
     ["Aromi serves Italian food."],
     ["It is near the Vaults.", "By the river, near The Vaults.", "It lies by the river near The Vaults."],
 ]
+# Repeating a reference changes no clipped count and no closest length.
+STREAMS = [[texts[min(n, len(texts) - 1)] for texts in REFERENCES] for n in range(3)]
+NAMES = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider"]
+
+
+def corpus(items: int, seed: int, wrong: float) -> tuple[list[str], list[list[str]]]:
+    """Texts of a few words with their references, in which a share of the predictions' words is another one."""
+    rng = random.Random(seed)
+    words = ["a", "cheap", "pub", "near", "the", "river", "serves", "food", "for", "kids", "and", "has", "good"]
+    references = [[" ".join(rng.choices(words, k=rng.randint(5, 12))) for _ in range(3)] for _ in range(items)]
+    noise = random.Random(f"{seed} {wrong}")
+    predictions = [
+        " ".join(noise.choice(words) if noise.random() < wrong else word for word in noise.choice(texts).split())
+        for texts in references
+    ]
+    return predictions, references
 
 
 def test_bleu_is_sacrebleus_with_every_reference_in_lower_case() -> None:
-    most = max(map(len, REFERENCES))
-    # Repeating a reference changes no clipped count and no closest length.
-    streams = [[r[min(n, len(r) - 1)] for r in REFERENCES] for n in range(most)]
-    expected = sacrebleu.corpus_bleu(PREDICTIONS, streams, lowercase=True).score
-    assert score(PREDICTIONS, REFERENCES)["bleu"] == pytest.approx(expected)
-    assert score([p.upper() for p in PREDICTIONS], REFERENCES)["bleu"] == pytest.approx(expected)
+    expected = sacrebleu.corpus_bleu(PREDICTIONS, STREAMS, lowercase=True).score
+    assert score(PREDICTIONS, REFERENCES).values["bleu"] == pytest.approx(expected)
+    assert score([p.upper() for p in PREDICTIONS], REFERENCES).values["bleu"] == pytest.approx(expected)
+
+
+def test_bleu_of_a_fixed_case_is_the_formulas_value() -> None:
+    # By hand, Papineni et al. 2002: of 7 tokens, the full stop among them, 6 are in the reference, of the pairs 4,
+    # of the threes 2, of the fours 1; it is as long as the reference, so there is no penalty.
+    value = score(["The cat sat on the mat."], [["The cat sits on the mat."]], ["bleu"]).values["bleu"]
+    by_hand = 100 * (6 / 7 * 4 / 6 * 2 / 5 * 1 / 4) ** (1 / 4)
+    assert value == pytest.approx(by_hand)
 
 
 def test_rouge_is_the_best_references() -> None:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    scores = score(PREDICTIONS, REFERENCES)
+    scores = score(PREDICTIONS, REFERENCES).values
     for kind in ("rouge1", "rouge2", "rougeL"):
         best = [
             max(scorer.score(r, p)[kind].fmeasure for r in refs)
@@ -34,12 +67,156 @@ def test_rouge_is_the_best_references() -> None:
         assert scores[kind] == pytest.approx(100 * sum(best) / 3)
 
 
+def test_rouge_of_a_fixed_case_is_the_formulas_value() -> None:
+    # By hand, Lin 2004, with his example of section 3: 4 of 4 stems in common, 1 of 3 pairs, and a longest common
+    # subsequence of 2.
+    scores = score(["the gunman kill police"], [["police killed the gunman"]]).values
+    assert (scores["rouge1"], scores["rougeL"]) == (pytest.approx(100), pytest.approx(50))
+    assert scores["rouge2"] == pytest.approx(100 / 3)
+
+
 def test_a_perfect_prediction_scores_100_and_a_foreign_one_0() -> None:
-    perfect = score(["one two three four five"], [["nothing", "one two three four five"]])
+    perfect = score(["one two three four five"], [["nothing", "one two three four five"]]).values
     assert (perfect["bleu"], perfect["rouge1"], perfect["rougeL"]) == (pytest.approx(100), 100, 100)
-    assert score(["x"], [["one two three four five"]])["rouge1"] == 0
+    assert score(["x"], [["one two three four five"]]).values["rouge1"] == 0
+
+
+def test_texts_without_words_score_0() -> None:
+    scores = score(["", "."], [["a pub"], ["a pub by the river"]], NAMES)
+    assert scores.values == pytest.approx(dict.fromkeys(NAMES, 0))
+    assert scores.intervals == dict.fromkeys(NAMES, (0, 0))
+
+
+@pytest.mark.parametrize("wrong", [0.5, 0.55])
+def test_intervals_and_p_values_of_bleu_are_sacrebleus(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SACREBLEU_SEED", raising=False)
+    (first, references), (second, _) = corpus(60, 0, 0.5), corpus(60, 0, wrong + 0.05)
+    streams = [[texts[n] for texts in references] for n in range(3)]
+    one = score(first, references, ["bleu"])
+    two = score(second, references, ["bleu"], against=one)
+    metric = BLEU(lowercase=True, references=streams)
+    _, results = PairedTest([("one", first), ("two", second)], {"BLEU": metric}, None, test_type="bs")()
+    baseline, system = results["BLEU"]
+    assert two.values["bleu"] == pytest.approx(system.score)
+    assert two.p_values["bleu"] == pytest.approx(system.p_value)
+    assert 0.001 < two.p_values["bleu"] < 0.9
+    # Its resamples are the same; of its interval it says half the width, and takes the nearest resample.
+    _, resampled = _bootstrap_resample(metric._extract_corpus_statistics(second, None), metric, RESAMPLES)
+    assert two.resampled["bleu"] == pytest.approx(np.array([sample.score for sample in resampled]), rel=1e-5)
+    _, half = estimate_ci(two.resampled["bleu"])
+    low, high = two.intervals["bleu"]
+    assert (high - low) / 2 == pytest.approx(half, rel=0.03)
+    assert low < two.values["bleu"] < high
+    assert baseline.score == pytest.approx(one.values["bleu"])
+
+
+def test_resampled_sums_are_the_scores_of_the_resampled_texts() -> None:
+    predictions, references = corpus(12, 1, 0.4)
+    statistics = score(predictions, references, ["bleu", "rougeL"])
+    drawn = np.random.default_rng(12345).choice(12, size=(RESAMPLES, 12), replace=True)
+    for row in (0, 1, 999):
+        again = score([predictions[n] for n in drawn[row]], [references[n] for n in drawn[row]], ["bleu", "rougeL"])
+        for name, value in again.values.items():
+            assert statistics.resampled[name][row] == pytest.approx(value)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=20))
+def test_a_mean_lies_in_its_interval_and_a_system_never_differs_from_itself(scores: list[float]) -> None:
+    statistics = mean_of(scores)
+    resampled = resample(statistics)
+    low, high = interval(resampled)
+    assert min(scores) - 1e-9 <= low <= high <= max(scores) + 1e-9
+    assert p_value(0.0, resampled - resampled) == 1
+
+
+def test_every_metric_tells_a_clearly_better_system_from_a_worse_one_and_not_from_an_equal_one() -> None:
+    (good, references), (bad, _) = corpus(80, 2, 0.1), corpus(80, 2, 0.7)
+    one = score(good, references, NAMES)
+    worse, same = score(bad, references, NAMES, against=one), score(good, references, NAMES, against=one)
+    for name in NAMES:
+        assert worse.values[name] < one.values[name]
+        assert worse.p_values[name] == pytest.approx(1 / 1001)
+        assert worse.intervals[name][1] < one.intervals[name][0]
+        assert same.p_values[name] == 1
+    assert score(good, references, ["bleu"]).p_values == {}
+
+
+class OneSynonym:
+    """As much of a WordNet reader as METEOR asks of one: pub and bar are one synset."""
+
+    def synsets(self, word: str) -> list[Any]:
+        class Lemma:
+            def __init__(self, name: str) -> None:
+                self.name = lambda: name
+
+        class Synset:
+            def lemmas(self) -> list[Lemma]:
+                return [Lemma("pub"), Lemma("bar")]
+
+        return [Synset()] if word in ("pub", "bar") else []
+
+
+def test_meteor_matches_words_stems_and_synonyms() -> None:
+    # By hand, Lavie and Agarwal 2007, alpha 0.9, beta 3, gamma 0.5: two words, a stem and a synonym, in one chunk, so F
+    # is 1 and the penalty 0.5 * (1 / 4) ** 3.
+    statistics = meteor(["A nice bar serves"], [["a nice pub serving"]], wordnet=OneSynonym())
+    assert statistics.value == pytest.approx(100 * (1 - 0.5 / 4**3))
+    # Without the synonym 3 of 4 words in two chunks, by the first reference; the second is worse.
+    statistics = meteor(["A nice inn serves"], [["a nice pub serving", "a"]], wordnet=OneSynonym())
+    assert statistics.value == pytest.approx(100 * 3 / 4 * (1 - 0.5 * (2 / 3) ** 3))
+
+
+def test_without_wordnet_meteor_is_not_there_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(
+        "nltk.corpus.wordnet", nltk.corpus.util.LazyCorpusLoader("wordnet", nltk.corpus.WordNetCorpusReader)
+    )
+    scores = score(PREDICTIONS, REFERENCES, ["meteor", "bleu"])
+    assert list(scores.values) == ["bleu"]
+    assert "python -m nltk.downloader wordnet" in scores.unavailable["meteor"]
+    assert "meteor" not in scores.metrics
+
+
+def test_with_wordnet_meteor_is_what_nltk_documents() -> None:
+    # nltk.translate.meteor_score, the docstring of `meteor_score`: 0.6944 for its first reference, one of three.
+    import nltk
+
+    try:
+        nltk.corpus.wordnet.ensure_loaded()
+    except LookupError:
+        pytest.skip("nltk's WordNet isn't installed")
+    prediction = "It is a guide to action which ensures that the military always obeys the commands of the party"
+    reference = "It is a guide to action that ensures that the military will forever heed Party commands"
+    assert meteor([prediction], [[reference]]).value == pytest.approx(69.44, abs=0.005)
 
 
 def test_lists_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match="2 predictions for 1"):
         score(["a", "b"], [["a"]])
+    with pytest.raises(ValueError, match="1 predictions for 1, 2"):
+        score(["a"], [["a"]], meanings=["a", "b"])
+    with pytest.raises(ValueError, match="against a system with 3"):
+        score(["a"], [["a"]], against=score(PREDICTIONS, REFERENCES))
+
+
+def test_metrics_are_the_tasks_or_those_asked_for() -> None:
+    from eval.bertscore import BertModel
+
+    task, bert = ("bleu", "rougeL", "bertscore"), BertModel("roberta-large")
+    assert choose_metrics(task) == ("bleu", "rougeL")
+    assert choose_metrics(task, bert=bert) == ("bleu", "rougeL", "bertscore")
+    assert choose_metrics(task, ["nist", "nist"]) == ("nist",)
+    assert choose_metrics((), ["nist"], bert) == ("nist", "bertscore")
+    with pytest.raises(ConfigError, match="unknown metric 'blue': did you mean 'bleu'"):
+        choose_metrics(task, ["blue"])
+    with pytest.raises(ConfigError, match="bertscore is among the metrics and has no model"):
+        choose_metrics(task, ["bertscore"])
+
+
+def test_what_was_computed_is_said_with_its_version() -> None:
+    scores = score(PREDICTIONS, REFERENCES)
+    assert f"|version:{sacrebleu.__version__}" in scores.metrics["bleu"]
+    assert "mteval-v13a" in scores.metrics["nist"]
+    assert scores.metrics["rouge1"].startswith("rouge-score 0.")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eval.results import COLUMNS, Report
+from eval.results import Report
 from train.distributed import is_first_process
 from train.recipe import Recipe
 
@@ -36,7 +36,8 @@ class Tracker:
             return
         import wandb
 
-        values = [[cell(row) for _, cell in COLUMNS] for row in report.rows]
+        columns = report.columns()
+        values = [[cell(row) for _, cell in columns] for row in report.rows]
         labels = [row.label for row in report.rows]
         predictions = [_lines(folder / "predictions" / f"{label}.jsonl") for label in labels]
         samples = [
@@ -45,13 +46,14 @@ class Tracker:
         ]
         self._run.log(
             {
-                "frontier": wandb.Table(columns=[name for name, _ in COLUMNS], data=values),
+                "frontier": wandb.Table(columns=[name for name, _ in columns], data=values),
                 "frontier_picture": wandb.Image(str(folder / "frontier.png")),
                 "samples": wandb.Table(columns=["prompt", "reference", *labels], data=samples),
             }
         )
         for row in report.rows:
-            self._run.summary[f"bleu_{row.label}"] = row.scores["bleu"]
+            for metric, value in row.scores.items():
+                self._run.summary[f"{metric}_{row.label}"] = value
             self._run.summary[f"speedup_{row.label}"] = row.wall_clock_speedup
 
     def checkpoint(self, folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""CIDEr-D (Vedantam, Zitnick, Parikh, CVPR 2015), in the units of coco-caption and the E2E NLG challenge's scorer."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from eval.metric import Statistics, mean_of
+from eval.words import words
+
+ORDER = 4  # the longest n-grams, in words
+SIGMA = 6.0  # words of difference in length that cost 39 %
+SCALE = 10.0
+
+NGram = tuple[str, ...]
+Vector = dict[NGram, float]
+
+
+def cider(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Statistics:
+    """CIDEr-D, from 0 to 10: the mean over predictions of their likeness to each of their references.
+
+    N-grams are weighed by how few items have them in a reference, so one item by itself scores 0, and the weights stay
+    those of the whole test set when items are resampled. Words are 13a's in lower case without punctuation;
+    coco-caption takes those of Stanford's tokenizer, in Java, which parts "it's" and leaves "20-25" whole.
+    """
+    tokenized = [[_words(text) for text in texts] for texts in references]
+    items_with: Counter[NGram] = Counter()
+    for texts in tokenized:
+        items_with.update({gram for text in texts for gram in _count(text)})
+    most = math.log(len(references))
+
+    def weigh(text: Sequence[str]) -> list[Vector]:
+        """A vector for each order of n-grams."""
+        vectors: list[Vector] = [{} for _ in range(ORDER)]
+        for gram, count in _count(text).items():
+            vectors[len(gram) - 1][gram] = count * (most - math.log(max(1, items_with[gram])))
+        return vectors
+
+    scores = []
+    for prediction, texts in zip(predictions, tokenized, strict=True):
+        text = _words(prediction)
+        vectors = weigh(text)
+        likeness = [
+            sum(map(_likeness, vectors, weigh(reference)))
+            / ORDER
+            * math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
+            for reference in texts
+        ]
+        scores.append(sum(likeness) / len(texts))
+    return mean_of(scores, scale=SCALE)
+
+
+def describe() -> str:
+    """What was computed."""
+    return f"CIDEr-D, n = {ORDER}, sigma = {SIGMA:g}, all references, 13a tokens without punctuation"
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in words(text) if any(character.isalnum() for character in word)]
+
+
+def _count(text: Sequence[str]) -> dict[NGram, int]:
+    counts: defaultdict[NGram, int] = defaultdict(int)
+    for n in range(1, ORDER + 1):
+        for at in range(len(text) - n + 1):
+            counts[tuple(text[at : at + n])] += 1
+    return counts
+
+
+def _likeness(prediction: Vector, reference: Vector) -> float:
+    """The cosine of two vectors, no weight of the prediction's counted above the reference's."""
+    lengths = [math.sqrt(sum(weight**2 for weight in vector.values())) for vector in (prediction, reference)]
+    if not all(lengths):
+        return 0.0
+    product = sum(
+        min(weight, reference[gram]) * reference[gram] for gram, weight in prediction.items() if gram in reference
+    )
+    return product / (lengths[0] * lengths[1])

@@ -1,0 +1,66 @@
+"""NIST (Doddington, HLT 2002) as mteval-v13a and the E2E NLG challenge's scorer define it."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from eval.metric import Array, Statistics
+from eval.words import words
+
+ORDER = 5  # the longest n-grams, in words
+# A system whose texts have two thirds of the references' words gets half of its score.
+BETA = math.log(2) / math.log(3 / 2) ** 2
+
+NGram = tuple[str, ...]
+
+
+def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Statistics:
+    """NIST, from 0 up: words are weighed by their information, log2(count of n-gram's beginning / count of n-gram).
+
+    Counts are taken over all references. An n-gram matches as often as the reference that has it most often has it;
+    the length is compared with the mean length of an item's references. The weights stay those of the whole test set
+    when items are resampled. The challenge's own scorer (tuetschek/e2e-metrics) differs in one thing: to it a text of
+    fewer than 5 words has a negative number of 5-grams, where this, as mteval, counts none.
+    """
+    tokenized = [[words(text) for text in texts] for texts in references]
+    counts: Counter[NGram] = Counter()
+    for texts in tokenized:
+        for text in texts:
+            counts[()] += len(text)
+            for n in range(1, ORDER + 1):
+                counts.update(_ngrams(text, n))
+    items = []
+    for prediction, texts in zip(predictions, tokenized, strict=True):
+        text = words(prediction)
+        information, totals = [], []
+        for n in range(1, ORDER + 1):
+            found = Counter(_ngrams(text, n))
+            most: Counter[NGram] = Counter()
+            for reference in texts:
+                most |= Counter(_ngrams(reference, n))
+            matched = found & most
+            information.append(sum(k * math.log2(counts[gram[:-1]] / counts[gram]) for gram, k in matched.items()))
+            totals.append(found.total())
+        items.append([*information, *totals, len(text), sum(map(len, texts)) / len(texts)])
+    return Statistics(np.array(items, dtype=np.float64), _score)
+
+
+def describe() -> str:
+    """What was computed."""
+    return f"mteval-v13a's definition, n = {ORDER}, case-insensitive, 13a tokens, all references"
+
+
+def _ngrams(text: Sequence[str], n: int) -> list[NGram]:
+    return [tuple(text[at : at + n]) for at in range(len(text) - n + 1)]
+
+
+def _score(sums: Array) -> float:
+    information, totals = sums[:ORDER], sums[ORDER : 2 * ORDER]
+    system_words, reference_words = sums[2 * ORDER :]
+    if system_words == 0 or reference_words == 0:
+        return 0.0
+    ratio = min(1.0, system_words / reference_words)
+    penalty = math.exp(-BETA * math.log(ratio) ** 2)
+    return penalty * sum(float(i / total) for i, total in zip(information, totals, strict=True) if total)

@@ -1,0 +1,88 @@
+"""Files of predictions: a JSON object a line, with `id`, `prompt`, `prediction` and `references`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import ConfigError
+
+FIELDS = ("id", "prompt", "prediction", "references")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One line: what a system wrote for a prompt, and every text that it is compared with.
+
+    Attributes:
+        where: file and line, for messages.
+        meaning: what the text must state, where the line says it in a field of its own.
+    """
+
+    where: str
+    id: str
+    prompt: str
+    prediction: str
+    references: tuple[str, ...]
+    meaning: str = ""
+
+
+def read_predictions(path: Path) -> dict[str, Prediction]:
+    """The lines of a file by their ids, in their order.
+
+    Raises ConfigError, with the file and the line, for one that isn't JSON, lacks a field or has one of the wrong kind,
+    has no references or repeats an id.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    if not text.strip():
+        raise ConfigError(f"{path} has no lines")
+    found: dict[str, Prediction] = {}
+    # Not splitlines(), which also parts texts at characters such as U+2028.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        read = _read(f"{path}, line {number}", line)
+        if read.id in found:
+            raise ConfigError(f"{read.where}: the id {read.id!r} is that of another line, {found[read.id].where}")
+        found[read.id] = read
+    return found
+
+
+def matched(found: Mapping[str, Prediction], other: Mapping[str, Prediction]) -> list[Prediction]:
+    """The lines of `other` in the order of `found`. Raises ConfigError where the two aren't of the same items."""
+    for one, two in ((found, other), (other, found)):
+        for name, line in one.items():
+            if name not in two:
+                file = next(iter(two.values())).where.rpartition(", line ")[0]
+                raise ConfigError(f"{line.where}: {file} has no prediction of {name!r}: both must be of the same items")
+    for name, line in other.items():
+        if line.references != found[name].references:
+            raise ConfigError(f"{line.where}: the references of {name!r} aren't those of {found[name].where}")
+    return [other[name] for name in found]
+
+
+def _read(where: str, line: str) -> Prediction:
+    try:
+        values: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected an object with {', '.join(FIELDS)}")
+    for name in FIELDS:
+        if name not in values:
+            raise ConfigError(f"{where}: the field {name!r} is missing; a line has {', '.join(FIELDS)}")
+    if isinstance(values["id"], int) and not isinstance(values["id"], bool):
+        values["id"] = str(values["id"])
+    for name in ("id", "prompt", "prediction", "meaning"):
+        if not isinstance(values.get(name, ""), str):
+            raise ConfigError(f"{where}: {name} is {values[name]!r}: it must be text")
+    references = values["references"]
+    if not isinstance(references, list) or not all(isinstance(text, str) for text in references):
+        raise ConfigError(f"{where}: references is {references!r}: it must be a list of texts")
+    if not any(text.strip() for text in references):
+        raise ConfigError(f"{where}: {values['id']!r} has no references")
+    return Prediction(
+        where, values["id"], values["prompt"], values["prediction"], tuple(references), values.get("meaning", "")
+    )

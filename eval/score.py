@@ -1,0 +1,124 @@
+"""The scores of predictions that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from data import TASKS
+from eval.bertscore import BertModel, bert_model, load_scorer
+from eval.bootstrap import SIGNIFICANT
+from eval.files import write_whole
+from eval.predictions import Prediction, matched, read_predictions
+from eval.scores import Scores, choose_metrics, score
+from skipdecode.errors import ConfigError, unknown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Score a file of predictions. Returns the exit status: 0, or 2 after a one-line error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.score",
+        description="Score predictions of any system: JSON lines with id, prompt, prediction and references.",
+        epilog="example: python -m eval.score --predictions system.jsonl --task e2e --output scores.json",
+    )
+    parser.add_argument("--predictions", required=True, type=Path, metavar="FILE", help="JSON lines to score")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json file that isn't there yet")
+    parser.add_argument("--task", help=f"whose metrics are taken: {', '.join(TASKS)}")
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="in place of the task's")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="another system's predictions for the same items")
+    parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
+    parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
+    options = parser.parse_args(arguments)
+    try:
+        _run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.task is None and options.metrics is None:
+        raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
+    if options.task is not None and options.task not in TASKS:
+        raise unknown("task", options.task, TASKS)
+    if options.output.is_dir() or options.output.exists():
+        raise ConfigError(f"--output: {options.output} is there already: name another file")
+    if not options.output.resolve().parent.is_dir():
+        raise ConfigError(f"--output {options.output}: there is no folder {options.output.parent}")
+    bert = bert_model(options.bertscore_model, options.bertscore_layers)
+    task = TASKS[options.task].metrics if options.task is not None else ()
+    metrics = choose_metrics(task, options.metrics, bert)
+    found = read_predictions(options.predictions)
+    others = matched(found, read_predictions(options.against)) if options.against is not None else None
+    if bert is not None:
+        load_scorer(bert)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        progress.add_task(f"scoring {len(found):,} predictions")
+        baseline = _score(others, metrics, bert) if others is not None else None
+        scores = _score(list(found.values()), metrics, bert, baseline)
+    if not scores.values:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
+        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+    write_whole(options.output, json.dumps(_as_json(scores, baseline, options), indent=2, ensure_ascii=False) + "\n")
+    console = Console()
+    console.print(_table(scores, baseline))
+    for name, reason in scores.unavailable.items():
+        console.print(f"{name} is not there: {reason}", style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def _score(
+    lines: Sequence[Prediction], metrics: Sequence[str], bert: BertModel | None, against: Scores | None = None
+) -> Scores:
+    return score(
+        [line.prediction for line in lines],
+        [line.references for line in lines],
+        metrics,
+        meanings=[line.meaning or line.prompt for line in lines],
+        bert=bert,
+        against=against,
+    )
+
+
+def _as_json(scores: Scores, against: Scores | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The values by their keys, and beside them what there is to know of them."""
+    result: dict[str, Any] = {
+        **scores.values,
+        "intervals": scores.intervals,
+        "metrics": scores.metrics,
+        "unavailable": scores.unavailable,
+        "items": scores.items,
+        "predictions": str(options.predictions),
+        "task": options.task,
+    }
+    if against is not None:
+        result["p_values"] = scores.p_values
+        result["against"] = {"predictions": str(options.against), **against.values, "intervals": against.intervals}
+    return result
+
+
+def _table(scores: Scores, against: Scores | None) -> Table:
+    table = Table("metric", title=f"{scores.items:,} predictions", title_justify="left")
+    heads = ["score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for name, value in scores.values.items():
+        low, high = scores.intervals[name]
+        cells = [f"{value:.2f}", f"[{low:.2f}, {high:.2f}]"]
+        if against is not None and name in against.values:
+            p = scores.p_values[name]
+            difference = value - against.values[name]
+            cells += [f"{against.values[name]:.2f}", f"{difference:+.2f}", f"{p:.3f}{'*' if p < SIGNIFICANT else ''}"]
+        table.add_row(name, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""A text as the words that the metrics count."""
+
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+_TOKENIZER = Tokenizer13a()  # type: ignore[no-untyped-call]
+
+
+def words(text: str) -> list[str]:
+    """The tokens of mteval-v13a, in lower case: punctuation apart, but for . and , between digits."""
+    return str(_TOKENIZER(text.lower().rstrip())).split()

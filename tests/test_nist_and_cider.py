@@ -1,0 +1,83 @@
+"""NIST and CIDEr-D: fixed cases by hand, and equal to other implementations."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nltk.translate.nist_score import corpus_nist
+
+from eval.cider import cider
+from eval.nist import nist
+from eval.words import words
+
+WORD = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+TEXT = st.lists(WORD, min_size=6, max_size=12).map(" ".join)
+
+
+def test_nist_of_a_fixed_case_is_the_definitions_value() -> None:
+    # By hand, Doddington 2002, as mteval-v13a. References "a b c" and "a b": 5 words, 2 of them a, 2 b, 1 c; 2 pairs
+    # "a b". Of the prediction's 3 words "a" and "b" match, each worth log2(5 / 2); of its 2 pairs "a b", worth nothing.
+    # It is longer than the references' mean of 2.5 words: no penalty.
+    assert nist(["A b d"], [["a b c", "a b"]]).value == pytest.approx(2 * math.log2(5 / 2) / 3)
+    # One word of two and a half: log2(5 / 2), times exp(beta * ln(1 / 2.5) ** 2), beta = ln(0.5) / ln(1.5) ** 2.
+    penalty = math.exp(math.log(0.5) / math.log(1.5) ** 2 * math.log(1 / 2.5) ** 2)
+    assert nist(["b"], [["a b c", "a b"]]).value == pytest.approx(math.log2(5 / 2) * penalty)
+
+
+def test_an_n_gram_matches_as_often_as_the_reference_that_has_it_most_often() -> None:
+    # "a" twice: in no reference more than once, be it in both. 4 words in the references, 2 of them "a".
+    assert nist(["a a"], [["a b", "a c"]]).value == pytest.approx(math.log2(4 / 2) / 2)
+    # Words match in different references, where nltk takes the one reference with the best score.
+    assert nist(["b c"], [["a b", "a c"]]).value == pytest.approx(2 * math.log2(4 / 1) / 2)
+
+
+def test_a_text_of_two_thirds_of_the_words_loses_half_of_its_score() -> None:
+    text = "a b c d e f"
+    assert nist(["a b c d"], [[text]]).value == pytest.approx(math.log2(6) / 2)
+    assert nist([text], [[text]]).value == pytest.approx(math.log2(6))
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5))
+def test_with_one_reference_each_nist_is_nltks(pairs: list[tuple[str, str]]) -> None:
+    predictions, references = [prediction for prediction, _ in pairs], [[reference] for _, reference in pairs]
+    expected = corpus_nist([[texts[0].split()] for texts in references], [text.split() for text in predictions], n=5)
+    assert nist(predictions, references).value == pytest.approx(expected)
+
+
+def test_words_are_mtevals() -> None:
+    assert words("It's £20-25, at 1.5 km; near Café Rouge.") == (
+        ["it's", "£20", "-", "25", ",", "at", "1.5", "km", ";", "near", "café", "rouge", "."]
+    )
+
+
+def test_cider_of_a_fixed_case_is_the_definitions_value() -> None:
+    # By hand, Vedantam et al. 2015, two items: an n-gram of one of them, or of none, weighs ln 2, one of both 0.
+    # Words of the first: "b" and "x" against "b" and "c", "a" weighing nothing: a cosine of 1 / (sqrt 2 * sqrt 2).
+    # Pairs: "a b", "b x" against "a b", "b c": 1 / 2. Threes: nothing in common; fours: none. The mean of the four.
+    statistics = cider(["a b x", "a d e"], [["a b c"], ["a d e"]])
+    first = 10 * (1 / 2 + 1 / 2) / 4
+    assert statistics.items[0, 0] == pytest.approx(first)
+    assert statistics.items[1, 0] == pytest.approx(10 * 3 / 4)  # the same text, which has no fours
+    assert statistics.value == pytest.approx((first + 7.5) / 2)
+
+
+def test_cider_punishes_repetition_and_length() -> None:
+    references = [["a b c d e"], ["f g h i j"]]
+    whole, doubled = cider(["a b c d e", "x"], references), cider(["a b c d e a b c d e", "x"], references)
+    assert whole.items[0, 0] == pytest.approx(10)
+    # Clipped, so that a word said twice is worth no more, and 5 words too long: a factor of exp(-25 / 72).
+    assert doubled.items[0, 0] < 10 * math.exp(-25 / 72)
+
+
+def test_cider_is_what_coco_caption_gives() -> None:
+    # Values of pycocoevalcap 1.2's Cider().compute_score on the same words, joined by blanks.
+    rng = random.Random(0)
+    vocabulary = ["a", "cheap", "pub", "near", "the", "river", "serves", "food", "for", "kids", "and", "has", "good"]
+    references = [[" ".join(rng.choices(vocabulary, k=rng.randint(5, 12))) for _ in range(3)] for _ in range(6)]
+    predictions = [" ".join(texts[0].split()[:4] + texts[1].split()[3:]) for texts in references]
+    expected = [3.2216360540, 3.4611735464, 2.9347803117, 3.6513040386, 1.6987151458, 2.7072756971]
+    statistics = cider(predictions, references)
+    assert statistics.items[:, 0] == pytest.approx(expected)
+    assert statistics.value == pytest.approx(2.9458141323)

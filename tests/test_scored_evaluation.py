@@ -1,0 +1,147 @@
+"""An evaluation's scores: intervals, significance, the table, and the same figures from its files of predictions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from small_runs import train_small_on
+from tiny_bert import save_tiny_bert
+
+import eval.cli
+import eval.score
+from eval.bertscore import BertModel
+from eval.decoding import Decoded
+from eval.results import Report, make_row
+from eval.scores import Scores, score
+from skipdecode import SkipSchedule
+
+MEANINGS = ["name[Aromi], area[riverside]", "name[Zizzi], food[Italian], near[The Mill]", "name[Cotto], eatType[pub]"]
+REFERENCES = [
+    ["Aromi is by the river.", "By the river: Aromi."],
+    ["Zizzi is Italian, near The Mill."],
+    ["A pub: Cotto."],
+]
+
+
+def folder_of_e2e(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [f'"{mr}","{text}"\n' for mr, texts in zip(MEANINGS, REFERENCES, strict=True) for text in texts]
+    for name in ("devset.csv", "testset_w_refs.csv"):
+        (folder / name).write_text("mr,ref\n" + "".join(rows) * 4, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an evaluation on a small E2E, delexicalised, with BERTScore."""
+    folder = tmp_path_factory.mktemp("e2e")
+    data = str(folder_of_e2e(folder / "data"))
+    section = f"{{task: e2e, path: {data}, options: {{delexicalise: [name, food]}}}}"
+    run = train_small_on(section, folder / "run", "train.max_steps=4")
+    arguments = ["--checkpoint", str(run), "--data-dir", data, "--speedup", "3", "--max-new-tokens", "12"]
+    bert = ["--bertscore-model", str(save_tiny_bert(folder / "bert")), "--bertscore-layers", "2"]
+    assert eval.cli.main([*arguments, *bert, "--output", str(folder / "eval")]) == 0
+    return folder / "eval"
+
+
+def test_every_row_has_the_tasks_scores_with_intervals_and_p_values(evaluated: Path) -> None:
+    report = Report.load(evaluated / "report.json")
+    full, fast = report.rows
+    names = {"bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"}
+    assert names == set(full.scores) - {"meteor"} == set(report.metrics) - {"meteor"}
+    assert "meteor" in full.scores or "WordNet" in report.unavailable["meteor"]
+    for row in report.rows:
+        assert set(row.intervals) == set(row.scores)
+        for name, (low, high) in row.intervals.items():
+            assert low - 1e-9 <= row.scores[name] <= high + 1e-9 or low <= high
+    assert full.p_values == {}
+    assert set(fast.p_values) == set(fast.scores)
+    assert report.metrics["bertscore"].endswith("layer 2")
+
+
+def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, tmp_path: Path) -> None:
+    lines = [json.loads(text) for text in (evaluated / "predictions" / "3x.jsonl").read_text().splitlines()]
+    assert [line["meaning"] for line in lines] == MEANINGS
+    assert "Xname" in lines[0]["prompt"]
+    files = [str(evaluated / "predictions" / f"{speed}x.jsonl") for speed in (3, 1)]
+    arguments = ["--predictions", files[0], "--against", files[1], "--task", "e2e"]
+    assert eval.score.main([*arguments, "--output", str(tmp_path / "scores.json")]) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    full, fast = Report.load(evaluated / "report.json").rows
+    for name in scores["metrics"]:
+        assert scores[name] == pytest.approx(fast.scores[name])
+        assert scores["against"][name] == pytest.approx(full.scores[name])
+        assert scores["p_values"][name] == pytest.approx(fast.p_values[name])
+
+
+def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_path: Path, capsys: Any) -> None:
+    run, data = str(evaluated.parent / "run"), str(evaluated.parent / "data")
+    arguments = ["--checkpoint", run, "--data-dir", data, "--speedup", "1", "--max-new-tokens", "2"]
+    output = tmp_path / "eval"
+    assert eval.cli.main([*arguments, "--metrics", "rouge2", "--output", str(output)]) == 0
+    assert set(Report.load(output / "report.json").rows[0].scores) == {"rouge2"}
+    assert "ROUGE-2" in capsys.readouterr().out
+    without = Report.load(output / "report.json")
+    assert without.rows[0].intervals.keys() == {"rouge2"}
+    compare = ["--compare", f"other={output / 'report.json'}"]
+    for wrong, message in (
+        (["--metrics", "blue"], "unknown metric 'blue'"),
+        (["--bertscore-model", str(tmp_path / "nowhere")], "can't be loaded"),
+        (compare, "--compare other: reports are compared by bleu, and that one has none"),
+        (["--metrics", "bertscore"], "bertscore is among the metrics and has no model"),
+    ):
+        assert eval.cli.main([*arguments, *wrong, "--output", str(tmp_path / "none")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
+    """The evaluation's report with other texts, twenty times over, and figures as wide as they come."""
+    names = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"]
+    bert = BertModel(str(evaluated.parent / "bert"), 2)
+
+    def scored(texts: list[str], against: Scores | None = None) -> Scores:
+        return score(texts * 20, REFERENCES * 20, names, meanings=MEANINGS * 20, bert=bert, against=against)
+
+    full = scored(predictions[1])
+    rows = []
+    for speed, texts in predictions.items():
+        schedule = SkipSchedule(num_layers=48, max_layers=32, min_layers=16, warmup_layers=1, horizon=32)
+        decoded = Decoded(schedule, texts * 20, 478, 10, [123.0], [1234.5 / speed], [10], 99_999_000_000)
+        slowest = replace(decoded, decode_seconds=[1234.5])
+        rows.append(make_row(speed, decoded, slowest, full if speed == 1 else scored(texts, full)))
+    return replace(Report.load(evaluated / "report.json"), rows=rows)
+
+
+def test_the_table_fits_and_marks_what_differs_from_full_depth(evaluated: Path) -> None:
+    right = [texts[0] for texts in REFERENCES]
+    report = report_of({1: right, 2: right, 12.5: ["Aromi by a pub."] * 3}, evaluated)
+    console = Console(width=160, record=True)
+    console.print(report.to_table())
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 160
+    head, full, same, worse = (
+        next(line for line in lines if text in line) for text in ("target", " 1x ", " 2x ", "12.5x")
+    )
+    for label in ("BLEU", "NIST", "ROUGE-L", "BERTScore", "SER"):
+        assert label in head
+    assert "…" not in "".join(lines)
+    assert (full.count("*"), same.count("*"), worse.count("*")) == (0, 0, 5)
+    assert "100.00 [100.0, 100.0]" in full
+    text = report.to_markdown()
+    assert "| CIDEr |" in text
+    assert text.count("| 12.5x |") == 2
+    assert "* differs from the 1x row (p < 0.05" in text
+
+
+def test_reports_without_intervals_are_still_read(evaluated: Path, tmp_path: Path) -> None:
+    values = json.loads((evaluated / "report.json").read_text())
+    for name in ("metrics", "unavailable"):
+        del values[name]
+    for row in values["rows"]:
+        row["intervals"], row["p_values"] = {}, {}
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    assert "BLEU" in Report.load(tmp_path / "report.json").to_markdown()
