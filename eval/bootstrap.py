@@ -47,7 +47,7 @@ def p_value(difference: float, resampled: Array) -> float:
     return (by_chance + 1) / (len(sizes) + 1)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)  # a search compares on a few numbers of items
 def _draws(items: int) -> NDArray[np.uint16]:
     """How often each resample draws each item: [RESAMPLES, items]."""
     drawn = np.random.default_rng(SEED).choice(items, size=(RESAMPLES, items), replace=True)

@@ -151,7 +151,7 @@ def _report(
     trained_on: int,
 ) -> SearchReport:
     """What the batches say."""
-    rows = make_rows(plan.to_schedules(), plan.predicted, batches, request.metric, request.seed)
+    rows = make_rows(plan.to_schedules(), plan.predicted, batches, request.metric)
     return SearchReport(
         checkpoint=request.checkpoint,
         task=data.task.name,
@@ -173,7 +173,7 @@ def _report(
         command=shlex.join(["python", "-m", "eval.search", *sys.argv[1:]]),
         machine=describe_machine(data.model.device),
         versions=versions(),
-        full_depth=estimate(request.metric, statistics_of(batches, FULL_DEPTH), seed=request.seed),
+        full_depth=estimate(request.metric, statistics_of(batches, FULL_DEPTH)),
         winner=choose_winner(rows),
         trials=rows,
     )

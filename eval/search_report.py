@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from eval.files import write_whole
-from eval.paired import METRICS, Estimate, estimate
+from eval.paired import Estimate, estimate
+from eval.results import LABELS
 from eval.search_space import spread_of
 from eval.search_trials import FULL_DEPTH, Batch, statistics_of
 from skipdecode import SkipSchedule
@@ -125,7 +126,7 @@ class SearchReport:
 
     def verdict(self) -> str:
         """Which schedule wins, in plain words."""
-        others, name = len(self.trials) - 1, METRICS[self.metric]
+        others, name = len(self.trials) - 1, LABELS[self.metric]
         if self.winner:
             found = self.winning.difference
             return (
@@ -147,7 +148,7 @@ class SearchReport:
             f"{self.prompts} validation prompts{_leaving(self.rungs)}, batch {self.batch_size}, at most "
             f"{self.max_new_tokens} new tokens, greedy, {self.dtype}, {self.weights} weights on "
             f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
-            f"Full depth: {self.full_depth.value:.2f} {METRICS[self.metric]} "
+            f"Full depth: {self.full_depth.value:.2f} {LABELS[self.metric]} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
             "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
             f"prompts. Predicted: over the first {self.steps} generated tokens"
@@ -188,7 +189,7 @@ class SearchReport:
             ("predicted", lambda r: f"{r.predicted_speedup:.2f}x"),
             ("measured", lambda r: f"{r.speedup:.2f}x [{r.speedup_quartiles[0]:.2f}, {r.speedup_quartiles[1]:.2f}]"),
             ("prompts", lambda r: f"{r.prompts}"),
-            (METRICS[self.metric], lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
+            (LABELS[self.metric], lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
             (
                 "difference",
                 lambda r: (
@@ -199,7 +200,7 @@ class SearchReport:
 
 
 def make_rows(
-    schedules: Sequence[SkipSchedule], predicted: Sequence[float], batches: Sequence[Batch], metric: str, seed: int
+    schedules: Sequence[SkipSchedule], predicted: Sequence[float], batches: Sequence[Batch], metric: str
 ) -> list[TrialRow]:
     """A row for each schedule, best first: those that were tried on more prompts, then by their lead on the default."""
     rows = []
@@ -215,8 +216,8 @@ def make_rows(
                 schedule=schedule.to_dict(),
                 predicted_speedup=predicted[trial],
                 prompts=len(own),
-                score=estimate(metric, own, seed=seed),
-                difference=estimate(metric, own, baseline=default, seed=seed),
+                score=estimate(metric, own),
+                difference=estimate(metric, own, baseline=default),
                 speedup=median,
                 speedup_quartiles=(lower, upper),
                 speed_over_default=_ratio(tried, 0, trial)[1],

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import Example, Task
 from eval.decoding import decode_test_set
-from eval.paired import Statistics, corpus_score, sentence_statistics
+from eval.paired import Items, corpus_score, sentence_statistics
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.projections import Weights
 
@@ -36,7 +36,7 @@ class Turn:
     """
 
     trial: int
-    statistics: Statistics
+    statistics: Items
     seconds_per_step: float | None
     layers: int
     tokens: int
@@ -158,7 +158,7 @@ def plan_rungs(lengths: Sequence[int], batch_size: int, seed: int) -> list[list[
     return rungs
 
 
-def statistics_of(batches: Sequence[Batch], trial: int) -> Statistics:
+def statistics_of(batches: Sequence[Batch], trial: int) -> Items:
     """The statistics of a trial, a row for each prompt that it was tried on, in the order in which they came."""
     return [row for batch in batches for turn in batch.turns if turn.trial == trial for row in turn.statistics]
 

@@ -24,7 +24,7 @@ REFERENCES = [[text, *more] for text, more in zip(texts(30, 2), [texts(n % 4, 3 
 @pytest.mark.parametrize("metric", METRICS)
 def test_statistics_of_sentences_add_up_to_the_score_of_the_corpus(metric: str) -> None:
     rows = sentence_statistics(metric, PREDICTIONS, REFERENCES)
-    expected = score(PREDICTIONS, REFERENCES)[metric]
+    expected = score(PREDICTIONS, REFERENCES).values[metric]
     assert corpus_score(metric, rows) == pytest.approx(expected)
     assert estimate(metric, rows).value == pytest.approx(expected)
 
@@ -39,8 +39,8 @@ def test_the_interval_of_bleu_is_sacrebleus_up_to_the_draws() -> None:
 
 def test_a_difference_is_taken_prompt_by_prompt() -> None:
     """Prompts differ widely and both sets alike: the interval of the difference is far narrower than of the scores."""
-    good = [[float(n)] for n in range(0, 100, 2)]
-    better = [[float(n) + 1 + n % 4 / 10] for n in range(0, 100, 2)]
+    good = [[float(n), 1.0] for n in range(0, 100, 2)]
+    better = [[float(n) + 1 + n % 4 / 10, 1.0] for n in range(0, 100, 2)]
     lead = estimate("rougeL", better, baseline=good)
     assert lead.low < lead.value < lead.high
     assert lead.value == pytest.approx(1.1)
@@ -52,4 +52,4 @@ def test_an_unknown_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bleu'"):
         sentence_statistics("blue", ["a"], [["a"]])
     with pytest.raises(ValueError, match="1 prompts beside 2"):
-        estimate("rougeL", [[1.0]], baseline=[[1.0], [2.0]])
+        estimate("rougeL", [[1.0, 1.0]], baseline=[[1.0, 1.0], [2.0, 1.0]])

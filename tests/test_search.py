@@ -101,7 +101,7 @@ def test_scores_are_those_of_decoding_every_validation_prompt_alone(checkpoint: 
     references = [example.references for example in examples]
     first = report["trials"][0]
     schedules = [SkipSchedule.full_depth(8), SkipSchedule.from_dict(first["schedule"])]
-    scores = [score([alone(schedule, e.prompt) for e in examples], references)["bleu"] for schedule in schedules]
+    scores = [score([alone(schedule, e.prompt) for e in examples], references).values["bleu"] for schedule in schedules]
     assert [report["full_depth"]["value"], first["score"]["value"]] == pytest.approx(scores)
 
 
@@ -266,7 +266,7 @@ def test_rungs_hold_every_prompt_once_in_batches_of_like_length() -> None:
 def made_up(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Batch]:
     """One batch in which each trial, full depth first, got ROUGE scores and took so long for a step."""
     turns = [
-        Turn(trial, [[value] for value in values], time, layers=1, tokens=1)
+        Turn(trial, [[value, 1.0] for value in values], time, layers=1, tokens=1)
         for trial, (values, time) in enumerate(zip(scores, seconds, strict=True), FULL_DEPTH)
     ]
     return [Batch(list(range(len(scores[0]))), turns)]
@@ -274,7 +274,7 @@ def made_up(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
 
 def winner(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> int:
     schedules = [SkipSchedule(24, 4 + n, 3) for n in range(len(scores) - 1)]
-    return choose_winner(make_rows(schedules, [3.0] * len(schedules), made_up(scores, seconds), "rougeL", 0))
+    return choose_winner(make_rows(schedules, [3.0] * len(schedules), made_up(scores, seconds), "rougeL"))
 
 
 def test_a_winner_is_better_beyond_noise_and_not_slower() -> None:
