@@ -13,8 +13,7 @@ from tiny_bert import save_tiny_bert
 import eval.cli
 import eval.score
 from eval.bertscore import BertModel
-from eval.decoding import Decoded
-from eval.results import Report, make_row
+from eval.results import Report
 from eval.scores import Scores, score
 from skipdecode import SkipSchedule
 
@@ -106,25 +105,40 @@ def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
     def scored(texts: list[str], against: Scores | None = None) -> Scores:
         return score(texts * 20, REFERENCES * 20, names, meanings=MEANINGS * 20, bert=bert, against=against)
 
+    report = Report.load(evaluated / "report.json")
     full = scored(predictions[1])
     rows = []
     for speed, texts in predictions.items():
-        schedule = SkipSchedule(num_layers=48, max_layers=32, min_layers=16, warmup_layers=1, horizon=32)
-        decoded = Decoded(schedule, texts * 20, 478, 10, [123.0], [1234.5 / speed], [10], 99_999_000_000)
-        slowest = replace(decoded, decode_seconds=[1234.5])
-        rows.append(make_row(speed, decoded, slowest, full if speed == 1 else scored(texts, full)))
-    return replace(Report.load(evaluated / "report.json"), rows=rows)
+        scores = full if speed == 1 else scored(texts, full)
+        row = replace(
+            report.rows[1],
+            label=f"{speed:g}x",
+            num_layers=48,
+            mean_layers=47.8,
+            schedule=SkipSchedule(num_layers=48, max_layers=32, min_layers=16, horizon=32).to_dict(),
+            scores=scores.values,
+            intervals=scores.intervals,
+            p_values=scores.p_values,
+            prefill_seconds=123.0,
+            decode_seconds=1234.5 / speed,
+            wall_clock_speedup=speed,
+            wall_clock_quartiles=(speed, speed),
+            cache_bytes=99_999_000_000,
+        )
+        rows.append(row)
+    return replace(report, rows=rows)
 
 
 def test_the_table_fits_and_marks_what_differs_from_full_depth(evaluated: Path) -> None:
     right = [texts[0] for texts in REFERENCES]
     report = report_of({1: right, 2: right, 12.5: ["Aromi by a pub."] * 3}, evaluated)
     console = Console(width=160, record=True)
-    console.print(report.to_table())
+    (table,) = report.to_tables()
+    console.print(table)
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 160
     head, full, same, worse = (
-        next(line for line in lines if text in line) for text in ("target", " 1x ", " 2x ", "12.5x")
+        next(line for line in lines if text in line) for text in ("system", " 1x ", " 2x ", "12.5x")
     )
     for label in ("BLEU", "NIST", "ROUGE-L", "BERTScore", "SER"):
         assert label in head
