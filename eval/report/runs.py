@@ -81,7 +81,7 @@ def _check(report: Report, path: Path) -> None:
             if row.schedule is not None:
                 SkipSchedule.from_dict(row.schedule)
         report.to_markdown()  # which formats the other figures
-    except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ConfigError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
     metrics = [set(row.scores) for row in report.rows]
     if not metrics[0] or any(scores != metrics[0] for scores in metrics):
