@@ -83,6 +83,9 @@ def _read(where: str, line: str) -> Prediction:
         raise ConfigError(f"{where}: references is {references!r}: it must be a list of texts")
     if not any(text.strip() for text in references):
         raise ConfigError(f"{where}: {values['id']!r} has no references")
+    for text in (values["id"], values["prompt"], values["prediction"], *references):
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise ConfigError(f"{where}: {text!r} holds half of a character, which can't be written")
     return Prediction(
         where, values["id"], values["prompt"], values["prediction"], tuple(references), values.get("meaning", "")
     )

@@ -2,11 +2,15 @@
 
 import json
 import random
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from eval.calm import Threshold
+from eval.ratio import Ratio
 from eval.results import Report, Row, write_predictions
+from eval.timing import Timing
 from skipdecode import SkipSchedule
 
 WORDS = "abcdefghijklmno"  # of one letter each
@@ -18,29 +22,53 @@ def row(speedup: float, generator: random.Random, checkpoint: str = "outputs/now
     schedule = SkipSchedule(num_layers=8, max_layers=layers, min_layers=layers, horizon=16)
     scores = {name: generator.uniform(20, 80) for name in METRICS}
     measured = 1.0 if speedup == 1 else speedup * generator.uniform(0.8, 1.1)
-    values = {
-        "label": f"{speedup:g}x",
-        "system": "full depth" if speedup == 1 else "skip",
-        "checkpoint": checkpoint,
-        "num_layers": 8,
-        "layers_per_step": float(layers),
-        "speedup_target": speedup,
-        "schedule": schedule.to_dict(),
-        "mean_layers": float(layers),
-        "scores": scores,
-        "prefill_seconds": generator.uniform(1, 2),
-        "decode_seconds": generator.uniform(1, 9),
-        "decode_steps": 120,
-        "tokens": 900,
-        "tokens_per_second": generator.uniform(100, 900),
-        "wall_clock_speedup": measured,
-        "wall_clock_quartiles": (measured * 0.9, measured * 1.1),
-        "cache_bytes": generator.randrange(10**6, 10**7),
-        "intervals": {name: (value - 2, value + 2) for name, value in scores.items() if name != "rougeL"},
-        "p_values": {} if speedup == 1 else {"bleu": generator.uniform(0, 1), "rougeL": 0.0001},
-    }
-    known = {field.name for field in fields(Row)}  # not all of them are written by every version
-    return Row(**{name: value for name, value in values.items() if name in known})
+    return Row(
+        label=f"{speedup:g}x",
+        system="full depth" if speedup == 1 else "skip",
+        checkpoint=checkpoint,
+        num_layers=8,
+        layers_per_step=float(layers),
+        speedup_target=speedup,
+        schedule=schedule.to_dict(),
+        mean_layers=float(layers),
+        scores=scores,
+        prefill_seconds=generator.uniform(1, 2),
+        decode_seconds=generator.uniform(1, 9),
+        decode_steps=120,
+        tokens=900,
+        tokens_per_second=generator.uniform(100, 900),
+        wall_clock_speedup=measured,
+        wall_clock_quartiles=(measured * 0.9, measured * 1.1),
+        cache_bytes=generator.randrange(10**6, 10**7),
+        intervals={name: (value - 2, value + 2) for name, value in scores.items() if name != "rougeL"},
+        p_values={} if speedup == 1 else {"bleu": generator.uniform(0, 1), "rougeL": 0.0001},
+    )
+
+
+def calm_row(threshold: Threshold, generator: random.Random, speedup: float | None = None) -> Row:
+    """Confidence exits: by a threshold that was found for a target, or one that was named."""
+    like = row(speedup or 2.0, generator)
+    label = f"calm-{threshold.value:g}" if speedup is None else f"calm-{speedup:g}x"
+    return replace(
+        like,
+        label=label,
+        system="calm",
+        speedup_target=speedup,
+        schedule=None,
+        threshold=threshold,
+        layers_per_step=7.3,
+    )
+
+
+def timed(row: Row, generator: random.Random) -> Row:
+    """The row with its speed at two other batch sizes."""
+    timings = []
+    for size in (1, 4):
+        speed = row.wall_clock_speedup * generator.uniform(0.9, 1.1)
+        seconds = (generator.uniform(0.1, 0.2), generator.uniform(1, 2))
+        ratio = Ratio(speed, speed * 0.875, speed * 1.125)
+        timings.append(Timing(size, 24, row.layers_per_step, ratio, *seconds, generator.uniform(100, 900)))
+    return replace(row, timings=timings)
 
 
 def sentence(generator: random.Random, length: int = 18) -> str:
@@ -54,9 +82,13 @@ def write_run(
     examples: int = 30,
     seed: int = 0,
     text: str = "",
+    rows: Sequence[Row] | None = None,
     **changes: Any,
 ) -> Report:
-    """A report and its predictions; `text` stands in each of these, and in each reference and prompt."""
+    """A report and its predictions; `text` stands in each of these, and in each reference and prompt.
+
+    `rows` stand in place of those of the targets.
+    """
     generator = random.Random(seed)
     checkpoint = changes.pop("checkpoint", "outputs/nowhere")
     report = Report(
@@ -71,7 +103,7 @@ def write_run(
         command="python -m eval",
         machine={"processor": "a processor", "threads": 1},
         versions={"python": "3.11"},
-        rows=[row(speedup, generator, checkpoint) for speedup in speedups],
+        rows=list(rows or [row(speedup, generator, checkpoint) for speedup in speedups]),
     )
     report = replace(report, **changes)
     (folder / "predictions").mkdir(parents=True)
@@ -85,9 +117,23 @@ def write_run(
     ]
     for each in report.rows:
         lines = [{**prompt, "prediction": sentence(generator) + text} for prompt in prompts]
-        write_predictions(folder / "predictions" / f"{each.speedup_target:g}x.jsonl", lines)
+        write_predictions(folder / "predictions" / f"{each.label}.jsonl", lines)
     save(report, folder)
     return report
+
+
+def write_calm_run(folder: Path, seed: int = 2) -> Report:
+    """An evaluation of confidence exits with timings, and with a metric that could not be computed."""
+    generator = random.Random(seed)
+    found = Threshold(0.625, wanted_layers=4.0, found_layers=3.75, prompts=64)
+    rows = [row(1.0, generator), calm_row(found, generator, 2.0), calm_row(Threshold(0.375), generator)]
+    return write_run(
+        folder,
+        seed=seed,
+        rows=[timed(each, generator) for each in rows],
+        metrics={"bleu": "a library's BLEU, version 1", "slot_error_rate": "slots that are wrong"},
+        unavailable={"meteor": "its data is not here"},
+    )
 
 
 def save(report: Report, folder: Path) -> None:

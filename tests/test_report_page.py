@@ -1,12 +1,11 @@
 """The page of finished evaluations: read as a browser would, and compared with the reports that it was made from."""
 
-import copy
 import doctest
 import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +13,19 @@ from typing import Any
 
 import finished_runs
 import pytest
-from finished_runs import save, write_run
+from finished_runs import save, write_calm_run, write_run
 from transformers import OPTConfig
 
 import eval.report.comparison
 import eval.report.page
 import eval.report.positions
 import eval.report.tables
+from eval.ratio import Ratio
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
-from eval.report.timings import timings_of
-from eval.results import Report, Row
-from eval.speed_report import Conditions, Ratio, SpeedReport, SpeedRow
+from eval.results import Report
+from eval.speed_report import Conditions, SpeedReport, SpeedRow
 from skipdecode import CostModel, SkipSchedule
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
@@ -162,11 +161,7 @@ def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
         "machine": {EVIL: EVIL, "processor": EVIL, "threads": 1},
         "task": EVIL,
     }
-    report = write_run(tmp_path / "plain", text=EVIL, **changes)
-    rows = [
-        replace(row, scores={**row.scores, EVIL: 1.5}, schedule={**row.schedule, "decay": EVIL}) for row in report.rows
-    ]
-    save(replace(report, rows=rows), tmp_path / "plain")
+    write_run(tmp_path / "plain", text=EVIL, metrics={"bleu": EVIL}, unavailable={"meteor": EVIL}, **changes)
     page, _, values = build(tmp_path, f"{EVIL}={tmp_path / 'plain'}")
     tags = {tag for tag, _ in page.elements}
     assert tags.isdisjoint({"script", "b"})
@@ -244,51 +239,52 @@ def test_without_the_checkpoint_there_is_no_bound_and_the_page_says_so(built: Bu
     assert "".join(built.page.text).count("no bound by bytes: outputs/nowhere/config.json is not here") == 2
 
 
-def extended(row: Row, **values: Any) -> Row:
-    """A row with what evaluations may hold beside it."""
-    row = copy.copy(row)
-    for name, value in values.items():
-        object.__setattr__(row, name, value)
-    return row
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A run of confidence exits."""
+    folder = tmp_path_factory.mktemp("exits")
+    write_calm_run(folder / "calm")
+    arguments = [str(folder / "calm")]
+    return Built(folder, arguments, *build(folder, *arguments))
 
 
-def test_decoders_of_one_run_are_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = write_run(tmp_path / "a")
+def test_confidence_exits_are_shown_with_their_thresholds_and_timings(calm: Built) -> None:
+    page = calm.page
+    (line,) = calm.values["lines"]
+    assert {point["label"] for point in line["points"]} == {"1x", "calm-2x", "calm-0.375"}
+    assert line["full_depth"]["label"] == "1x"
+    text = " ".join("".join(page.text).split())
+    # In the tables of quality, of speed and at the same speed; twice in that of batch sizes.
+    assert text.count("calm-2x, λ 0.625") == 5
+    assert {"calm-2x (λ 0.625)", "calm-0.375 (λ 0.375)"} == set(
+        re.findall(r"confident enough: (.*?)\.\s", text + " ")[0].split(", ")
+    )
+    assert "64 validation prompts take no more than the 4.00 layers" in text
+    shown = set(page.attributes("value"))
+    for row in Report.load(calm.folder / "calm" / "report.json").rows:
+        assert len(row.timings) == 2
+        assert set(map(repr, numbers([asdict(timing) for timing in row.timings]))) <= shown
+    assert "calm: speed at other batch sizes" in calm.html
+
+
+def test_the_page_says_what_was_computed_and_what_could_not_be(calm: Built) -> None:
+    notes = "".join(calm.page.text).split("Versions and commands")[1]
+    for text in (notes, (calm.folder / "out" / "page.md").read_text()):
+        assert "BLEU: a library's BLEU, version 1." in text
+        assert "SER: slots that are wrong." in text
+        assert "METEOR is not there: its data is not here." in text
+
+
+def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:
     generator = random.Random(5)
-    timing = {"batch_size": 4, "tokens_per_second": 12.5, "speedup": {"median": 2.75, "lower": 2.5, "upper": 3.5}}
-    own = [extended(row, timings=[timing]) for row in report.rows]
-    exits = [
-        extended(finished_runs.row(speed, generator), system="calm", label=f"calm-{speed:g}", layers_per_step=7.25)
-        for speed in (2.0, 5.0)
-    ]
-    exits[1] = extended(exits[1], schedule=None, num_layers=8, speedup_target=None)
-    other = extended(finished_runs.row(4.0, generator), label="distilled", checkpoint="outputs/distilled")
-    rows = [*own, *exits, other]
-    lines = (tmp_path / "a" / "predictions" / "2x.jsonl").read_text()
-    for row in rows[3:]:
-        (tmp_path / "a" / "predictions" / f"{row.label}.jsonl").write_text(lines)
-    monkeypatch.setattr(Report, "load", classmethod(lambda cls, path: replace(report, rows=rows)))
-    page, html, values = build(tmp_path, str(tmp_path / "a"))
-    assert [line["name"] for line in values["lines"]] == ["a", "a: calm", "a: distilled"]
-    assert [point["label"] for point in values["lines"][1]["points"]] == ["calm-2", "calm-5"]
-    assert all(line["full_depth"]["label"] == "1x" for line in values["lines"])
-    assert "Not by layers and tokens: calm-5." in "".join(page.text)
-    assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]
-    assert "a: speed by batch size" in html
-    assert page.attributes("value").count("12.5") == page.attributes("value").count("2.75") == 3
-    assert page.attributes("value").count("7.25") == 2
-
-
-def test_timings_are_read_from_a_list_and_from_a_mapping() -> None:
-    row = finished_runs.row(2.0, random.Random(0))
-    assert timings_of(row) == ()
-    several = [{"batch_size": 8, "decode_seconds": 2.0, "quartiles": [1, 3]}, {"batch_size": 1, "decode_seconds": 1.0}]
-    read = timings_of(extended(row, timings=several))
-    assert [(timing.batch_size, timing.figures) for timing in read] == [
-        (1, {"decode_seconds": (1.0,)}),
-        (8, {"decode_seconds": (2.0,), "quartiles": (1, 3)}),
-    ]
-    assert timings_of(extended(row, timings={"8": several[0], "1": several[1]})) == read
+    full = finished_runs.row(1.0, generator, "outputs/reference")
+    own = [replace(finished_runs.row(1.0, generator), label="full-depth", speedup_target=None)]
+    own.append(finished_runs.row(2.0, generator))
+    write_run(tmp_path / "a", rows=[full, *own], reference="outputs/reference")
+    _, _, values = build(tmp_path, str(tmp_path / "a"))
+    assert [line["name"] for line in values["lines"]] == ["a: reference", "a"]
+    assert [point["label"] for point in values["lines"][1]["points"]] == ["full-depth", "2x"]
+    assert all(line["full_depth"]["checkpoint"] == "outputs/reference" for line in values["lines"])
 
 
 def benchmark() -> SpeedReport:
@@ -387,11 +383,11 @@ def test_what_can_t_be_shown_is_refused_before_anything_is_written(built: Built,
     [
         (lambda lines: None, "can't be read"),
         (lambda lines: lines[:-1], "holds 29 predictions, the report beside it is of 30 prompts"),
-        (lambda lines: ["{", *lines[1:]], "doesn't hold predictions"),
-        (lambda lines: ["[]", *lines[1:]], "doesn't hold predictions"),
-        (lambda lines: [lines[0].replace('"id"', '"number"'), *lines[1:]], "doesn't hold predictions"),
-        (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "doesn't hold predictions"),
-        (lambda lines: [lines[0].replace('"test-0"', "3"), *lines[1:]], "doesn't hold predictions"),
+        (lambda lines: ["{", *lines[1:]], "2x.jsonl, line 1: not JSON"),
+        (lambda lines: ["[]", *lines[1:]], "expected an object"),
+        (lambda lines: [lines[0].replace('"id"', '"number"'), *lines[1:]], "the field 'id' is missing"),
+        (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "half of a character"),
+        (lambda lines: [lines[0].replace('"test-0"', "[3]"), *lines[1:]], "id is [3]: it must be text"),
         (lambda lines: lines[::-1], "not all of the same prompts"),
     ],
 )
@@ -406,7 +402,7 @@ def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": []}, "has no row at 1x"),
+        ({"rows": []}, "has no rows"),
         ({"surprise": 1}, "is no report of an evaluation"),
         ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
     ],
@@ -421,11 +417,33 @@ def test_a_report_that_can_t_be_used_is_refused(
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])
-def test_a_score_that_is_no_number_is_refused(value: Any, tmp_path: Path, capsys: Any) -> None:
-    write_run(tmp_path / "a")
+@pytest.mark.parametrize("field", ["scores", "layers_per_step", "timings"])
+def test_a_figure_that_is_no_number_is_refused(field: str, value: Any, tmp_path: Path, capsys: Any) -> None:
+    write_calm_run(tmp_path / "a")
     file = tmp_path / "a" / "report.json"
     report = json.loads(file.read_text())
-    report["rows"][1]["scores"]["bleu"] = value
+    row = report["rows"][1]
+    places = {"scores": (row["scores"], "bleu"), "timings": (row["timings"][0], "decode_seconds")}
+    place, name = places.get(field, (row, field))
+    place[name] = value
     file.write_text(json.dumps(report))
     message = refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
     assert "is no report of an evaluation" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": {"surprise": 1.0}}, "scores by 'surprise', which is no metric"),
+        ({"schedule": None}, "either a schedule or a threshold"),
+        ({"schedule": {"num_layers": 8}}, "schedule field 'max_layers' is missing"),
+        ({"wall_clock_quartiles": (1.0,)}, "is no report of an evaluation"),
+        ({"wall_clock_speedup": 0.0}, "a speed, a target or layers that aren't above 0"),
+    ],
+)
+def test_a_row_that_no_evaluation_writes_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    report = write_run(tmp_path / "a")
+    save(replace(report, rows=[report.rows[0], replace(report.rows[1], **changes), report.rows[2]]), tmp_path / "a")
+    assert message in refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU
 
 import eval.report.positions
-from eval.report.positions import MOST_BINS, bin_width, by_position, matched_ngrams, words_of
+from eval.report.positions import MOST_BINS, bin_width, by_position, matched_ngrams
+from eval.words import words
 
 WORDS = st.lists(st.sampled_from(["the", "The", "cat", "sat", "mat.", "3,000", "don't", "-"]), min_size=1, max_size=14)
 TEXTS = st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=6)
@@ -16,23 +17,22 @@ TEXTS = st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_
 
 @given(TEXTS)
 def test_over_all_positions_the_counts_are_those_of_bleu(texts: list[tuple[list[str], list[list[str]]]]) -> None:
-    predictions = [" ".join(words) for words, _ in texts]
-    references = [[" ".join(words) for words in several] for _, several in texts]
+    predictions = [" ".join(written) for written, _ in texts]
+    references = [[" ".join(written) for written in several] for _, several in texts]
     streams = [[r[n] if n < len(r) else None for r in references] for n in range(3)]
     bleu = BLEU(lowercase=True, tokenize="13a").corpus_score(predictions, streams)  # type: ignore[arg-type]
     for n in (1, 2):
         matched = [
             flag
             for prediction, several in zip(predictions, references, strict=True)
-            for flag in matched_ngrams(words_of(prediction), [words_of(text) for text in several], n)
+            for flag in matched_ngrams(words(prediction), [words(text) for text in several], n)
         ]
         assert (sum(matched), len(matched)) == (bleu.counts[n - 1], bleu.totals[n - 1])
 
 
 @given(TEXTS, st.sampled_from([1, 2]), st.integers(1, 6))
 def test_every_ngram_is_in_one_bin(texts: list[tuple[list[str], list[list[str]]]], n: int, width: int) -> None:
-    predictions = [tuple(words) for words, _ in texts]
-    references = [[tuple(words) for words in several] for _, several in texts]
+    predictions, references = [prediction for prediction, _ in texts], [several for _, several in texts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eval.report.positions, "FEWEST", 1)
         patch.setattr(eval.report.positions, "RESAMPLES", 100)

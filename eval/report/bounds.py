@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from eval.report.rows import checkpoint_of, full_depth_of
 from eval.report.runs import Run
 from eval.results import Report, Row
 from skipdecode import ConfigError, CostModel, SkipSchedule
@@ -28,18 +27,18 @@ class Bounds:
 
 def bounds_of(run: Run) -> Bounds:
     """The bounds of a run whose checkpoint is here; none, and why, where it isn't."""
-    report, full = run.report, full_depth_of(run.report)
+    report, full = run.report, run.report.rows[0]
     nothing = (None,) * len(report.rows)
     try:
-        costs = {name: _cost(name, report) for name in {checkpoint_of(row, report) for row in report.rows}}
+        costs = {name: _cost(name, report) for name in {row.checkpoint for row in report.rows}}
     except ConfigError as error:
         return Bounds(nothing, f"no bound by bytes: {error}")
-    cost = costs[checkpoint_of(full, report)]
+    cost = costs[full.checkpoint]
     columns = _prompt_columns(cost, report, full)
     most = _step_bytes(cost, report, full, columns)
     if columns < 1 or most is None:
         return Bounds(nothing, "no bound by bytes: the 1x row is not of a checkpoint as it is here")
-    reads = [_step_bytes(costs[checkpoint_of(row, report)], report, row, columns) for row in report.rows]
+    reads = [_step_bytes(costs[row.checkpoint], report, row, columns) for row in report.rows]
     note = f"bound: bytes that a step reads at full depth over the row's, batch {report.batch_size}, prompt {columns}"
     return Bounds(tuple(most / read if read else None for read in reads), note)
 
@@ -64,11 +63,10 @@ def _prompt_columns(cost: CostModel, report: Report, full: Row) -> int:
 
 
 def _step_bytes(cost: CostModel, report: Report, row: Row, columns: int) -> float | None:
-    """Bytes of a mean step, over as many steps as a batch took; None where its layers aren't known."""
-    try:
-        schedule = SkipSchedule.from_dict(row.schedule or {})
-    except (ConfigError, TypeError):
+    """Bytes of a mean step, over as many steps as a batch took; None where no schedule says which layers run."""
+    if row.schedule is None:
         return None
+    schedule = SkipSchedule.from_dict(row.schedule)
     if schedule.num_layers != cost.num_layers:
         return None
     steps = max(1, round(row.decode_steps / -(-report.examples // report.batch_size)))

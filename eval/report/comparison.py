@@ -10,52 +10,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from eval.predictions import Prediction
 from eval.report.bounds import bounds_of
-from eval.report.positions import ORDERS, Bin, Words, bin_width, by_position, words_of
-from eval.report.rows import (
-    SKIP,
-    checkpoint_of,
-    full_depth_of,
-    label_of,
-    layers_per_step_of,
-    num_layers_of,
-    system_of,
-)
-from eval.report.runs import Prediction, Run
-from eval.report.timings import Timing, timings_of
+from eval.report.positions import ORDERS, Bin, bin_width, by_position
+from eval.report.runs import Run
 from eval.results import Report, Row
 from eval.speed_report import SpeedReport
+from eval.words import words
 
 
 @dataclass(frozen=True)
-class Point:
-    """A row of a run.
+class Point(Row):
+    """A row of a run, and how much faster it could be by the bytes that a step reads; None where that isn't known."""
 
-    Attributes:
-        label: what the row is called: its target, where it has no other name.
-        layers_per_step: where the evaluation counted them.
-        bound_by_bytes: how much skipping it could be by the bytes that a step reads; None where that isn't known.
-        timings: at other batch sizes, where the evaluation measured them.
-        The others are as in `eval.results.Row`.
-    """
-
-    label: str
-    speedup_target: float | None
-    schedule: dict[str, Any] | None
-    num_layers: int
-    mean_layers: float
-    layers_per_step: float | None
-    wall_clock_speedup: float
-    wall_clock_quartiles: tuple[float, float]
-    bound_by_bytes: float | None
-    prefill_seconds: float
-    decode_seconds: float
-    tokens_per_second: float
-    cache_bytes: int
-    scores: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
-    p_values: dict[str, float]
-    timings: tuple[Timing, ...]
+    bound_by_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,18 +37,16 @@ class Positions:
 
 @dataclass(frozen=True)
 class Line:
-    """The rows of one decoder in a run, by their measured speed: a line in the pictures.
+    """The rows of one checkpoint in a run, by their measured speed: a line in the pictures.
 
     Attributes:
-        name: the run's, with the decoder's where the run has several.
-        checkpoint, system: what it decodes with, and how.
+        name: the run's, with the checkpoint's where that is the run's reference.
         full_depth: the row that the speeds and the p values are relative to.
     """
 
     name: str
     run: str
     checkpoint: str
-    system: str
     full_depth: Point
     points: tuple[Point, ...]
     positions: tuple[Positions, ...]
@@ -191,71 +157,44 @@ def spread(items: Sequence[str], count: int) -> list[str]:
 
 
 def line_name(run: Run, row: Row) -> str:
-    """What the decoder of a row is called in pictures and tables: by its run, and by what sets it apart in that."""
-    report = run.report
-    checkpoint, system = checkpoint_of(row, report), system_of(row)
-    if checkpoint != report.checkpoint:
-        return f"{run.name}: {Path(checkpoint).name}"
-    return run.name if system == SKIP else f"{run.name}: {system}"
+    """What the line of a row is called in pictures and tables."""
+    return run.name if row.checkpoint == run.report.checkpoint else f"{run.name}: {Path(row.checkpoint).name}"
 
 
 def _lines(run: Run, bounds: Sequence[float | None], width: int) -> list[Line]:
-    rows = list(zip(run.report.rows, bounds, run.predictions, strict=True))
-    full = next(_point(row, bound) for row, bound, _ in rows if row is full_depth_of(run.report))
-    references: dict[tuple[str, ...], list[Words]] = {}  # tokenised once for all rows
+    points = [Point(**vars(row), bound_by_bytes=bound) for row, bound in zip(run.report.rows, bounds, strict=True)]
+    references: dict[tuple[str, ...], list[list[str]]] = {}  # tokenised once for all rows
     lines = []
-    for name in dict.fromkeys(line_name(run, row) for row in run.report.rows):
-        own = [entry for entry in rows if line_name(run, entry[0]) == name]
-        points = [_point(row, bound) for row, bound, _ in own]
+    for checkpoint in dict.fromkeys(point.checkpoint for point in points):
+        pairs = zip(points, run.predictions, strict=True)
+        own = [(point, predictions) for point, predictions in pairs if point.checkpoint == checkpoint]
+        name = line_name(run, own[0][0])
         positions: list[Positions] = []
-        for row, _, predictions in track(own, f"{name}: positions", console=Console(stderr=True), transient=True):
-            positions += _positions(label_of(row), predictions, references, width)
+        for point, predictions in track(own, f"{name}: positions", console=Console(stderr=True), transient=True):
+            positions += _positions(point.label, predictions, references, width)
         lines.append(
             Line(
                 name=name,
                 run=run.name,
-                checkpoint=checkpoint_of(own[0][0], run.report),
-                system=system_of(own[0][0]),
-                full_depth=full,
-                points=tuple(sorted(points, key=lambda point: (point.wall_clock_speedup, point.label))),
+                checkpoint=checkpoint,
+                full_depth=points[0],
+                points=tuple(sorted((p for p, _ in own), key=lambda point: (point.wall_clock_speedup, point.label))),
                 positions=tuple(positions),
             )
         )
     return lines
 
 
-def _point(row: Row, bound: float | None) -> Point:
-    return Point(
-        label=label_of(row),
-        speedup_target=row.speedup_target,
-        schedule=row.schedule,
-        num_layers=num_layers_of(row),
-        mean_layers=row.mean_layers,
-        layers_per_step=layers_per_step_of(row),
-        wall_clock_speedup=row.wall_clock_speedup,
-        wall_clock_quartiles=row.wall_clock_quartiles,
-        bound_by_bytes=bound,
-        prefill_seconds=row.prefill_seconds,
-        decode_seconds=row.decode_seconds,
-        tokens_per_second=row.tokens_per_second,
-        cache_bytes=row.cache_bytes,
-        scores=row.scores,
-        intervals=row.intervals,
-        p_values=row.p_values,
-        timings=timings_of(row),
-    )
-
-
 def _positions(
-    label: str, predictions: Sequence[Prediction], tokenised: dict[tuple[str, ...], list[Words]], width: int
+    label: str, predictions: Sequence[Prediction], tokenised: dict[tuple[str, ...], list[list[str]]], width: int
 ) -> list[Positions]:
-    words = [words_of(line.prediction) for line in predictions]
+    texts = [words(line.prediction) for line in predictions]
     references = []
     for line in predictions:
         if line.references not in tokenised:
-            tokenised[line.references] = [words_of(text) for text in line.references]
+            tokenised[line.references] = [words(text) for text in line.references]
         references.append(tokenised[line.references])
-    return [Positions(label, n, tuple(by_position(words, references, n, width))) for n in ORDERS]
+    return [Positions(label, n, tuple(by_position(texts, references, n, width))) for n in ORDERS]
 
 
 def _rivals(lines: Sequence[Line]) -> list[Rival]:
@@ -285,13 +224,12 @@ def _samples(runs: Sequence[Run], ids: Sequence[str]) -> list[Sample]:
     chosen: dict[str, list[Text]] = {name: [] for name in ids}
     prompts: dict[str, Prediction] = {}
     for run in runs:
-        rows = list(zip(run.report.rows, run.predictions, strict=True))
-        full = next({p.id: p.prediction for p in lines} for row, lines in rows if row is full_depth_of(run.report))
-        for row, lines in rows:
+        full = {line.id: line.prediction for line in run.predictions[0]}
+        for row, lines in zip(run.report.rows, run.predictions, strict=True):
             for line in lines:
                 if line.id in chosen:
                     prompts.setdefault(line.id, line)
-                    chosen[line.id].append(Text(line_name(run, row), label_of(row), line.prediction, full[line.id]))
+                    chosen[line.id].append(Text(line_name(run, row), row.label, line.prediction, full[line.id]))
     return [Sample(name, prompts[name].prompt, prompts[name].references, tuple(chosen[name])) for name in ids]
 
 

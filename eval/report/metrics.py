@@ -1,19 +1,11 @@
-"""How metrics are called and shown."""
+"""How metrics are shown."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_LABELS = {
-    "bleu": "BLEU",
-    "nist": "NIST",
-    "meteor": "METEOR",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "cider": "CIDEr",
-    "bertscore": "BERTScore F1",
-    "slot_error_rate": "slot error rate",
-}
+from eval.results import LABELS
+
+_LONG = {"slot_error_rate": "slot error rate"}  # where there is room to say what a label is short for
 _LOWER_IS_BETTER = {"slot_error_rate"}
 
 
@@ -23,14 +15,15 @@ class Metric:
 
     name: str
     label: str
+    long_label: str
     lower_is_better: bool
     decimals: int
 
     @classmethod
     def of(cls, name: str, values: Iterable[float]) -> "Metric":
-        """The metric of these values; one that isn't known here goes by its name, and higher is better."""
+        """The metric of these values."""
         decimals = 2 if max(map(abs, values), default=0.0) >= 10 else 3
-        return cls(name, _LABELS.get(name, name), name in _LOWER_IS_BETTER, decimals)
+        return cls(name, LABELS[name], _LONG.get(name, LABELS[name]), name in _LOWER_IS_BETTER, decimals)
 
     def show(self, value: float) -> str:
         """A value as the page writes it."""

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from eval.files import write_whole
-from eval.report.comparison import Comparison, Conditions, Line, Text, compare
+from eval.report.comparison import Comparison, Line, Text, compare
 from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map
 from eval.report.positions import ORDERS
@@ -34,7 +34,7 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 @dataclass(frozen=True)
 class Picture:
-    """An inline SVG with what stands below it, and the tables with the same figures."""
+    """An inline SVG with what stands below it."""
 
     svg: Markup
     caption: str
@@ -42,7 +42,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """What the page shows of one line: its tables and pictures."""
+    """What the page shows of one line: its tables and pictures, and the rows whose tokens leave by confidence."""
 
     name: str
     quality: Table
@@ -52,7 +52,7 @@ class Section:
     positions: tuple[Picture, ...]
     position_tables: tuple[Table, ...]
     schedules: tuple[Picture, ...]
-    without_schedule: tuple[str, ...]
+    by_confidence: tuple[str, ...]
 
 
 def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (), samples: int = 12) -> Comparison:
@@ -124,7 +124,9 @@ def to_markdown(comparison: Comparison) -> str:
         parts += [table.to_markdown() for table in benchmark_tables(name, report)]
         parts += [*map(escape, report.notes()), ""]
     for conditions in comparison.conditions:
-        parts += [f"{escape(conditions.name)}: {escape(measured_with(conditions))}", ""]
+        versions = ", ".join(f"{name} {version}" for name, version in conditions.report["versions"].items())
+        parts += [escape(f"{conditions.name}: {conditions.report['checkpoint']}; {versions}."), ""]
+        parts += [*(f"- {escape(note)}" for note in conditions.notes), ""]
     return "\n".join(parts)
 
 
@@ -165,17 +167,6 @@ def merged(texts: Sequence[Text]) -> list[Text]:
     return [replace(text, label=", ".join(several)) for text, several in labels.items()]
 
 
-def measured_with(conditions: Conditions) -> str:
-    """How a run was measured, on one line."""
-    report = conditions.report
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return (
-        f"{report['checkpoint']}, {report['examples']} prompts, batch {report['batch_size']}, at most "
-        f"{report['max_new_tokens']} new tokens, {report['dtype']}, {report['weights']} weights, on "
-        f"{report['machine'].get('processor', report['device'])}, {report['date']}; {versions}; {report['command']}"
-    )
-
-
 def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[Metric]) -> Section:
     maps = [(point, schedule_map(point, f"s{number}-{n}")) for n, point in enumerate(line.points)]
     conditions = next(conditions for conditions in comparison.conditions if conditions.name == line.run)
@@ -193,5 +184,7 @@ def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[
             for point, svg in maps
             if svg is not None
         ),
-        without_schedule=tuple(point.label for point, svg in maps if svg is None),
+        by_confidence=tuple(
+            f"{point.label} (λ {point.threshold.value:.4g})" for point in line.points if point.threshold is not None
+        ),
     )

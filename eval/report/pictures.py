@@ -10,13 +10,13 @@ from matplotlib.ticker import MaxNLocator
 from eval.report.comparison import Comparison, Line, Point, Positions
 from eval.report.metrics import Metric
 from eval.report.svg import EMPTY, MUTED, SERIES, STYLE, printable, to_svg
-from skipdecode import ConfigError, SkipSchedule
+from skipdecode import SkipSchedule
 
 SIZE = (4.8, 3.9)  # inches: legible when a phone shows it in its width
 
 
 def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
-    """A metric against the measured speed, a line for each run and decoder.
+    """A metric against the measured speed, a line for each checkpoint of each run.
 
     Bars are confidence intervals and the quartiles of the speed; dotted is each run's own full depth.
     """
@@ -44,11 +44,11 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)
         bounds = [v for line in comparison.lines for point in line.points for v in _interval(point, metric)]
         _leave_room(axes, bounds)
-        axes.set_title(f"{metric.label}{', lower is better' if metric.lower_is_better else ''}")
+        axes.set_title(f"{metric.long_label}{', lower is better' if metric.lower_is_better else ''}")
         axes.set_xlabel("measured decode speed, times full depth")
         axes.xaxis.set_major_formatter("{x:g}x")
         _legend(figure, [line.name for line in comparison.lines])
-        title = f"{metric.label} against measured decode speed"
+        title = f"{metric.long_label} against measured decode speed"
         return to_svg(figure, key, title, _words(comparison.lines, metric))
 
 
@@ -85,11 +85,10 @@ def by_position(line: Line, n: int, key: str) -> str:
 
 
 def schedule_map(point: Point, key: str) -> str | None:
-    """Which layer runs for which generated token; None where the row's schedule isn't one of layers and tokens."""
-    try:
-        schedule = SkipSchedule.from_dict(point.schedule or {})
-    except (ConfigError, TypeError):
+    """Which layer runs for which generated token; None where that is up to the token."""
+    if point.schedule is None:
         return None
+    schedule = SkipSchedule.from_dict(point.schedule)
     tokens = max(2, round(1.25 * schedule.horizon))
     cutoffs = schedule.cutoffs(tokens)
     with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.grid": False}):

@@ -5,20 +5,17 @@ summed over all positions they are the matches and totals of its precisions.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
 ORDERS = (1, 2)  # n of the n-grams
 WIDTH = 5  # words of a bin; doubled until there are at most MOST_BINS
 MOST_BINS = 16
 FEWEST = 20  # n-grams that a bin needs to be shown
 RESAMPLES = 1000
-
-Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,21 @@ class Bin:
     interval: tuple[float, float]
 
 
-def words_of(text: str) -> Words:
-    """The words that BLEU counts: case-insensitive, 13a."""
-    return tuple(_TOKENIZE(text.rstrip().lower()).split())
-
-
-_TOKENIZE: Callable[[str], str] = Tokenizer13a()  # type: ignore[no-untyped-call]
-
-
-def matched_ngrams(prediction: Words, references: Sequence[Words], n: int) -> list[bool]:
+def matched_ngrams(prediction: Sequence[str], references: Sequence[Sequence[str]], n: int) -> list[bool]:
     """For each n-gram of the prediction, in order, whether a reference holds it.
 
     Clipped as BLEU's precisions are (Papineni et al. 2002): the k-th of equal n-grams counts where some reference holds
     it k times.
 
-    >>> matched_ngrams(("the", "the", "cat"), [("the", "cat")], 1)
+    >>> matched_ngrams(["the", "the", "cat"], [["the", "cat"]], 1)
     [True, False, True]
-    >>> matched_ngrams(("the", "the", "cat"), [("the", "cat")], 2)
+    >>> matched_ngrams(["the", "the", "cat"], [["the", "cat"]], 2)
     [False, True]
     """
-    most: Counter[Words] = Counter()
+    most: Counter[tuple[str, ...]] = Counter()
     for reference in references:
         most |= Counter(_ngrams(reference, n))
-    seen: defaultdict[Words, int] = defaultdict(int)
+    seen: defaultdict[tuple[str, ...], int] = defaultdict(int)
     matched = []
     for ngram in _ngrams(prediction, n):
         seen[ngram] += 1
@@ -77,11 +66,13 @@ def bin_width(lengths: Sequence[int]) -> int:
     return width
 
 
-def by_position(predictions: Sequence[Words], references: Sequence[Sequence[Words]], n: int, width: int) -> list[Bin]:
+def by_position(
+    predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]], n: int, width: int
+) -> list[Bin]:
     """The bins of `width` words each in which there are at least FEWEST n-grams.
 
     Args:
-        predictions: words of each text.
+        predictions: words of each text, as BLEU counts them (`eval.words`).
         references: words of each reference, for each text.
         n: length of the n-grams; one belongs to the bin of its last word.
     """
@@ -124,5 +115,5 @@ def _intervals(
     return low, high
 
 
-def _ngrams(words: Words, n: int) -> list[Words]:
-    return [words[at : at + n] for at in range(len(words) - n + 1)]
+def _ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(words[at : at + n]) for at in range(len(words) - n + 1)]

@@ -1,25 +1,13 @@
 """Finished evaluations, read from their folders."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from eval.report.rows import full_depth_of, label_of
-from eval.results import FILE_NAME, Report, Row
-from skipdecode import ConfigError
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A line of a predictions file."""
-
-    id: str
-    prompt: str
-    prediction: str
-    references: tuple[str, ...]
+from eval.predictions import Prediction, read_predictions
+from eval.results import FILE_NAME, LABELS, Report, Row
+from skipdecode import ConfigError, SkipSchedule
 
 
 @dataclass(frozen=True)
@@ -32,7 +20,6 @@ class Run:
     """
 
     name: str
-    folder: Path
     report: Report
     predictions: tuple[tuple[Prediction, ...], ...]
 
@@ -69,7 +56,7 @@ def read_run(argument: str) -> Run:
     _check(report, folder / FILE_NAME)
     predictions = tuple(_predictions(folder, report, row) for row in report.rows)
     _check_prompts(folder, predictions)
-    return Run(name or _default_name(folder, report), folder, report, predictions)
+    return Run(name or _default_name(folder, report), report, predictions)
 
 
 def _default_name(folder: Path, report: Report) -> str:
@@ -79,24 +66,23 @@ def _default_name(folder: Path, report: Report) -> str:
 
 
 def _check(report: Report, path: Path) -> None:
-    """Refuse what the dataclasses don't: values that are no numbers, no rows, no 1x row."""
+    """Refuse what the dataclasses don't: values that are no numbers, no rows, rows that can't be compared."""
+    if not report.rows:
+        raise ConfigError(f"{path} has no rows: there is nothing to show")
     try:
-        json.dumps(asdict(report), ensure_ascii=False).encode()
+        json.dumps(asdict(report), ensure_ascii=False, allow_nan=False).encode()
         for row in report.rows:
-            figures = [row.speedup_target or 1.0, row.mean_layers, row.wall_clock_speedup, *row.wall_clock_quartiles]
-            figures += [row.prefill_seconds, row.decode_seconds, row.tokens_per_second, row.cache_bytes]
-            figures += [*row.scores.values(), *row.p_values.values(), *(v for i in row.intervals.values() for v in i)]
-            if not all(math.isfinite(figure) for figure in figures) or len(row.wall_clock_quartiles) != 2:
-                raise ValueError(f"the row {label_of(row)} holds what is no number")
-            if row.wall_clock_speedup <= 0:
-                raise ValueError(f"the row {label_of(row)} has a speed of {row.wall_clock_speedup}")
-        report.notes()
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+            if unknown := row.scores.keys() - LABELS.keys():
+                raise ValueError(f"the row {row.label} has scores by {min(unknown)!r}, which is no metric")
+            if not row.wall_clock_speedup > 0 or not row.layers_per_step > 0 or not (row.speedup_target or 1) > 0:
+                raise ValueError(f"the row {row.label} has a speed, a target or layers that aren't above 0")
+            if (row.schedule is None) == (row.threshold is None):
+                raise ValueError(f"the row {row.label} needs either a schedule or a threshold")
+            if row.schedule is not None:
+                SkipSchedule.from_dict(row.schedule)
+        report.to_markdown()  # which formats the other figures
+    except (ValueError, TypeError, AttributeError, LookupError, ConfigError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
-    try:
-        full_depth_of(report)
-    except StopIteration as error:
-        raise ConfigError(f"{path} has no row at 1x: there is nothing to compare the others with") from error
     metrics = [set(row.scores) for row in report.rows]
     if not metrics[0] or any(scores != metrics[0] for scores in metrics):
         raise ConfigError(f"{path}: its rows are not all scored by the same metrics")
@@ -110,25 +96,11 @@ def _check_prompts(folder: Path, predictions: Sequence[tuple[Prediction, ...]]) 
 
 
 def _predictions(folder: Path, report: Report, row: Row) -> tuple[Prediction, ...]:
-    path = folder / "predictions" / f"{label_of(row)}.jsonl"
-    try:
-        lines = [_line(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read, though the report has a row for it: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} doesn't hold predictions, a JSON object a line: {error!r}") from error
+    path = folder / "predictions" / f"{row.label}.jsonl"
+    lines = tuple(read_predictions(path).values())
     if len(lines) != report.examples:
         raise ConfigError(
             f"{path} holds {len(lines)} predictions, the report beside it is of {report.examples} prompts: "
             "they are not of the same evaluation"
         )
-    return tuple(lines)
-
-
-def _line(values: Mapping[str, Any]) -> Prediction:
-    references = values["references"]
-    texts = [values["id"], values["prompt"], values["prediction"], *references]
-    if isinstance(references, str) or not references or not all(isinstance(text, str) for text in texts):
-        raise ValueError("id, prompt and prediction must be texts, references a list of texts")
-    "".join(texts).encode()  # a lone surrogate is no text: it could not be written
-    return Prediction(texts[0], texts[1], texts[2], tuple(references))
+    return lines

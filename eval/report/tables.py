@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from eval.ratio import Ratio
 from eval.report.comparison import Comparison, Line, Point
 from eval.report.metrics import Metric
 from eval.speed_report import SpeedReport, SpeedRow
+from eval.timing import TIMING_HEADS
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ def _line(cells: Iterable[str]) -> str:
 
 def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
     """All scores of a run's rows with their intervals."""
-    rows = [
-        (_text(point.label), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points
-    ]
+    rows = [(_name(point), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
     heads = ("row", "measured speed", *(_head(metric) for metric in metrics))
     return Table(f"{line.name}: quality", heads, tuple(rows))
 
@@ -64,10 +64,10 @@ def speed_table(line: Line) -> Table:
     own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
     rows = [
         {
-            "row": _text(point.label),
+            "row": _name(point),
             "target": _text("") if own_names else _optional(point.speedup_target, "{:g}x"),
             "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
-            "layers per step": _optional(point.layers_per_step, "{:.2f}"),
+            "layers per step": _number(point.layers_per_step, "{:.2f}"),
             "measured speed": _speed(point),
             "bound": _optional(point.bound_by_bytes, "{:.2f}x"),
             "prefill s": _number(point.prefill_seconds, "{:.2f}"),
@@ -82,15 +82,25 @@ def speed_table(line: Line) -> Table:
 
 
 def timing_table(line: Line) -> Table | None:
-    """Timings at several batch sizes, a row for each and each point; None where none were measured."""
-    names = dict.fromkeys(name for point in line.points for timing in point.timings for name in timing.figures)
-    rows = []
-    for point in line.points:
-        for timing in point.timings:
-            figures = (timing.figures.get(name, ()) for name in names)
-            rows.append((_text(point.label), _number(timing.batch_size, "{:g}"), *(_several(n) for n in figures)))
-    heads = ("row", "batch", *(name.replace("_", " ") for name in names))
-    return Table(f"{line.name}: speed by batch size", heads, tuple(rows)) if rows else None
+    """Speeds at other batch sizes, one size after another; None where none were measured."""
+    timed = sorted(
+        ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
+    )
+    rows = [
+        (
+            _name(point),
+            _number(timing.batch_size, "{}"),
+            _number(timing.prompts, "{}"),
+            _number(timing.layers_per_step, "{:.2f}"),
+            _times(timing.speedup),
+            _number(timing.prefill_seconds, "{:.2f}"),
+            _number(timing.decode_seconds, "{:.2f}"),
+            _number(timing.tokens_per_second, "{:.0f}"),
+        )
+        for timing, point in timed
+    ]
+    heads = ("row", *TIMING_HEADS[1:])
+    return Table(f"{line.name}: speed at other batch sizes", heads, tuple(rows)) if rows else None
 
 
 def position_table(line: Line, n: int) -> Table:
@@ -118,7 +128,7 @@ def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Tabl
             if label is not None
         ]
         rows: list[tuple[Cell, ...]] = [
-            (_text("row"), *(_text(point.label) for _, point in columns)),
+            (_text("row"), *(_name(point) for _, point in columns)),
             (_text("measured speed"), *(_speed(point) for _, point in columns)),
             (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
         ]
@@ -141,14 +151,13 @@ def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
 
 
 def _benchmark_row(row: SpeedRow, peers: Iterable[str]) -> tuple[Cell, ...]:
-    speed, whole = row.wall_clock_speedup, row.end_to_end_speedup
     return (
         _text(row.weights),
         _number(row.speedup_target, "{:g}x"),
         (*_number(row.mean_layers, "{:.2f}"), *_text(f" of {row.schedule['num_layers']}")),
-        _times(speed.median, speed.lower, speed.upper),
+        _times(row.wall_clock_speedup),
         _number(row.bound_speedup, "{:.2f}x"),
-        _times(whole.median, whole.lower, whole.upper),
+        _times(row.end_to_end_speedup),
         *(
             _number(over.median, "{:.2f}x") if over is not None else _text("")
             for over in map(row.over_peers.get, peers)
@@ -184,21 +193,19 @@ def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
     return (*_number(value, shape), *ends)
 
 
-def _times(median: float, lower: float, upper: float) -> Cell:
+def _times(ratio: Ratio) -> Cell:
     """How many times faster, with quartiles."""
-    return (*_number(median, "{:.2f}x"), *_ranged(median, (lower, upper), "{:.2f}")[1:])
+    return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
 
 
-def _several(values: Sequence[float]) -> Cell:
-    """One value, a median with its quartiles, or a list."""
-    if len(values) == 3:
-        return _ranged(values[0], values[1:], "{:.4g}")
-    parts = [part for value in values for part in (Part(", "), *_number(value, "{:.4g}"))]
-    return tuple(parts[1:]) or _text("")
+def _name(point: Point) -> Cell:
+    """What a row is called, and the confidence at which its tokens leave where that isn't by a schedule."""
+    exits = () if point.threshold is None else (Part(", λ "), *_number(point.threshold.value, "{:.4g}"))
+    return (Part(point.label), *exits)
 
 
 def _speed(point: Point) -> Cell:
-    return _times(point.wall_clock_speedup, *point.wall_clock_quartiles)
+    return _times(Ratio(point.wall_clock_speedup, *point.wall_clock_quartiles))
 
 
 def _score(point: Point, metric: Metric) -> Cell:
