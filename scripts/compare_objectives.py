@@ -22,13 +22,15 @@ from train.variants import Variants, run_jobs, run_logged
 SPEEDS = ["1", "2", "3", "4"]
 ONE, LIST = "schedule.sampling=one", "schedule.speedups=[1,2,3,4]"
 RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")
-APART = "optim.distillation=0"
+APART, HALF = "optim.distillation=0", "optim.distillation=0.5"
 VARIANTS = {
     "full depth alone": (ONE, "schedule.speedups=[1]", APART),
     "fixed 3x": (ONE, "schedule.speedups=[3]", APART),
     "list": (ONE, LIST, APART),
+    "list, half distilled": (ONE, LIST, HALF),
     "list, distilled": (ONE, LIST),
     "range": (ONE, *RANGE, APART),
+    "range, half distilled": (ONE, *RANGE, HALF),
     "sandwich": (LIST, APART),
     "sandwich, distilled": (LIST,),
     "sandwich of a range, distilled": RANGE,
