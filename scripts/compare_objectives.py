@@ -62,7 +62,8 @@ def main() -> int:
     for name, report in reports.items():
         bleu = [row.scores["bleu"] for row in report.rows]
         cells = " | ".join(f"{value:.2f}" for value in bleu)
-        print(f"| {name} | {steps[name]} | {cells} | {100 * min(bleu[1:]) / bleu[0]:.1f} % |")
+        worst = f"{100 * min(bleu[1:]) / bleu[0]:.1f} %" if bleu[0] >= 1 else "–"  # of a model that can't do 1x
+        print(f"| {name} | {steps[name]} | {cells} | {worst} |")
     return 0
 
 
