@@ -28,8 +28,10 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
 
     metric = headline(next(iter(reports.values())).rows[0].scores)
     figure, axes = pyplot.subplots(figsize=(7.2, 4.6), dpi=160, layout="constrained")
+    few = len(reports) <= 4
     for number, (name, report) in enumerate(reports.items()):
         colour, marker = STYLES[number % len(STYLES)]
+        dashes = "-" if number < len(STYLES) else "--"
         own = [row for row in report.rows if row.checkpoint == report.checkpoint]
         rows = sorted(own, key=lambda row: row.wall_clock_speedup)
         speeds, quality = [row.wall_clock_speedup for row in rows], [row.scores[metric] for row in rows]
@@ -42,6 +44,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
             color=colour,
             marker=marker,
             markersize=6,
+            ls=dashes,
             lw=1.8,
             elinewidth=0.9,
             capsize=2.5,
@@ -53,7 +56,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
             if report.reference is not None:
                 reference = f"{Path(report.reference).name} at full depth"
                 axes.plot(1.0, full.scores[metric], "o", color="#777777", markersize=6, ls="", label=reference)
-            for row in rows:
+            for row in rows if few else []:
                 name_or_target = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
                 axes.annotate(
                     f"{name_or_target}\n{row.mean_layers:.1f} layers",
@@ -86,7 +89,11 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(reports) > 1 or first.reference is not None:
-        axes.legend(frameon=False, loc="lower left")
+        # A few names have room below the lines; more of them would cover some.
+        if few:
+            axes.legend(frameon=False, loc="lower left")
+        else:
+            figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
     save_figure(path, figure)
 
 
