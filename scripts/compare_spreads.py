@@ -42,7 +42,8 @@ def main() -> int:
         list(pool.map(lambda of: run(options, *of), runs))
     found = {spread: [load(options, spread, seed) for seed in options.seeds] for spread in options.spreads}
     means = {f"spread {spread:g}": mean(reports) for spread, reports in found.items()}
-    title = f"{options.recipe}: budgets of different spread, means of {len(options.seeds)} seeds"
+    seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
+    title = f"{options.recipe}: budgets of different spread, {seeds}"
     draw_frontier(options.output / "spreads.png", means, title)
     print("| spread | " + " | ".join(f"{speed}x: max to min, measured, BLEU [seeds]" for speed in SPEEDS) + " |")
     print("| ---: |" + " --- |" * len(SPEEDS))

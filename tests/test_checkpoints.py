@@ -153,16 +153,16 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_one_line(tmp_path:
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train.trainer
+    import train.objective
 
-    original = train.trainer.completion_loss
+    original = train.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
         poisoned.calls += 1  # type: ignore[attr-defined]
         return original(*arguments, **options) * (float("nan") if poisoned.calls == 5 else 1)  # type: ignore[attr-defined]
 
     poisoned.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(train.trainer, "completion_loss", poisoned)
+    monkeypatch.setattr(train.objective, "completion_loss", poisoned)
     folder = tmp_path / "run"
     overrides = ["train.max_steps=9", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
