@@ -1,7 +1,7 @@
 """Which systems an evaluation compares."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
 from eval.systems import SkipSystem, System
-from skipdecode import ConfigError, SkipSchedule, measure_cost
+from skipdecode import ConfigError, MeasuredCost, SkipSchedule, measure_cost
 from skipdecode.cost import Cost, depth_mismatch
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
+from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 
 _PLAN = ("plan",)
@@ -71,13 +72,20 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     cost: Cost = checkpoint.cost
     if request.calibrate:
         config = replace(config, schedules={})  # those of the training were solved for another clock
-        cost = measure_cost(
-            checkpoint.model,
-            batch_size=min(request.batch_size, len(loaded.examples)),
-            prompt_length=round(statistics.median(map(len, loaded.prompt_ids))),
-            weights=weights,
-        )
+        cost = calibrated_cost(checkpoint.model, loaded.prompt_ids, request.batch_size, weights)
     return Plan(weights, {target: config.schedule_for(cost, target) for target in targets})
+
+
+def calibrated_cost(
+    model: GenerativeModel, prompts: Sequence[Sequence[int]], batch_size: int, weights: Weights
+) -> MeasuredCost:
+    """What decode steps take on this machine after prompts such as these, in batches of so many."""
+    return measure_cost(
+        model,
+        batch_size=min(batch_size, len(prompts)),
+        prompt_length=round(statistics.median(map(len, prompts))),
+        weights=weights,
+    )
 
 
 def _weights(request: Request, loaded: Loaded) -> Weights:

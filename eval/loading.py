@@ -59,8 +59,8 @@ class Loaded:
 def load_request(request: Request) -> Loaded:
     """Load what a request names. Raises ConfigError where something isn't there or doesn't fit together."""
     device = resolve_device(request.device)
-    checkpoint = _load(request.checkpoint, request.dtype, device)
-    reference = _load(request.reference, request.dtype, device) if request.reference is not None else None
+    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device)
+    reference = load_checkpoint(request.reference, request.dtype, device) if request.reference is not None else None
     config = SkipConfig.load(request.checkpoint)
     task = _task(request, config)
     examples = list(islice(task.stream("test"), request.limit))
@@ -124,7 +124,8 @@ def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _load(name: str, dtype: str | None, device: torch.device) -> Checkpoint:
+def load_checkpoint(name: str, dtype: str | None, device: torch.device) -> Checkpoint:
+    """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load."""
     model = load_model(name, dtype=getattr(torch, dtype) if dtype else None)
     model.to(device)  # type: ignore[arg-type]
     return Checkpoint(name, model.eval(), load_tokenizer(name))

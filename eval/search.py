@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import shlex
-import statistics
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -20,6 +18,8 @@ from yaml import YAMLError
 
 from data import Example, Task, load_task
 from eval.decoding import encode_test_set
+from eval.lineup import calibrated_cost
+from eval.loading import load_checkpoint
 from eval.machine import describe_machine, resolve_device, versions
 from eval.paired import METRICS, estimate
 from eval.search_picture import draw_search
@@ -36,12 +36,11 @@ from eval.search_trials import (
     rung_ends,
     statistics_of,
 )
-from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
 from skipdecode.errors import first_line
 from skipdecode.lean import choose_weights, why_not_lean
-from skipdecode.loading import load_model, load_tokenizer
 from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement
 
@@ -233,11 +232,8 @@ def _trained_on(
 
 def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
     """The checkpoint, ready to decode the examples."""
-    device = resolve_device(request.device)
-    model = load_model(request.checkpoint, dtype=getattr(torch, request.dtype) if request.dtype else None)
-    tokenizer = load_tokenizer(request.checkpoint)
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()
+    checkpoint = load_checkpoint(request.checkpoint, request.dtype, resolve_device(request.device))
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
     reason = why_not_lean(model)
     if request.weights not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {request.weights}: this model can't decode with them: {reason}")
@@ -275,12 +271,7 @@ def _plan(request: SearchRequest, config: SkipConfig, data: Validation, checksum
         speedup = request.speedup
         if request.calibrate:
             config = replace(config, schedules={})  # those of the training were solved for another clock
-            cost = measure_cost(
-                data.model,
-                batch_size=min(request.batch_size, len(data.examples)),
-                prompt_length=round(statistics.median(map(len, data.prompts))),
-                weights=data.weights,
-            )
+            cost = calibrated_cost(data.model, data.prompts, request.batch_size, data.weights)
         default = config.schedule_for(cost, speedup)
     conditions = {key: config.solver[key] for key in ("prompt_length", "batch_size") if key in config.solver}
     budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt, **conditions)
