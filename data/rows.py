@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import multiprocess  # what the datasets library starts its processes with
 import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
@@ -83,7 +84,11 @@ def encode_task(
             cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"data.cache_dir is {cache_dir!r}: no folder can be made there ({error})") from error
-        with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as unfinished, _bars_on_terminals():
+        with (
+            tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as unfinished,
+            _bars_on_terminals(),
+            _spawned(),
+        ):
             texts = _write_texts(task, split, limit, unfinished)
             rows = texts.map(
                 partial(
@@ -199,6 +204,20 @@ def _move(source: Path, target: Path) -> None:
         if not target.exists():
             raise
         shutil.rmtree(source)
+
+
+@contextmanager
+def _spawned() -> Iterator[None]:
+    """Processes of the datasets library start as new interpreters.
+
+    A fork copies the locks that other threads hold (torch's, Arrow's, W&B's) and may wait on one for ever.
+    """
+    before = multiprocess.get_start_method(allow_none=True)
+    multiprocess.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocess.set_start_method(before, force=True)
 
 
 @contextmanager

@@ -20,20 +20,27 @@ from eval.results import Report
 from train.variants import Variants, run_jobs, run_logged
 
 SPEEDS = ["1", "2", "3", "4"]
-ONE, LIST = "schedule.sampling=one", "schedule.speedups=[1,2,3,4]"
+ONE, SANDWICH = "schedule.sampling=one", "schedule.sampling=sandwich"
 RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")
-APART, HALF = "optim.distillation=0", "optim.distillation=0.5"
+APART, HALF, DISTILLED = (f"optim.distillation={share}" for share in (0, 0.5, 1))
+
+
+def _listed(*speedups: int) -> tuple[str, ...]:
+    return (f"schedule.speedups={list(speedups)}", "schedule.speedup_range=null")
+
+
+LIST = _listed(1, 2, 3, 4)
 VARIANTS = {
-    "full depth alone": (ONE, "schedule.speedups=[1]", APART),
-    "fixed 3x": (ONE, "schedule.speedups=[3]", APART),
-    "list": (ONE, LIST, APART),
-    "list, half distilled": (ONE, LIST, HALF),
-    "list, distilled": (ONE, LIST),
+    "full depth alone": (ONE, *_listed(1), APART),
+    "fixed 3x": (ONE, *_listed(3), APART),
+    "list": (ONE, *LIST, APART),
+    "list, half distilled": (ONE, *LIST, HALF),
+    "list, distilled": (ONE, *LIST, DISTILLED),
     "range": (ONE, *RANGE, APART),
     "range, half distilled": (ONE, *RANGE, HALF),
-    "sandwich": (LIST, APART),
-    "sandwich, distilled": (LIST,),
-    "sandwich of a range, distilled": RANGE,
+    "sandwich": (SANDWICH, *LIST, APART),
+    "sandwich, distilled": (SANDWICH, *LIST, DISTILLED),
+    "sandwich of a range, distilled": (SANDWICH, *RANGE, DISTILLED),
 }
 
 

@@ -6,8 +6,6 @@ Each goes into a folder of its name, a finished run like any other, with a log b
 again, and what was cut off goes on: start it again after a stop. Runs are independent: two at a time with
 OMP_NUM_THREADS=1 take half as long on two cores (--jobs 2). It ends with a table of what each computes: all train on
 the same rows for as many steps, but not with as much work.
-
-E2E without its training set holds 60 meaning representations out, for calibration and search.
 """
 
 import argparse
@@ -18,11 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from skipdecode.errors import ConfigError, unknown
-from train.recipe import load_recipe
 from train.rivals import RIVALS
 from train.variants import Variants, run_jobs
-
-HOLDOUT = "data.options.holdout=60"
 
 
 def main() -> int:
@@ -58,8 +53,6 @@ def train(options: argparse.Namespace) -> int:
     common = ["tracking.wandb=off", *options.overrides]
     if options.data_dir is not None:
         common.insert(0, f"data.path={options.data_dir.resolve()}")
-    if load_recipe(options.recipe, common).data.task == "e2e":
-        common.insert(0, HOLDOUT)
     variants = Variants(options.recipe, tuple(common))
     overrides = {name: RIVALS[name].resolve(variants) for name in names}
     samplers = {name: variants.sampler(overrides[name]) for name in names}  # refused before the first run

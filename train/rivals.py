@@ -57,5 +57,5 @@ RIVALS: dict[str, Rival] = {
     "shallow-3x": Rival("a model of as many layers as the mean budget at 3x", FULL_DEPTH, as_fast_as=3),
     "shallow-4x": Rival("a model of as many layers as the mean budget at 4x", FULL_DEPTH, as_fast_as=4),
     "early-exit": Rival("multi-layer early exit: a loss after each layer, as CALM", (*EXITS, "optim.distillation=0")),
-    "early-exit-distilled": Rival("the same, each exit taught by the last as the recipe's distillation says", EXITS),
+    "early-exit-distilled": Rival("the same, each exit taught by the last", (*EXITS, "optim.distillation=1")),
 }
