@@ -5,7 +5,8 @@
 Each goes into a folder of its name, a finished run like any other, with a log beside it. What is finished is not run
 again, and what was cut off goes on: start it again after a stop. Runs are independent: two at a time with
 OMP_NUM_THREADS=1 take half as long on two cores (--jobs 2). It ends with a table of what each computes: all train on
-the same rows for as many steps, but not with as much work.
+the same rows for as many steps, but not with as much work. What can't reach the recipe's targets is named and left out;
+--only NAME schedule.speedup_range=[1,3.5] trains it for others.
 """
 
 import argparse
@@ -54,8 +55,16 @@ def train(options: argparse.Namespace) -> int:
     if options.data_dir is not None:
         common.insert(0, f"data.path={options.data_dir.resolve()}")
     variants = Variants(options.recipe, tuple(common))
-    overrides = {name: RIVALS[name].resolve(variants) for name in names}
-    samplers = {name: variants.sampler(overrides[name]) for name in names}  # refused before the first run
+    overrides, samplers = {}, {}
+    for name in names:  # refused before the first run
+        try:
+            overrides[name] = RIVALS[name].resolve(variants)
+            samplers[name] = variants.sampler(overrides[name])
+        except ConfigError as error:
+            if options.only:
+                raise
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    names = list(samplers)
     options.output.mkdir(parents=True, exist_ok=True)
     jobs = {
         name: partial(variants.train, overrides[name], options.output / name, options.output / f"{name}.log")
