@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
 
 # What sets OPT's apart from GPT-2's: a text starts with </s>, which ends it too.
@@ -17,6 +18,26 @@ OPT_TOKENS: dict[str, Any] = {
     "unk_token": "<unk>",
     "add_bos_token": True,
 }
+
+
+def load(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint ready to decode: its model, in evaluation mode, and a tokenizer that pads on the left.
+
+    `model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), custom_generate=skip_generate, speedup=3)`
+    decodes with it.
+
+    Args:
+        name: a local folder or a repository of the Hub.
+        dtype: of the weights; default: as they are stored.
+        kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `device_map` or `revision`.
+
+    Raises:
+        ConfigError: where there is none, or it can't be loaded.
+    """
+    model = load_model(name, dtype, **kwargs).eval()
+    return model, load_tokenizer(
+        name, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs}
+    )
 
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -33,10 +54,14 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
     except (OSError, ValueError, ImportError) as error:  # adapters need peft
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+    if (path / ADAPTERS_FILE).is_file():  # the model that they adapt may have been trained for something else
+        remembered = SkipConfig.load(path)
+        assert remembered is not None
+        setattr(model.config, CONFIG_KEY, remembered.to_dict())
     return model
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none.
 
     A folder that holds OPT's `vocab.json` and `merges.txt` and nothing that says what they are is read as OPT's.
@@ -45,7 +70,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         if _is_bare_opt(Path(name)):
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:

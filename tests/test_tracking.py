@@ -111,7 +111,7 @@ def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
     ] + [record.artifact for record in written if record.WhichOneof("record_type") == "artifact"]
     (artifact,) = [a for a in artifacts if a.type == "model"]
     entries = {entry.path for entry in artifact.manifest.contents}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "skipdecode.json", "recipe.yaml"} <= entries
+    assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 
