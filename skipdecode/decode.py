@@ -23,7 +23,7 @@ from skipdecode.cache import PlannedCache
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config, unwrap
+from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.graphs import StaticSteps, static_steps
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
@@ -76,11 +76,12 @@ def skip_generate(
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
 
     Raises:
-        ConfigError: without a schedule or a speedup or with both; for a schedule of another depth; for beam search, `use_cache=False`, a cache that
-            already holds tokens, attention or hidden state outputs, more tokens than the model has positions, or
-            weights that are copies where steps can't be lean.
+        ConfigError: without a schedule or a speedup or with both; for a schedule of another depth, or a speedup of a
+            model that wasn't trained to skip; for beam search, `use_cache=False`, a cache that already holds tokens,
+            attention or hidden state outputs, more tokens than the model has positions, or weights that are copies
+            where steps can't be lean.
     """
-    schedule = _resolve_schedule(model, schedule, speedup)
+    schedule = resolve_schedule(model, schedule, speedup)
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or _streamer_of_generate()
@@ -221,9 +222,10 @@ def _streamer_of_generate() -> BaseStreamer | None:
     return frame.f_locals.get("streamer") if frame is not None else None
 
 
-def _resolve_schedule(
+def resolve_schedule(
     model: GenerativeModel, schedule: SkipSchedule | Mapping[str, Any] | None, speedup: float | None
 ) -> SkipSchedule:
+    """The schedule that `skip_generate` decodes with, of its arguments. Raises ConfigError as that says."""
     if schedule is not None and speedup is not None:
         raise ConfigError("both schedule and speedup are given: a schedule says how fast it is; leave one out")
     if isinstance(schedule, Mapping):
@@ -246,6 +248,8 @@ def _schedule_of(model: Any, speedup: float) -> SkipSchedule:
     check_speedup(speedup)
     config = SkipConfig.of(model.config)
     if config is None:
+        if speedup == 1:
+            return SkipSchedule.full_depth(len(decoder_layers(model)))
         raise ConfigError(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"

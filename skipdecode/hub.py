@@ -15,4 +15,5 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     """
     skips = kwargs.get("speedup") is not None or kwargs.get("schedule") is not None
     # Not model.generate: of a model that was loaded with trust_remote_code it is this function.
-    return GenerationMixin.generate(model, *args, custom_generate=skip_generate if skips else None, **kwargs)
+    kwargs["custom_generate"] = skip_generate if skips else None
+    return GenerationMixin.generate(model, *args, **kwargs)

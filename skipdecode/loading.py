@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
@@ -52,7 +53,7 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
         raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
-    except (OSError, ValueError, ImportError) as error:  # adapters need peft
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:  # adapters need peft
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
     if (path / ADAPTERS_FILE).is_file():  # the model that they adapt may have been trained for something else
         remembered = SkipConfig.load(path)
@@ -71,8 +72,10 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **kwargs)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where there are no files
+        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: no file of a vocabulary is there")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token: a completion could never end")
     if tokenizer.pad_token_id is None:

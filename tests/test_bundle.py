@@ -38,7 +38,8 @@ model = AutoModelForCausalLM.from_pretrained(repo)
 tokens = [model.generate(**inputs, **remote, speedup=speedup) for speedup in speedups]
 tokens.append(model.generate(**inputs, **remote, schedule=schedule))
 trusted = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
-tokens.append(trusted.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], speedup=3, max_new_tokens=12))
+mask = inputs["attention_mask"]
+tokens.append(trusted.generate(inputs["input_ids"], attention_mask=mask, speedup=3, max_new_tokens=12))
 tokens.append(trusted.generate(**inputs, max_new_tokens=12))
 print(json.dumps([ids.tolist() for ids in tokens]))
 """
