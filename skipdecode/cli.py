@@ -18,6 +18,7 @@ _COMMANDS = {
     "generate": "write what follows a prompt, at any speed",
     "info": "what a checkpoint was trained for, and what each speed costs",
     "compare": "the same prompts at several speeds, side by side with times",
+    "export": "a smaller checkpoint for one speed",
 }
 _GENERATE = """\
 Write what follows each prompt to standard output, and the speed to standard error.
@@ -32,6 +33,10 @@ reads, keys and values held. --calibrate times this machine too.
 """
 _COMPARE = """\
 Decode the same prompts at full depth and at other speeds, in turns, and show texts and times side by side.
+"""
+_EXPORT = """\
+Write a checkpoint for one speed, without the layers that it never runs, and say what that saves. It decodes the same
+tokens. Prompts must have been trained to run no more layers than the first token (schedule.prompt=max).
 """
 
 
@@ -114,7 +119,13 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     compare.add_argument("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="targets (default 3)")
     compare.add_argument("--repeats", type=int, default=3, metavar="N", help="timed rounds after a first (default 3)")
     compare.set_defaults(run=_compare)
-    return {"generate": generate, "info": info, "compare": compare}
+
+    export = command("export", _EXPORT, "example: skipdecode export outputs/prompt-max small --speedup 3")
+    _add_checkpoint(export)
+    export.add_argument("output", metavar="FOLDER", help="a new folder")
+    export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
+    export.set_defaults(run=_export)
+    return {"generate": generate, "info": info, "compare": compare, "export": export}
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -279,6 +290,20 @@ def _compare(options: argparse.Namespace) -> int:
     ]
     for line in _aligned([heads, *rows]):
         print(line)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    decoder = _decoder(options)
+    from skipdecode.prune import export
+
+    schedule = decoder.schedule(options.speedup)
+    found = export(decoder.model, decoder.tokenizer, schedule, options.speedup, options.output)
+    saved = 1 - found.parameters / found.parameters_before
+    print(
+        f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
+        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
+    )
     return 0
 
 
