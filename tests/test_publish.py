@@ -81,6 +81,18 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(run: Path, hub: Hub) 
     assert hub.tokens <= {"Bearer hf_test", None}
 
 
+def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
+    folder = train_small(tmp_path / "run", "train.max_steps=3", f"publish.repository={NAME}", "publish.tag=first")
+    files = hub.repositories[NAME].files
+    assert set(files) == {name for name in EXPECTED if not name.startswith("eval/")}
+    assert files["config.json"] == (folder / "config.json").read_bytes()
+    assert set(hub.repositories[NAME].tags) == {"first"}
+    for wrong in (["publish.repository=small"], [f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"]):
+        with pytest.raises(ConfigError, match=r"names no owner|wants a whole checkpoint"):
+            train_small(tmp_path / "wrong", *wrong)
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
     send(pack(run, NAME))
     sent, commits = hub.sent, list(hub.repositories[NAME].commits)

@@ -53,18 +53,23 @@ class Parcel:
     bytes: int
 
 
-def pack(folder: Path, repository: str) -> Parcel:
-    """Check a checkpoint's folder, write its card and its `custom_generate`, and list what will be sent.
-
-    Raises ConfigError for a name that the Hub doesn't take; where weights, tokenizer or schedules are missing or
-    damaged; and for a file with something in it that looks like a secret.
-    """
+def check_name(repository: str) -> None:
+    """Raises ConfigError for a name that the Hub doesn't take, or one without an owner."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigError(f"{repository!r} is no name of a repository: {first_line(error)}") from error
     if "/" not in repository:
         raise ConfigError(f"{repository!r} names no owner: expected OWNER/NAME, such as me/my-model")
+
+
+def pack(folder: Path, repository: str) -> Parcel:
+    """Check a checkpoint's folder, write its card and its `custom_generate`, and list what will be sent.
+
+    Raises ConfigError for a name that the Hub doesn't take; where weights, tokenizer or schedules are missing or
+    damaged; and for a file with something in it that looks like a secret.
+    """
+    check_name(repository)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds adapters apart: train with lora.merge=true to publish a whole checkpoint")
     if not (folder / "config.json").exists():

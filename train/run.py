@@ -27,7 +27,8 @@ from train.card import EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
 from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
-from train.recipe import Recipe
+from train.publish import check_name, describe, pack, send
+from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile, TimeEstimate
 from train.trainer import SkipTrainer
@@ -46,6 +47,10 @@ def run(recipe: Recipe, name: str) -> Path:
         RunStopped: where the run can't go on, after what can be saved is.
     """
     console = Console(stderr=True, quiet=not is_first_process())
+    if recipe.publish.repository is not None:
+        check_name(recipe.publish.repository)
+        if recipe.lora.r is not None and not recipe.lora.merge:
+            raise ConfigError("publish.repository wants a whole checkpoint: lora.merge=false keeps adapters apart")
     folder = Path(str(recipe.output.dir))
     if is_first_process():  # which alone writes there, soon
         check_folder(folder, recipe)
@@ -66,6 +71,7 @@ def run(recipe: Recipe, name: str) -> Path:
             tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
         if is_first_process() and (folder / "config.json").exists():
             write_card(folder)
+            _publish(recipe.publish, folder, console)
         tracker.checkpoint(folder)
     console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
     return folder
@@ -130,6 +136,15 @@ def _finish(trainer: SkipTrainer, recipe: Recipe, task: Task, tokenizer: PreTrai
             shutil.rmtree(folder / file.name, ignore_errors=True)
         os.replace(file, folder / file.name)
     partial.rmdir()
+
+
+def _publish(section: PublishSection, folder: Path, console: Console) -> None:
+    if section.repository is None:
+        return
+    parcel = pack(folder, section.repository)
+    for line in describe(parcel):
+        console.print(line)
+    console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
 
 
 def _limit_new_tokens(folder: Path, most: int) -> None:
