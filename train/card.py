@@ -19,8 +19,8 @@ MARK = "written by skipdecode: remove this line to keep what you change"
 EVALUATION = "eval"  # the folder in a checkpoint's
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "card.md"
 _DATA = {
-    "e2e": ("E2E NLG: restaurants' attributes in words, with several references each.", "GEM/e2e_nlg"),
-    "tldr": ("Reddit TL;DR: posts and their authors' summaries.", "webis/tldr-17"),
+    "e2e": ("E2E NLG: restaurants' attributes in words, with several references each.", "tuetschek/e2e_nlg"),
+    "tldr": ("Reddit TL;DR: posts and their authors' summaries.", "trl-lib/tldr"),
     "cnndm": ("CNN/DailyMail: news articles and their highlights.", "abisee/cnn_dailymail"),
     "departures": ("departures: sentences that a grammar writes from timetables, made by the training code.", None),
     "text": ("Prompts and completions of its author's own.", None),
