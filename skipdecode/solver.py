@@ -44,7 +44,11 @@ def solve_schedule(
         model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` found.
         speedup: the target, at least 1. 1 is full depth.
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
-        warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
+        warmup_layers: as in SkipSchedule.
+        decay: as in SkipSchedule.
+        placement: as in SkipSchedule.
+        prompt: as in SkipSchedule.
+        decay_rate: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.

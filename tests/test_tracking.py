@@ -1,6 +1,7 @@
 """What a run leaves behind is complete: an offline W&B run is read back from its own file."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ def run_folder(tracked: Path) -> Path:
 @pytest.fixture(scope="module")
 def written(run_folder: Path) -> list[Record]:
     (file,) = run_folder.glob("run-*.wandb")
+    # W&B's own process writes it, and in one that has had runs before may go on for a moment after the run is finished.
+    deadline = time.monotonic() + 60
+    while not any(record.WhichOneof("record_type") == "exit" for record in records(file)):
+        assert time.monotonic() < deadline, "no end of the run is written"
+        time.sleep(0.1)
     return records(file)
 
 
