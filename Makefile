@@ -3,7 +3,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 RUN := outputs/quickstart
 
-.PHONY: help install quickstart test lint build clean
+.PHONY: help install quickstart test lint docs build clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -46,6 +46,9 @@ lint: install ## check style, formatting and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(PY) -m mypy train.py
+
+docs: install ## build the documentation's site into build/site/
+	$(PY) -m mkdocs build --strict
 
 # setuptools would pack whatever an earlier build left in build/.
 build: install ## build the wheel into dist/

@@ -18,11 +18,11 @@ from eval.machine import describe_machine, resolve_device, versions
 from eval.request import Request
 from eval.systems import Checkpoint
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 
 # The files of a checkpoint that decoding depends on.
-_FILES = ("*.safetensors", "*.bin", "*config.json", "skipdecode.json", "tokenizer*", "vocab.json", "merges.txt")
+_FILES = ("*.safetensors", "*.bin", "*config.json", ADAPTERS_FILE, "tokenizer*", "vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python scripts/compare_objectives.py --data-dir E2E_FOLDER --output outputs/objectives
 
-Trains e2e-tiny under each, all for as much work (passes of a column through a layer) as the recipe itself does in
+Trains e2e-tiny under each, all for as much work (passes of a column through a layer) as the distilled sandwich does in
 --epochs, evaluates each at 1x to 4x, prints a table, and draws the frontiers into objectives.png. What is finished is
 not run again: start it again to go on after a stop. Runs are independent: two at a time with OMP_NUM_THREADS=1 take
 half as long on two cores (--jobs 2).
@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--epochs", type=float, default=6, help="of the recipe as it is: the work of all (default 6)")
+    parser.add_argument("--epochs", type=float, default=6, help="of the distilled sandwich: the work of all (default 6)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), help="default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
@@ -58,7 +58,8 @@ def main() -> int:
     variants = Variants("e2e-tiny", common)
     names = options.only or list(VARIANTS)
     rows = 32  # of the recipe's batch
-    budget = options.epochs * len(variants.prepared.encoded.rows) / rows * variants.work()
+    most = variants.work(VARIANTS["sandwich, distilled"])
+    budget = options.epochs * len(variants.prepared.encoded.rows) / rows * most
     steps = {name: round(budget / variants.work(VARIANTS[name])) for name in names}
     if run_jobs({name: partial(run, options, variants, name, steps[name]) for name in names}, options.jobs):
         return 1

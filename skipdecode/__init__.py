@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from skipdecode.cost import CostModel, Machine, MeasuredCost
     from skipdecode.decode import skip_generate
     from skipdecode.errors import ConfigError
+    from skipdecode.loading import load
     from skipdecode.schedule import SkipSchedule
     from skipdecode.solver import solve_schedule
 
@@ -20,6 +21,7 @@ __all__ = [
     "MeasuredCost",
     "PlannedCache",
     "SkipSchedule",
+    "load",
     "measure_cost",
     "skip_generate",
     "skip_layers",
@@ -34,6 +36,7 @@ _HOMES = {
     "Machine": "cost",
     "MeasuredCost": "cost",
     "PlannedCache": "cache",
+    "load": "loading",
     "measure_cost": "calibrate",
     "SkipSchedule": "schedule",
     "skip_generate": "decode",

@@ -7,18 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PretrainedConfig
+
 from skipdecode.cost import Cost
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, first_line
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import solve_schedule
 
-FILE_NAME = "skipdecode.json"
-_FORMAT = 1
+CONFIG_KEY = "skipdecode"  # of config.json
+ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class SkipConfig:
     """The schedules of a checkpoint (law 4): what trained it is what decodes with it.
+
+    It stands in `config.json` under the key `skipdecode`, so that it is there wherever the model is, as
+    `model.config.skipdecode`.
 
     Attributes:
         schedules: target speedup -> the schedule that training drew for it.
@@ -34,30 +40,72 @@ class SkipConfig:
         """The schedule of a target: the one trained under where there is one, else one solved the same way."""
         return self.schedules.get(float(speedup)) or solve_schedule(cost, speedup, **self.solver)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `skipdecode.json` into a checkpoint folder, whole or not at all."""
-        values = {
+    @property
+    def trained_range(self) -> tuple[float, float] | None:
+        """The slowest and the fastest target that training drew; None where it drew none."""
+        return (min(self.schedules), max(self.schedules)) if self.schedules else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they stand in the file."""
+        return {
             "format": _FORMAT,
             "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in self.schedules.items()},
             "solver": dict(self.solver),
             "task": dict(self.task),
         }
-        path = Path(folder) / FILE_NAME
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = CONFIG_KEY) -> "SkipConfig":
+        """What `to_dict` gave. Raises ConfigError, which names `where` it stands, if it is something else."""
+        try:
+            if values["format"] != _FORMAT:
+                raise ConfigError(f"{where} has format {values['format']}: this version reads format {_FORMAT}")
+            schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
+            return cls(schedules=schedules, solver=values["solver"], task=values["task"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where} is damaged ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "SkipConfig | None":
+        """What a model's config says; None where it says nothing. Raises ConfigError if damaged."""
+        values = getattr(config, CONFIG_KEY, None)
+        return None if values is None else cls.from_dict(values, f"{CONFIG_KEY} in the model's config")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it into a checkpoint folder's `config.json`, whole or not at all.
+
+        A folder of adapters has no `config.json`: there it is the file `skipdecode.json`.
+        """
+        path = Path(folder) / "config.json"
+        if path.exists():
+            values = json.loads(path.read_text(encoding="utf-8")) | {CONFIG_KEY: self.to_dict()}
+        else:
+            path, values = Path(folder) / ADAPTERS_FILE, self.to_dict()
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> "SkipConfig | None":
-        """What `save` wrote into the folder; None where there is no such file. Raises ConfigError if damaged."""
-        path = Path(folder) / FILE_NAME
-        if not path.exists():
+    def load(cls, name: str | os.PathLike[str]) -> "SkipConfig | None":
+        """What `save` wrote into a folder, or into a repository of the Hub; None where nothing is.
+
+        Raises ConfigError if it is damaged, and where a name is neither a folder nor a repository that can be read.
+        """
+        folder = Path(name)
+        for path in (folder / ADAPTERS_FILE, folder / "config.json"):
+            if path.exists():
+                try:
+                    values = json.loads(path.read_text(encoding="utf-8"))
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"{path} is damaged ({error})") from error
+                if path.name == ADAPTERS_FILE:
+                    return cls.from_dict(values, str(path))
+                return cls.from_dict(values[CONFIG_KEY], f"{CONFIG_KEY} in {path}") if CONFIG_KEY in values else None
+        if folder.is_dir():
             return None
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values["format"] != _FORMAT:
-                raise ConfigError(f"{path} has format {values['format']}: this version reads format {_FORMAT}")
-            schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
-            return cls(schedules=schedules, solver=values["solver"], task=values["task"])
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+            return cls.of(AutoConfig.from_pretrained(str(name)))
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{str(name)!r} is no checkpoint: {first_line(error)}") from error

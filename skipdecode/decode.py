@@ -1,7 +1,8 @@
 """Decoding under a schedule: prefill and steps, behind `model.generate(custom_generate=skip_generate)`."""
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,17 +15,23 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from skipdecode.attach import LayerGate, gated_layers, whole_columns
 from skipdecode.block import Step
 from skipdecode.cache import PlannedCache
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config, unwrap
+from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.graphs import StaticSteps, static_steps
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
+from skipdecode.solver import check_speedup
+
+_SOLVED: weakref.WeakKeyDictionary[Any, dict[float, SkipSchedule]] = weakref.WeakKeyDictionary()
 
 
 def skip_generate(
@@ -35,7 +42,8 @@ def skip_generate(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
-    schedule: SkipSchedule | None = None,
+    schedule: SkipSchedule | Mapping[str, Any] | None = None,
+    speedup: float | None = None,
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     **model_kwargs: Any,
@@ -43,16 +51,19 @@ def skip_generate(
     """Decode greedily or by sampling while step i runs `schedule.layers_at(i)` alone.
 
     Pass it to transformers, which prepares everything and calls it:
-    `model.generate(**inputs, custom_generate=skip_generate, schedule=schedule, max_new_tokens=64)`. Prompts are
-    padded on the left. Sampling settings, stopping criteria, streamers and `return_dict_in_generate` are
-    generate's own.
+    `model.generate(**inputs, custom_generate=skip_generate, speedup=3, max_new_tokens=64)`, or with a schedule of
+    one's own. Prompts are padded on the left. Sampling settings, stopping criteria, streamers and
+    `return_dict_in_generate` are generate's own.
 
     The cache is planned (`PlannedCache`, law 6) unless generate is given one, by `past_key_values` or by
     `cache_implementation`. With a planned cache, steps are lean (`skipdecode.lean`) where the model is made of plain
     parts, and go through its own forward pass elsewhere.
 
     Args:
-        schedule: which layers each generated token runs.
+        schedule: which layers each generated token runs; or its fields as plain values.
+        speedup: a target in place of a schedule, for a model whose config says what it was trained for
+            (`skipdecode.checkpoint.SkipConfig`); the schedule is the one that training drew for it, or is solved with
+            the same settings.
         weights: what decode steps compute with; the prompt is run with the model's own. "packed" (on CPU, in float32
             and bfloat16): copies in the layout that the processor reads fastest. "int8" (on CPU): copies in 8 bits,
             and activations too (`skipdecode.int8`). "model": no copies. By default "packed" where it is possible and
@@ -65,12 +76,13 @@ def skip_generate(
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
 
     Raises:
-        ConfigError: without a schedule or with one of another depth; for beam search, `use_cache=False`, a cache that
-            already holds tokens, attention or hidden state outputs, more tokens than the model has positions, or
-            weights that are copies where steps can't be lean.
+        ConfigError: without a schedule or a speedup or with both; for a schedule of another depth, or a speedup of a
+            model that wasn't trained to skip; for beam search, `use_cache=False`, a cache that already holds tokens,
+            attention or hidden state outputs, more tokens than the model has positions, or weights that are copies
+            where steps can't be lean.
     """
-    _check_request(model, input_ids, stopping_criteria, generation_config, schedule, model_kwargs)
-    assert schedule is not None  # checked above; for the type checker
+    schedule = resolve_schedule(model, schedule, speedup)
+    _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or _streamer_of_generate()
     with gated_layers(model, schedule, prompt_plan) as gate:
@@ -210,16 +222,54 @@ def _streamer_of_generate() -> BaseStreamer | None:
     return frame.f_locals.get("streamer") if frame is not None else None
 
 
+def resolve_schedule(
+    model: GenerativeModel, schedule: SkipSchedule | Mapping[str, Any] | None, speedup: float | None
+) -> SkipSchedule:
+    """The schedule that `skip_generate` decodes with, of its arguments. Raises ConfigError as that says."""
+    if schedule is not None and speedup is not None:
+        raise ConfigError("both schedule and speedup are given: a schedule says how fast it is; leave one out")
+    if isinstance(schedule, Mapping):
+        return SkipSchedule.from_dict(schedule)
+    if schedule is not None:
+        return schedule
+    if speedup is None:
+        raise ConfigError(
+            "schedule is missing: model.generate(..., custom_generate=skip_generate, schedule=...), "
+            "or speedup=... for a checkpoint that was trained to skip"
+        )
+    inner = unwrap(model)
+    solved = _SOLVED.setdefault(inner, {})
+    if speedup not in solved:
+        solved[speedup] = _schedule_of(inner, speedup)
+    return solved[speedup]
+
+
+def _schedule_of(model: Any, speedup: float) -> SkipSchedule:
+    check_speedup(speedup)
+    config = SkipConfig.of(model.config)
+    if config is None:
+        if speedup == 1:
+            return SkipSchedule.full_depth(len(decoder_layers(model)))
+        raise ConfigError(
+            f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
+            "pass schedule=solve_schedule(model, speedup)"
+        )
+    trained = config.trained_range
+    if trained is not None and not trained[0] <= speedup <= trained[1]:
+        logging.get_logger("transformers.skipdecode").warning(
+            f"speedup {speedup:g} lies outside of {trained[0]:g} to {trained[1]:g}, for which this model was trained: "
+            "expect worse texts"
+        )
+    return config.schedule_for(CostModel.of(model), speedup)
+
+
 def _check_request(
     model: GenerativeModel,
     input_ids: torch.Tensor,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    schedule: SkipSchedule | None,
     model_kwargs: dict[str, Any],
 ) -> None:
-    if schedule is None:
-        raise ConfigError("schedule is missing: model.generate(..., custom_generate=skip_generate, schedule=...)")
     if (generation_config.num_beams or 1) > 1:
         raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
     if not model_kwargs.get("use_cache", True):

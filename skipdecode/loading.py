@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
 
 # What sets OPT's apart from GPT-2's: a text starts with </s>, which ends it too.
@@ -17,6 +19,26 @@ OPT_TOKENS: dict[str, Any] = {
     "unk_token": "<unk>",
     "add_bos_token": True,
 }
+
+
+def load(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint ready to decode: its model, in evaluation mode, and a tokenizer that pads on the left.
+
+    `model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), custom_generate=skip_generate, speedup=3)`
+    decodes with it.
+
+    Args:
+        name: a local folder or a repository of the Hub.
+        dtype: of the weights; default: as they are stored.
+        kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `device_map` or `revision`.
+
+    Raises:
+        ConfigError: where there is none, or it can't be loaded.
+    """
+    model = load_model(name, dtype, **kwargs).eval()
+    return model, load_tokenizer(
+        name, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs}
+    )
 
 
 def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -31,12 +53,16 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
         raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
-    except (OSError, ValueError, ImportError) as error:  # adapters need peft
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:  # adapters need peft
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+    if (path / ADAPTERS_FILE).is_file():  # the model that they adapt may have been trained for something else
+        remembered = SkipConfig.load(path)
+        assert remembered is not None
+        setattr(model.config, CONFIG_KEY, remembered.to_dict())
     return model
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none.
 
     A folder that holds OPT's `vocab.json` and `merges.txt` and nothing that says what they are is read as OPT's.
@@ -45,9 +71,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         if _is_bare_opt(Path(name)):
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (OSError, ValueError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **kwargs)
+    except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where there are no files
+        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: no file of a vocabulary is there")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token: a completion could never end")
     if tokenizer.pad_token_id is None:

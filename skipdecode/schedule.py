@@ -70,19 +70,20 @@ class SkipSchedule:
     Raises:
         ConfigError: unless 1 <= warmup_layers <= min_layers <= max_layers <= num_layers, and every field is valid.
 
-    >>> schedule = SkipSchedule(num_layers=6, max_layers=5, min_layers=2, horizon=4)
-    >>> [schedule.budget(i) for i in range(6)]
-    [5, 4, 3, 2, 2, 2]
-    >>> [schedule.layers_at(i) for i in (0, 1, 5)]
-    [(0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 5)]
-    >>> schedule.cutoffs(6)
-    (6, 0, 1, 2, 3, 6)
-    >>> schedule.mean_budget(6)
-    3.0
-    >>> SkipSchedule(num_layers=12, max_layers=4, min_layers=8)
-    Traceback (most recent call last):
-        ...
-    skipdecode.errors.ConfigError: min_layers is 8: it must lie between warmup_layers (1) and max_layers (4)
+    Examples:
+        >>> schedule = SkipSchedule(num_layers=6, max_layers=5, min_layers=2, horizon=4)
+        >>> [schedule.budget(i) for i in range(6)]
+        [5, 4, 3, 2, 2, 2]
+        >>> [schedule.layers_at(i) for i in (0, 1, 5)]
+        [(0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 5)]
+        >>> schedule.cutoffs(6)
+        (6, 0, 1, 2, 3, 6)
+        >>> schedule.mean_budget(6)
+        3.0
+        >>> SkipSchedule(num_layers=12, max_layers=4, min_layers=8)
+        Traceback (most recent call last):
+            ...
+        skipdecode.errors.ConfigError: min_layers is 8: it must lie between warmup_layers (1) and max_layers (4)
     """
 
     num_layers: int

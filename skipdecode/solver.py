@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from skipdecode.calibrate import measure_cost
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
@@ -45,7 +44,11 @@ def solve_schedule(
         model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` found.
         speedup: the target, at least 1. 1 is full depth.
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
-        warmup_layers, decay, placement, prompt, decay_rate: as in SkipSchedule.
+        warmup_layers: as in SkipSchedule.
+        decay: as in SkipSchedule.
+        placement: as in SkipSchedule.
+        prompt: as in SkipSchedule.
+        decay_rate: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.
@@ -65,6 +68,8 @@ def solve_schedule(
     if calibrate:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"calibrate needs the model itself: a {type(model).__name__} can't be timed")
+        from skipdecode.calibrate import measure_cost  # it decodes, and what decodes may solve
+
         cost: Cost = measure_cost(model, batch_size=batch_size, prompt_length=prompt_length, weights=weights)
     else:
         cost = model if isinstance(model, Cost) else CostModel.of(model, dtype)
@@ -91,9 +96,14 @@ def solve_schedule(
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
 
 
-def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:
+def check_speedup(speedup: float) -> None:
+    """Raises ConfigError where a target is no number of at least 1."""
     if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
+
+
+def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:
+    check_speedup(speedup)
     if not 0 <= spread <= 1:
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
     for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):

@@ -56,7 +56,7 @@ def test_calibrating_measures_the_model_and_refuses_a_config(monkeypatch: pytest
         asked.append(conditions)
         return MeasuredCost(6, {1: 1.0, 6: 1.5})  # layers hardly matter: 2x is out of reach
 
-    monkeypatch.setattr("skipdecode.solver.measure_cost", measured)
+    monkeypatch.setattr("skipdecode.calibrate.measure_cost", measured)
     model = tiny_opt("opt", 6)
     with pytest.raises(ConfigError, match=r"reaches at most 1\.50"):
         solve_schedule(model, 2.0, calibrate=True, batch_size=8, prompt_length=32, weights="int8")

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
 from skipdecode.errors import ConfigError, first_line
 from train.recipe import LoraSection
 
@@ -49,7 +50,10 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     for file in list(folder.iterdir()):
         if file.is_file():
             shutil.copy(file, apart / file.name)
-    for name in (_CONFIG, _WEIGHTS, "README.md"):
+    for name in (_CONFIG, _WEIGHTS, ADAPTERS_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
     merged: Any = peft.PeftModel.from_pretrained(base, str(apart)).merge_and_unload()
     merged.save_pretrained(folder)
+    remembered = SkipConfig.load(apart)
+    if remembered is not None:
+        remembered.save(folder)

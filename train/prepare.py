@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from train.objective import Objective
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler, make_sampler
 from train.trainer import SkipTrainer, check_positions
+
+LONGEST_EXAMPLE = 400  # characters of a prompt that a checkpoint remembers as an example
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
     sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
+    example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
+    if len(example) <= LONGEST_EXAMPLE:
+        skip_config = replace(skip_config, task={**skip_config.task, "example": example})
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
     trained = add_adapters(model, recipe.lora)

@@ -158,6 +158,14 @@ class TrackingSection(Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
+class PublishSection(Section):
+    """The Hub, after training and evaluation; `scripts/publish.py` does the same later."""
+
+    repository: str | None = Field(None, description="OWNER/NAME; null: the run isn't published")
+    public: bool = Field(False, description="whether a new repository may be seen by all")
+    tag: str | None = Field(None, description="for the commit")
+
+
 class OutputSection(Section):
     """Where the run goes."""
 
@@ -177,6 +185,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
+    publish: PublishSection = PublishSection()
 
     def to_yaml(self) -> str:
         """The resolved recipe, every key of it, as `--recipe` reads it back."""

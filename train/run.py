@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
@@ -20,19 +20,21 @@ from eval.results import FILE_NAME, Report
 from eval.run import evaluate
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
+from skipdecode.bundle import write_custom_generate
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
+from train.card import EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
 from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
-from train.recipe import Recipe
+from train.publish import check_name, describe, pack, send
+from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile, TimeEstimate
 from train.trainer import SkipTrainer
 from train.weights_and_biases import SCHEDULES_FILE, tracked
 
 RECIPE_FILE = "recipe.yaml"
-EVALUATION = "eval"  # the folder in a finished run's
 
 
 def run(recipe: Recipe, name: str) -> Path:
@@ -45,6 +47,10 @@ def run(recipe: Recipe, name: str) -> Path:
         RunStopped: where the run can't go on, after what can be saved is.
     """
     console = Console(stderr=True, quiet=not is_first_process())
+    if recipe.publish.repository is not None:
+        check_name(recipe.publish.repository)
+        if recipe.lora.r is not None and not recipe.lora.merge:
+            raise ConfigError("publish.repository wants a whole checkpoint: lora.merge=false keeps adapters apart")
     folder = Path(str(recipe.output.dir))
     if is_first_process():  # which alone writes there, soon
         check_folder(folder, recipe)
@@ -59,16 +65,19 @@ def run(recipe: Recipe, name: str) -> Path:
             if is_first_process():
                 draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
                 tracker.schedules(folder)
-            _train(recipe, prepared, folder, console)
+            _train(recipe, task, prepared, folder, console)
             prepared = None  # the evaluation needs the memory
         if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
+        if is_first_process() and (folder / "config.json").exists():
+            write_card(folder)
+            _publish(recipe.publish, folder, console)
         tracker.checkpoint(folder)
     console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
     return folder
 
 
-def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -> None:
+def _train(recipe: Recipe, task: Task, prepared: Prepared, folder: Path, console: Console) -> None:
     stop = StopOnSignal()
     trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
     # One rank looks, and all continue from the same.
@@ -81,7 +90,7 @@ def _train(recipe: Recipe, prepared: Prepared, folder: Path, console: Console) -
     trainer.train(resume_from_checkpoint=chosen[0])
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
-    _finish(trainer, recipe, prepared.tokenizer, folder)
+    _finish(trainer, recipe, task, prepared.tokenizer, folder)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -108,7 +117,7 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
         raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
 
 
-def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _finish(trainer: SkipTrainer, recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the final checkpoint beside, then move it in; its config file, the mark of a finished run, comes last."""
     partial = folder / PARTIAL
     trainer.save_model(str(partial))
@@ -119,11 +128,30 @@ def _finish(trainer: SkipTrainer, recipe: Recipe, tokenizer: PreTrainedTokenizer
     if recipe.lora.r is not None and recipe.lora.merge:
         base, _ = build_model(recipe, [], tokenizer)
         merge_adapters(base, partial)
+    if (partial / "config.json").exists():  # not adapters apart
+        write_custom_generate(partial)
+        _limit_new_tokens(partial, recipe.evaluation.max_new_tokens or task.max_new_tokens)
     for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
         if file.is_dir():
             shutil.rmtree(folder / file.name, ignore_errors=True)
         os.replace(file, folder / file.name)
     partial.rmdir()
+
+
+def _publish(section: PublishSection, folder: Path, console: Console) -> None:
+    if section.repository is None:
+        return
+    parcel = pack(folder, section.repository)
+    for line in describe(parcel):
+        console.print(line)
+    console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
+
+
+def _limit_new_tokens(folder: Path, most: int) -> None:
+    """What `generate` writes where its caller doesn't say how much: else transformers stops after 20 tokens."""
+    config = GenerationConfig.from_pretrained(folder)
+    config.max_new_tokens = most
+    config.save_pretrained(folder)
 
 
 def _evaluate(recipe: Recipe, task: Task, folder: Path) -> Report:

@@ -1,11 +1,10 @@
 """Shallow models: some of a model's layers and the rest of it, as a plain checkpoint of fewer layers."""
 
-from typing import Any
-
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.families import decoder_layers, text_config
+from skipdecode.prune import keep_in_config, keep_layers
 
 
 def kept_layers(num_layers: int, keep: int) -> tuple[int, ...]:
@@ -33,17 +32,11 @@ def shrink_config(config: PretrainedConfig, keep: int) -> None:
 
     Also where a layer computes by its number, which in the shallow model is another one.
     """
-    text: Any = text_config(config)
-    if getattr(text, "scale_attn_by_inverse_layer_idx", False):  # GPT-2
-        raise ConfigError(
-            f"model.layers is {keep}: this model's layers scale attention by their number "
-            "(scale_attn_by_inverse_layer_idx), so none can be left out"
-        )
-    kept = kept_layers(text.num_hidden_layers, keep)
-    kinds = getattr(text, "layer_types", None)
-    text.num_hidden_layers = keep  # whatever the family calls it: configs map the name
-    if kinds is not None:
-        text.layer_types = [kinds[layer] for layer in kept]
+    kept = kept_layers(text_config(config).num_hidden_layers, keep)
+    try:
+        keep_in_config(config, kept)
+    except ConfigError as error:
+        raise ConfigError(f"model.layers is {keep}: {error}") from error
 
 
 def shrink_model(model: PreTrainedModel, keep: int) -> None:
@@ -58,13 +51,8 @@ def shrink_model(model: PreTrainedModel, keep: int) -> None:
     Raises:
         ConfigError: as `shrink_config` does, before anything is changed.
     """
-    layers = decoder_layers(model)
-    kept = kept_layers(len(layers), keep)
-    shrink_config(model.config, keep)
-    for index in reversed(range(len(layers))):
-        if index not in kept:
-            del layers[index]
-    for number, layer in enumerate(layers):
-        numbered: list[Any] = [module for module in layer.modules() if hasattr(module, "layer_idx")]
-        for module in numbered:
-            module.layer_idx = number  # where its keys and values are in a cache
+    kept = kept_layers(len(decoder_layers(model)), keep)
+    try:
+        keep_layers(model, kept)
+    except ConfigError as error:
+        raise ConfigError(f"model.layers is {keep}: {error}") from error

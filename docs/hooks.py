@@ -1,0 +1,23 @@
+"""Pages that show what commands say of themselves: `<!-- help: -m eval -->` becomes the text of its --help."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_HELP = re.compile(r"<!-- help: (.+?) -->")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What mkdocs calls for each page."""
+    return _HELP.sub(lambda match: f"```text\n{_help(match[1])}\n```", markdown)
+
+
+def _help(command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    words = [sys.executable, *command.split(), "--help"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.rstrip()

@@ -1,0 +1,397 @@
+"""The command `skipdecode`: decode with a checkpoint, ask what it can do, see two speeds side by side."""
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skipdecode.texts import Decoded, Decoder
+
+_COMMANDS = {
+    "generate": "write what follows a prompt, at any speed",
+    "info": "what a checkpoint was trained for, and what each speed costs",
+    "compare": "the same prompts at several speeds, side by side with times",
+    "export": "a smaller checkpoint for one speed",
+}
+_GENERATE = """\
+Write what follows each prompt to standard output, and the speed to standard error.
+
+A prompt is an argument, a line of --file, or a line of standard input. In all of these \\n is a line break: many
+fine-tuned models want their prompt to end in one (`skipdecode info` shows an example). With --json, lines of
+{"prompt": ...} are read as well, and {"prompt", "text", "tokens", "layers"} is written.
+"""
+_INFO = """\
+Say what a checkpoint was trained for, and what each speed costs: layers per token, speed by the bytes that a step
+reads, keys and values held. --calibrate times this machine too.
+"""
+_COMPARE = """\
+Decode the same prompts at full depth and at other speeds, in turns, and show texts and times side by side.
+"""
+_EXPORT = """\
+Write a checkpoint for one speed, without the layers that it never runs, and say what that saves. It decodes the same
+tokens. Prompts must have been trained to run no more layers than the first token (schedule.prompt=max).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = _parser().parse_args(words[:1]).command
+    options = _commands()[command].parse_intermixed_args(words[1:])  # prompts may come before options and after
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # what reads us has enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:<10}{what}" for name, what in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="skipdecode",
+        description="Decode with checkpoints that skip layers as they generate (arXiv 2307.02628).",
+        epilog=f"commands:\n{lines}\n\n`skipdecode COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="skipdecode COMMAND ...",
+    )
+    parser.add_argument("command", choices=list(_COMMANDS), help=argparse.SUPPRESS)
+    return parser
+
+
+def _commands() -> dict[str, argparse.ArgumentParser]:
+    def command(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+        return argparse.ArgumentParser(
+            prog=f"skipdecode {name}",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    generate = command(
+        "generate",
+        _GENERATE,
+        "examples:\n"
+        "  skipdecode generate outputs/quickstart --speedup 3 'vehicle: ferry | to: Saltfern\\n'\n"
+        "  skipdecode generate me/my-model --speedup 3 --file prompts.txt --batch-size 8 > texts.txt\n"
+        "  skipdecode generate me/my-model --json < prompts.jsonl > texts.jsonl",
+    )
+    _add_checkpoint(generate)
+    _add_prompts(generate)
+    generate.add_argument("--speedup", type=float, default=1, metavar="X", help="target wall-clock speedup (default 1)")
+    generate.add_argument("--schedule", metavar="FILE", help="a schedule of your own, in place of a target")
+    generate.add_argument("--batch-size", type=int, default=8, metavar="B", help="prompts together (default 8)")
+    generate.add_argument("--stream", action="store_true", help="write words as they come; one prompt at a time")
+    generate.add_argument("--json", action="store_true", help="read and write lines of JSON")
+    generate.add_argument("--temperature", type=float, metavar="T", help="sample; greedy without")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that make up P")
+    generate.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    generate.set_defaults(run=_generate)
+
+    info = command("info", _INFO)
+    _add_checkpoint(info)
+    info.add_argument("--speedup", type=float, nargs="+", metavar="X", help="default: those that it was trained for")
+    info.add_argument("--batch-size", type=int, default=1, metavar="B", help="default 1")
+    info.add_argument("--prompt-length", type=int, default=64, metavar="N", help="tokens (default 64)")
+    info.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default 64")
+    info.add_argument("--calibrate", action="store_true", help="time decode steps on this machine as well")
+    info.set_defaults(run=_info)
+
+    compare = command(
+        "compare",
+        _COMPARE,
+        "example: skipdecode compare outputs/quickstart 'vehicle: ferry | to: Saltfern\\n' --speedup 2 4",
+    )
+    _add_checkpoint(compare)
+    _add_prompts(compare)
+    compare.add_argument("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="targets (default 3)")
+    compare.add_argument("--repeats", type=int, default=3, metavar="N", help="timed rounds after a first (default 3)")
+    compare.set_defaults(run=_compare)
+
+    export = command("export", _EXPORT, "example: skipdecode export outputs/prompt-max small --speedup 3")
+    _add_checkpoint(export)
+    export.add_argument("output", metavar="FOLDER", help="a new folder")
+    export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
+    export.set_defaults(run=_export)
+    return {"generate": generate, "info": info, "compare": compare, "export": export}
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a folder, or a repository of the Hub")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
+    parser.add_argument("--weights", choices=["model", "packed", "int8"], help="what decode steps compute with")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input")
+    parser.add_argument("--file", metavar="FILE", help="a prompt on each line; - is standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each prompt (default 64)")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if options.schedule is not None and options.speedup != 1:
+        raise ConfigError("--schedule says how fast it is: leave --speedup out")
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size is {options.batch_size}: it must be at least 1")
+    sampling: dict[str, Any] = {}
+    if options.temperature is not None or options.top_p is not None:
+        _check_sampling(options)
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    prompts = _prompts(options, as_json=options.json)
+    from skipdecode.schedule import SkipSchedule
+
+    schedule = SkipSchedule.load(options.schedule) if options.schedule is not None else None
+    decoder = _decoder(options, **sampling)
+    decoder.check(prompts)
+    schedule = schedule or decoder.schedule(options.speedup)
+    if sampling:
+        import torch
+
+        torch.manual_seed(options.seed)
+    total: Decoded | None = None
+    streamer = None
+    if options.stream:
+        from transformers import TextStreamer
+
+        streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    size = 1 if streamer is not None else options.batch_size
+    for at in range(0, len(prompts), size):
+        decoded = decoder.decode(prompts[at : at + size], schedule, streamer)
+        for completion in decoded.completions if streamer is None else ():
+            line = completion.text
+            if options.json:
+                fields = ("prompt", "text", "tokens", "layers")
+                line = json.dumps({field: getattr(completion, field) for field in fields}, ensure_ascii=False)
+            print(line, flush=True)
+        total = decoded if total is None else total + decoded
+    assert total is not None  # there is at least one prompt
+    print(_speed(total, schedule.num_layers), file=sys.stderr)
+    return 0
+
+
+def _speed(decoded: "Decoded", num_layers: int) -> str:
+    return (
+        f"{decoded.layers_per_token:.2f} of {num_layers} layers per token, "
+        f"{decoded.tokens_per_second:.1f} tokens/s (prompts {decoded.prefill_seconds:.2f} s, "
+        f"decoding {decoded.decode_seconds:.2f} s)"
+    )
+
+
+def _info(options: argparse.Namespace) -> int:
+    decoder = _decoder(options)
+    from skipdecode.checkpoint import SkipConfig
+    from skipdecode.cost import CostModel, count_parameters
+    from skipdecode.texts import price
+
+    for name, value in (("--prompt-length", options.prompt_length), ("--new-tokens", options.new_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}: it must be at least 1")
+    model = decoder.model
+    remembered = SkipConfig.of(model.config)
+    depth = CostModel.of(model).num_layers
+    parameters = count_parameters(model.parameters())
+    print(f"{options.checkpoint}: {model.config.model_type}, {depth} layers, {parameters / 1e6:.1f} M parameters")
+    if remembered is None:
+        print("it doesn't say what it was trained for: nothing but full depth can be expected to read well")
+    else:
+        _print_training(remembered)
+    trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
+    speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
+    conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
+    prices = price(decoder, speedups, **conditions, new_tokens=options.new_tokens)
+    measured: list[str] = []
+    if options.calibrate:
+        from skipdecode.calibrate import measure_cost
+
+        cost = measure_cost(model, weights=options.weights, **conditions)
+        measured = [f"{cost.speedup(found.schedule):.2f}x" for found in prices]
+    heads = ["target", "layers", "layers per token", "by bytes", "cache MB", "trained for"]
+    rows = [
+        [
+            f"{found.speedup:g}x",
+            f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
+            f"{found.layers:.2f}",
+            f"{found.predicted:.2f}x",
+            f"{found.cache_bytes / 1e6:.2f}",
+            "yes" if found.trained else "no",
+        ]
+        for found in prices
+    ]
+    if measured:
+        heads.insert(4, "measured")
+        for row, cell in zip(rows, measured, strict=True):
+            row.insert(4, cell)
+    print()
+    for line in _aligned([heads, *rows]):
+        print(line)
+    print(
+        f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; "
+        "speeds are of decode steps, over full depth"
+    )
+    return 0
+
+
+def _print_training(remembered: Any) -> None:
+    speeds = remembered.trained_range
+    if speeds is not None:
+        drawn = f"{speeds[0]:g}x" if speeds[0] == speeds[1] else f"{speeds[0]:g}x to {speeds[1]:g}x"
+        print(f"trained for {drawn} ({len(remembered.schedules)} schedules)")
+    if remembered.task.get("name"):
+        print(f"on the task {remembered.task['name']}")
+    if remembered.task.get("example"):
+        print(f"with prompts such as {json.dumps(remembered.task['example'], ensure_ascii=False)}")
+
+
+def _spread(values: Sequence[float], count: int) -> list[float]:
+    return [values[round(n * (len(values) - 1) / (count - 1))] for n in range(count)]
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats is {options.repeats}: it must be at least 1")
+    prompts = _prompts(options)
+    decoder = _decoder(options)
+    decoder.check(prompts)
+    from skipdecode.texts import compare
+
+    found = compare(decoder, prompts, options.speedup, options.repeats)
+    names = [f"{speedup:g}x" for speedup in found.speedups]
+    width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
+    for number, prompt in enumerate(prompts):
+        print(f"> {prompt.rstrip()}")
+        texts = [decoded.completions[number].text for decoded in found.decoded]
+        for line in _side_by_side(names, texts, width):
+            print(line)
+        print()
+    heads = ["target", "measured", "layers per token", "tokens/s", "prompts s", "decoding s"]
+    rows = [
+        [
+            name,
+            f"{measured:.2f}x",
+            f"{decoded.layers_per_token:.2f}",
+            f"{decoded.tokens_per_second:.1f}",
+            f"{decoded.prefill_seconds:.3f}",
+            f"{decoded.decode_seconds:.3f}",
+        ]
+        for name, measured, decoded in zip(names, found.measured, found.decoded, strict=True)
+    ]
+    for line in _aligned([heads, *rows]):
+        print(line)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    decoder = _decoder(options)
+    from skipdecode.prune import export
+
+    schedule = decoder.schedule(options.speedup)
+    found = export(decoder.model, decoder.tokenizer, schedule, options.speedup, options.output)
+    saved = 1 - found.parameters / found.parameters_before
+    print(
+        f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
+        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
+    )
+    return 0
+
+
+def _side_by_side(heads: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
+    wrapped = [
+        [head, *(line for part in text.strip().splitlines() for line in textwrap.wrap(part, width) or [""])]
+        for head, text in zip(heads, texts, strict=True)
+    ]
+    height = max(map(len, wrapped))
+    padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
+    return [" | ".join(line.ljust(width) for line in row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]:
+    """The prompts of the arguments, of a file or of standard input. Raises ConfigError where there are none."""
+    if options.prompts and options.file is not None:
+        raise ConfigError("prompts are given as arguments and by --file: leave one out")
+    if options.prompts:
+        return [_unescaped(prompt) for prompt in options.prompts]
+    if options.file in (None, "-"):
+        if options.file is None and sys.stdin.isatty():
+            raise ConfigError("no prompt: name one, or --file FILE, or write lines to standard input")
+        where, lines = "standard input", sys.stdin.read().splitlines()
+    else:
+        where = options.file
+        try:
+            lines = Path(options.file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--file {options.file!r} can't be read: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"{where} holds no prompt: every line is empty")
+    if not as_json:
+        return [_unescaped(line) for _, line in numbered]
+    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: expected a JSON object with a prompt, found {line[:40]!r}") from error
+    prompt = values.get("prompt") if isinstance(values, dict) else None
+    if not isinstance(prompt, str):
+        raise ConfigError(f"{where}: expected a JSON object whose prompt is a text, found {line[:40]!r}")
+    return prompt
+
+
+def _unescaped(prompt: str) -> str:
+    return prompt.replace("\\n", "\n")
+
+
+def _check_sampling(options: argparse.Namespace) -> None:
+    if options.temperature is not None and not 0 < options.temperature < float("inf"):
+        raise ConfigError(f"--temperature is {options.temperature}: it must be above 0")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p is {options.top_p}: it must lie above 0 and at most at 1")
+
+
+def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
+    import torch
+    from transformers.utils import logging
+
+    from skipdecode.loading import load
+    from skipdecode.texts import Decoder
+
+    logging.disable_progress_bar()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device is {device!r}, which can't be used: {str(error).splitlines()[0]}") from error
+    model, tokenizer = load(options.checkpoint, getattr(torch, options.dtype) if options.dtype else None)
+    return Decoder(
+        model.to(place),  # type: ignore[arg-type]
+        tokenizer,
+        getattr(options, "max_new_tokens", 1),
+        options.weights,
+        **sampling,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Models with fewer layers: what is left of one when layers that nothing runs are taken out."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from skipdecode.bundle import write_custom_generate
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import count_parameters, depth_mismatch
+from skipdecode.errors import ConfigError
+from skipdecode.families import decoder_layers, text_config
+from skipdecode.schedule import SkipSchedule
+
+
+def keep_in_config(config: PretrainedConfig, kept: Sequence[int]) -> None:
+    """Make a config that of a model of the layers `kept` alone.
+
+    Raises ConfigError where a layer computes by its number, which would be another one.
+    """
+    text: Any = text_config(config)
+    if getattr(text, "scale_attn_by_inverse_layer_idx", False):  # GPT-2
+        raise ConfigError(
+            "this model's layers scale attention by their number (scale_attn_by_inverse_layer_idx), so none can be "
+            "left out"
+        )
+    kinds = getattr(text, "layer_types", None)
+    text.num_hidden_layers = len(kept)  # whatever the family calls it: configs map the name
+    if kinds is not None:
+        text.layer_types = [kinds[layer] for layer in kept]
+
+
+def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
+    """Take all layers but `kept` out of a model.
+
+    Its logits are then those of the whole model when it skips the same layers for every column.
+
+    Args:
+        model: changed in place, with its config.
+        kept: layers that stay, ascending, from 0.
+
+    Raises:
+        ConfigError: as `keep_in_config` does, before anything is changed.
+    """
+    layers = decoder_layers(model)
+    keep_in_config(model.config, kept)
+    for index in reversed(range(len(layers))):
+        if index not in kept:
+            del layers[index]
+    for number, layer in enumerate(layers):
+        numbered: list[Any] = [module for module in layer.modules() if hasattr(module, "layer_idx")]
+        for module in numbered:
+            module.layer_idx = number  # where its keys and values are in a cache
+
+
+def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedule]:
+    """The layers that a schedule ever runs, and the schedule that runs the same ones where no others are.
+
+    Raises ConfigError where prompts run all layers, so that none can go, and where the placement spreads layers by the
+    depth of the whole model, so that no schedule of the smaller one runs the same.
+    """
+    if schedule.prompt != "max" and schedule.max_layers < schedule.num_layers:
+        raise ConfigError(
+            f"prompts run all {schedule.num_layers} layers under this schedule, so that none can be dropped: "
+            "train with schedule.prompt=max"
+        )
+    kept = schedule.layers_for(schedule.max_layers)  # law 1: every later set is in it
+    smaller = replace(schedule, num_layers=len(kept))
+    for budget in range(schedule.min_layers, schedule.max_layers + 1):
+        if tuple(kept[n] for n in smaller.layers_for(budget)) != schedule.layers_for(budget):
+            raise ConfigError(
+                f"placement is {schedule.placement!r}, whose {budget} layers of {schedule.num_layers} are no set of "
+                f"the same placement in a model of {len(kept)}: its layers can't be dropped"
+            )
+    return kept, smaller
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export saved.
+
+    Attributes:
+        layers, layers_before: of the model.
+        parameters, parameters_before: of all weights.
+        schedule: of the exported checkpoint.
+    """
+
+    layers: int
+    layers_before: int
+    parameters: int
+    parameters_before: int
+    schedule: SkipSchedule
+
+
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    schedule: SkipSchedule,
+    speedup: float,
+    folder: str | os.PathLike[str],
+) -> Exported:
+    """Write a checkpoint that decodes under one schedule alone, without the layers that it never runs.
+
+    It decodes the same tokens as the whole checkpoint under the schedule. The folder appears whole or not at all.
+
+    Args:
+        model: loses those layers.
+        tokenizer: saved beside it.
+        schedule: of the whole model.
+        speedup: the target that the exported checkpoint has the schedule for.
+        folder: new, or empty.
+
+    Raises:
+        ConfigError: where no layer can go (`pruned_schedule`, `keep_in_config`), and for a folder that holds something.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} isn't empty: name a new folder")
+    before = count_parameters(model.parameters())
+    depth = len(decoder_layers(model))
+    if schedule.num_layers != depth:
+        raise ConfigError(depth_mismatch(schedule, depth))
+    kept, smaller = pruned_schedule(schedule)
+    keep_layers(model, kept)
+    remembered = SkipConfig.of(model.config) or SkipConfig()
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    SkipConfig({speedup: smaller}, remembered.solver, remembered.task).save(partial)
+    write_custom_generate(partial)
+    if target.exists():
+        target.rmdir()
+    os.replace(partial, target)
+    return Exported(len(kept), depth, count_parameters(model.parameters()), before, smaller)

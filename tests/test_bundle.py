@@ -1,0 +1,117 @@
+"""The file that a checkpoint carries decodes as the package does, where there is no package."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_checkpoints import save_checkpoint
+
+import skipdecode
+from skipdecode import SkipSchedule, skip_generate
+from skipdecode.bundle import PATH, custom_generate_source, write_custom_generate
+
+PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
+SPEEDUPS = [1, 2, 3]
+SCHEDULE = {"num_layers": 6, "max_layers": 4, "min_layers": 2, "horizon": 5}
+
+SCRIPT = """
+import json, sys
+
+class NoPackage:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("skipdecode", "data", "eval", "train"):
+            raise ModuleNotFoundError(f"{name} is not here", name=name)
+
+sys.meta_path.insert(0, NoPackage())
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+repo, prompts, speedups, schedule = json.loads(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(repo)
+inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+remote = {"custom_generate": repo, "trust_remote_code": True, "max_new_tokens": 12}
+model = AutoModelForCausalLM.from_pretrained(repo)
+tokens = [model.generate(**inputs, **remote, speedup=speedup) for speedup in speedups]
+tokens.append(model.generate(**inputs, **remote, schedule=schedule))
+trusted = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
+mask = inputs["attention_mask"]
+tokens.append(trusted.generate(inputs["input_ids"], attention_mask=mask, speedup=3, max_new_tokens=12))
+tokens.append(trusted.generate(**inputs, max_new_tokens=12))
+print(json.dumps([ids.tolist() for ids in tokens]))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("bundle") / "tiny", 6)
+    write_custom_generate(folder)
+    return folder
+
+
+def test_plain_transformers_gives_the_tokens_of_skip_generate(checkpoint: Path, tmp_path: Path) -> None:
+    request = json.dumps([str(checkpoint), PROMPTS, SPEEDUPS, SCHEDULE])
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, request], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+
+    def decode(**how: object) -> list[list[int]]:
+        return model.generate(**inputs, custom_generate=skip_generate, max_new_tokens=12, **how).tolist()
+
+    expected = [decode(speedup=speedup) for speedup in SPEEDUPS]
+    expected.append(decode(schedule=SkipSchedule.from_dict(SCHEDULE)))
+    expected += [expected[-2], model.generate(**inputs, max_new_tokens=12).tolist()]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert len({json.dumps(tokens) for tokens in expected[:4]}) == 4  # random weights: each speed says something else
+
+
+def test_the_file_holds_no_import_but_torch_transformers_and_pythons_own(checkpoint: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((checkpoint / PATH).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).split(".")[0])
+    assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+
+
+def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:
+    assert (checkpoint / PATH).read_text() == custom_generate_source()
+    assert [path.name for path in (checkpoint / PATH).parent.iterdir()] == [PATH.name]
+
+
+def test_two_definitions_of_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import skipdecode.bundle
+
+    monkeypatch.setattr(skipdecode.bundle, "_modules", lambda _: {"one": "def f(): ...\n", "two": "f: int = 3\n"})
+    with pytest.raises(ValueError, match="f is defined in one and in two"):
+        custom_generate_source()
+
+
+def test_a_target_that_cannot_be_met_is_refused(checkpoint: Path) -> None:
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    inputs = tokenizer(PROMPTS[:1], return_tensors="pt")
+
+    def decode(**how: object) -> torch.Tensor:
+        return model.generate(**inputs, custom_generate=skip_generate, max_new_tokens=4, **how)
+
+    for how, message in (
+        ({}, "schedule is missing"),
+        ({"speedup": 2, "schedule": SkipSchedule(6, 3, 1)}, "both schedule and speedup are given"),
+        ({"speedup": 0.5}, "speedup is 0.5: it must be a number of at least 1"),
+        ({"speedup": "2"}, "speedup is '2': it must be a number of at least 1"),
+        ({"speedup": 90}, "reaches at most"),
+        ({"schedule": {**SCHEDULE, "horizn": 3}}, "horizn"),
+    ):
+        with pytest.raises(skipdecode.ConfigError, match=message):
+            decode(**how)
+    del model.config.skipdecode
+    with pytest.raises(skipdecode.ConfigError, match="doesn't say what schedules it was trained for"):
+        decode(speedup=2.5)

@@ -1,0 +1,214 @@
+"""The command `skipdecode`, as its users call it."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_checkpoints import save_checkpoint
+
+import skipdecode
+from skipdecode import SkipSchedule, skip_generate
+from skipdecode.cli import main
+
+PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
+TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
+SHORT = ["--max-new-tokens", "9"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("command") / "tiny", 6)
+
+
+def expected(checkpoint: Path, prompts: list[str], **how: Any) -> list[str]:
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    ids = model.generate(**inputs, custom_generate=skip_generate, max_new_tokens=9, **how)
+    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def said(capsys: Any) -> tuple[list[str], str]:
+    out, err = capsys.readouterr()
+    return out.splitlines(), err
+
+
+def test_prompts_come_from_arguments_a_file_and_standard_input(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [line for text in expected(checkpoint, PROMPTS, speedup=2) for line in text.splitlines()]
+    assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, *TYPED]) == 0
+    out, err = said(capsys)
+    assert out == texts
+    assert " of 6 layers per token, " in err
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(TYPED) + "\n\n")
+    assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, "--file", str(file)]) == 0
+    assert said(capsys)[0] == texts
+    for words in ([], ["--file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
+        assert main(["generate", "--speedup", "2", *SHORT, str(checkpoint), *words]) == 0
+        assert said(capsys)[0] == texts
+
+
+def test_json_lines_say_tokens_and_layers(checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "\n".join(json.dumps({"prompt": prompt, "id": 7}) for prompt in PROMPTS)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert main(["generate", str(checkpoint), "--speedup", "3", *SHORT, "--json"]) == 0
+    out, _ = said(capsys)
+    found = [json.loads(line) for line in out]
+    assert [line["prompt"] for line in found] == PROMPTS
+    assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
+    model, _ = skipdecode.load(str(checkpoint))
+    schedule = skipdecode.checkpoint.SkipConfig.of(model.config).schedule_for(skipdecode.CostModel.of(model), 3)  # type: ignore[union-attr]
+    for line in found:
+        steps = line["tokens"] - 1
+        assert line["layers"] == pytest.approx(sum(schedule.budget(i) for i in range(steps)) / steps)
+
+
+def test_streaming_writes_the_same_text(checkpoint: Path, capsys: Any) -> None:
+    assert main(["generate", str(checkpoint), TYPED[0], "--stream", "--speedup", "3", *SHORT]) == 0
+    out, _ = said(capsys)
+    assert "\n".join(out).strip() == expected(checkpoint, PROMPTS[:1], speedup=3)[0].strip()
+
+
+def test_a_schedule_of_ones_own_and_batches(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    schedule = SkipSchedule(6, 3, 2, horizon=4)
+    file = tmp_path / "mine.json"
+    file.write_text(schedule.to_json())
+    assert main(["generate", str(checkpoint), *TYPED, *SHORT, "--schedule", str(file), "--batch-size", "1"]) == 0
+    out, _ = said(capsys)
+    assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
+
+
+def test_sampling_follows_its_seed(checkpoint: Path, capsys: Any) -> None:
+    words = ["generate", str(checkpoint), TYPED[0], *SHORT, "--temperature", "5", "--seed"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([*words, seed]) == 0
+        texts.append(said(capsys)[0])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
+    assert main(["info", str(checkpoint), "--speedup", "1", "2.5", "--new-tokens", "16"]) == 0
+    out, _ = said(capsys)
+    assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
+    assert "on the task departures" in out
+    model, _ = skipdecode.load(str(checkpoint))
+    schedule = skipdecode.checkpoint.SkipConfig.of(model.config).schedule_for(skipdecode.CostModel.of(model), 2.5)  # type: ignore[union-attr]
+    full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
+    assert full[:7] == ["1x", "6", "to", "6", "of", "6", "6.00"]
+    assert fast[1:6] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6"]
+    assert float(fast[6]) == pytest.approx(schedule.mean_budget(16), abs=0.005)
+    assert float(fast[7].rstrip("x")) >= 2.5
+    assert main(["info", str(checkpoint), "--calibrate"]) == 0
+    assert "measured" in capsys.readouterr().out
+
+
+def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: Any) -> None:
+    assert main(["compare", str(checkpoint), TYPED[0], *SHORT, "--speedup", "2", "3", "--repeats", "1"]) == 0
+    out, _ = said(capsys)
+    assert out[0] == f"> {PROMPTS[0].strip()}"
+    assert [head.strip() for head in out[1].split("|")] == ["1x", "2x", "3x"]
+    rows = [line.split() for line in out[-3:]]
+    assert [row[0] for row in rows] == ["1x", "2x", "3x"]
+    assert rows[0][1:3] == ["1.00x", "6.00"]
+    assert float(rows[2][2]) < float(rows[1][2]) < 6
+
+
+def broken(checkpoint: Path, folder: Path, change: str) -> Path:
+    shutil.copytree(checkpoint, folder)
+    if change == "tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+    elif change == "damaged tokenizer":
+        (folder / "tokenizer.json").write_text('{"version": ')
+    elif change == "weights":
+        (folder / "model.safetensors").write_bytes(b"\x07" * 400)
+    elif change == "config":
+        (folder / "config.json").write_text("{")
+    elif change == "schedules":
+        values = json.loads((folder / "config.json").read_text())
+        del values["skipdecode"]["solver"]
+        (folder / "config.json").write_text(json.dumps(values))
+    elif change == "untrained":
+        values = json.loads((folder / "config.json").read_text())
+        del values["skipdecode"]
+        (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("tokenizer", "has no tokenizer that can be loaded"),
+        ("damaged tokenizer", "has no tokenizer that can be loaded"),
+        ("weights", "can't be loaded as a causal language model"),
+        ("config", "can't be loaded as a causal language model"),
+        ("schedules", "is damaged (KeyError: 'solver')"),
+        ("untrained", "doesn't say what schedules it was trained for"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line(
+    checkpoint: Path, tmp_path: Path, capsys: Any, change: str, message: str
+) -> None:
+    folder = broken(checkpoint, tmp_path / "broken", change)
+    assert main(["generate", str(folder), TYPED[0], "--speedup", "2"]) == 2
+    refused(capsys, message)
+
+
+def refused(capsys: Any, message: str) -> None:
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert lines == err.splitlines()[-1:]
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "CHECKPOINT", "word " * 200], "prompt 1 has "),
+        (["generate", "CHECKPOINT", *TYPED, "--max-new-tokens", "125"], "positions; shorten it, or lower --max-new-"),
+        (["generate", "CHECKPOINT", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "speedup is 0.5"),
+        (["generate", "CHECKPOINT", "a", "--speedup", "50"], "reaches at most"),
+        (["generate", "CHECKPOINT", "a", "--batch-size", "0"], "--batch-size is 0"),
+        (["generate", "CHECKPOINT", "a", "--temperature", "-1"], "--temperature is -1"),
+        (["generate", "CHECKPOINT", "a", "--top-p", "1.5"], "--top-p is 1.5"),
+        (["generate", "CHECKPOINT", "a", "--device", "cuda:9"], "--device is 'cuda:9'"),
+        (["generate", "CHECKPOINT", "a", "--file", "prompts.txt"], "leave one out"),
+        (["generate", "CHECKPOINT", "--file", "nowhere.txt"], "--file 'nowhere.txt' can't be read"),
+        (["generate", "CHECKPOINT"], "standard input holds no prompt"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json"], "12 layers"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"], "leave --speedup out"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
+        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
+        (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
+        (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n \n"))
+    Path("other.json").write_text(SkipSchedule(12, 6, 2).to_json())
+    assert main([str(checkpoint) if word == "CHECKPOINT" else word for word in words]) == 2
+    refused(capsys, message)
+
+
+def test_the_help_names_every_command(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    overview = capsys.readouterr().out
+    for command in ("generate", "info", "compare"):
+        assert f"  {command} " in overview
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"usage: skipdecode {command} " in capsys.readouterr().out

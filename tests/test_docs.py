@@ -1,0 +1,154 @@
+"""What the documentation tells its readers to type works: every block of every page is run, on a smaller model."""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.dynamic_module_utils
+from small_runs import SMALL
+
+import eval.cli
+import eval.report.cli
+import eval.search
+import eval.speed
+import skipdecode.cli
+import train.cli
+from train.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+# The tutorial first: what it trains, the other pages use.
+PAGES = ["tutorial.md", "index.md", *sorted(f"how-to/{path.name}" for path in (DOCS / "how-to").glob("*.md"))]
+_BLOCK = re.compile(r"(?:^<!-- (not run|as): (.+?) -->\n)?^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# In place of what makes the environment that tests already have, and of the minutes that a real model takes.
+INSTALLING = ("make install", "source .venv/bin/activate")
+SMALLER = {
+    "train": [*(change for change in SMALL if not change.startswith("data.")), "train.max_steps=3"],
+    "rows": ["data.options={train_size: 60, validation_size: 4, test_size: 12}"],
+    "eval": ["--limit", "3", "--max-new-tokens", "6"],
+    "search": ["--trials", "2", "--max-new-tokens", "4"],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        page, language, text: where it stands and what it is.
+        skipped: why it isn't run; None where it is.
+    """
+
+    page: str
+    language: str
+    text: str
+    skipped: str | None
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The commands of a bash block, each as words."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [shlex.split(line) for line in lines if line.strip()]
+
+
+def blocks(page: str) -> list[Block]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [Block(page, m[3], m[4], m[2] if m[1] == "not run" else None) for m in _BLOCK.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A clone as a reader has one, in which commands run."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("train.py", "train", "eval", "data", "scripts", "recipes", "configs", "skipdecode", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    before = os.getcwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder / "modules"))
+        patch.syspath_prepend(str(folder / "modules"))
+        os.chdir(folder)
+        yield folder
+    os.chdir(before)
+
+
+def run(words: list[str]) -> None:
+    """A command of a page, in this process, since importing torch again takes longer than it does."""
+    if words[0] == "python":
+        words = words[1:]
+    script, rest = words[0], words[1:]
+    if script == "train.py":
+        rows = [] if any(word.startswith("data.") for word in rest) else SMALLER["rows"]
+        status = train.cli.main([*rest, *SMALLER["train"], *rows])
+    elif script == "-m":
+        module, rest = rest[0], rest[1:]
+        mains: dict[str, Any] = {"eval": eval.cli, "eval.report": eval.report.cli, "eval.speed": eval.speed}
+        mains["eval.search"] = eval.search
+        smaller = {"eval": SMALLER["eval"], "eval.search": SMALLER["search"]}.get(module, [])
+        status = mains[module].main([*rest, *smaller])
+    elif script == "skipdecode":
+        status = skipdecode.cli.main(rest)
+    elif script.startswith("scripts/"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [script, *rest])
+            status = runpy.run_path(script)["main"]()
+    elif script in ("mkdir", "printf"):
+        status = subprocess.run(shlex.join(words).replace("'>'", ">"), shell=True).returncode
+    else:
+        raise AssertionError(f"no test knows the command {script!r}")
+    assert status == 0, words
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_says_works(page: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks(page):
+        if block.skipped is not None:
+            continue
+        if block.language == "python":
+            exec(compile(block.text, f"{page}", "exec"), {"__name__": "page"})
+            assert capsys.readouterr().out.strip() or "print" not in block.text
+            continue
+        for words in block.commands:
+            if shlex.join(words) not in INSTALLING:
+                run(words)
+
+
+def test_what_is_not_run_at_least_resolves() -> None:
+    seen = 0
+    for page in PAGES:
+        for block in blocks(page):
+            for words in block.commands if block.skipped and block.language == "bash" else []:
+                if words[0] == "torchrun":
+                    at = words.index("train.py")
+                    assert words[at + 1] == "--recipe"
+                    load_recipe(words[at + 2], words[at + 3 :])
+                    seen += 1
+    assert seen >= 2
+
+
+def test_the_notebook_is_that_of_the_tutorial() -> None:
+    written = runpy.run_path(str(ROOT / "scripts" / "make_notebook.py"))["notebook"]
+    text = (DOCS / "tutorial.ipynb").read_text(encoding="utf-8")
+    assert text == written((DOCS / "tutorial.md").read_text(encoding="utf-8")), "run python scripts/make_notebook.py"
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    expected = [block for block in blocks("tutorial.md") if "make install" not in block.text]
+    assert [cell.removeprefix("%%bash\n") for cell in cells[1:]] == [block.text.strip() for block in expected]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+    assert built.returncode == 0, built.stderr
+    pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("index.html")}
+    assert {"index.html", "tutorial/index.html", "reference/library/index.html", "benchmarks/index.html"} <= pages
+    commands = (tmp_path / "site" / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
+    assert "usage: skipdecode generate" in commands
+    assert "usage: python -m eval" in commands

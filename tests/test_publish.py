@@ -1,0 +1,212 @@
+"""Publishing to a server that speaks the Hub's upload protocol, over real HTTP."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from hub_server import Hub, Repository, serve_hub
+from small_runs import train_small
+
+from skipdecode import ConfigError
+from train.card import MARK
+from train.publish import Parcel, pack, send
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "me/small"
+EXPECTED = {
+    *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
+    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py"),
+    *("eval/report.json", "eval/report.md", "eval/frontier.png"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "run"
+    overrides = ["evaluation.speedups=[1,3]", "evaluation.limit=3", "evaluation.max_new_tokens=6"]
+    return train_small(folder, "train.max_steps=3", *overrides)
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "wandb").mkdir()
+    (folder / "wandb" / "debug.log").write_text("not for others")
+    (folder / "notes.txt").write_text("not for others either")
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # its storage is another protocol
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        yield hub
+
+
+def arrived(hub: Hub, folder: Path) -> None:
+    files = hub.repositories[NAME].files
+    assert set(files) == EXPECTED
+    for name, content in files.items():
+        assert content == (folder / name).read_bytes(), name
+
+
+def test_the_command_sends_the_checkpoint_and_nothing_else(run: Path, hub: Hub) -> None:
+    command = [sys.executable, "scripts/publish.py", str(run), NAME, "--tag", "v1"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
+
+    def publish(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, input="")
+
+    refused = publish()
+    assert (refused.returncode, refused.stderr) == (2, "error: nobody is there to ask: say --yes to send it\n")
+    assert not hub.repositories
+    done = publish("--yes")
+    assert done.returncode == 0, done.stderr
+    arrived(hub, run)
+    repository = hub.repositories[NAME]
+    assert repository.private
+    assert repository.tags == {"v1": repository.commits[-1]}
+    assert done.stdout.splitlines()[-1] == f"{hub.address}/{NAME}/commit/{repository.commits[-1]}"
+    for name in EXPECTED:
+        assert f"  {name}\n" in done.stdout
+    assert hub.tokens <= {"Bearer hf_test", None}
+
+
+def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
+    folder = train_small(tmp_path / "run", "train.max_steps=3", f"publish.repository={NAME}", "publish.tag=first")
+    files = hub.repositories[NAME].files
+    assert set(files) == {name for name in EXPECTED if not name.startswith("eval/")}
+    assert files["config.json"] == (folder / "config.json").read_bytes()
+    assert set(hub.repositories[NAME].tags) == {"first"}
+    for wrong in (["publish.repository=small"], [f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"]):
+        with pytest.raises(ConfigError, match=r"names no owner|wants a whole checkpoint"):
+            train_small(tmp_path / "wrong", *wrong)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
+    send(pack(run, NAME))
+    sent, commits = hub.sent, list(hub.repositories[NAME].commits)
+    send(pack(run, NAME))
+    assert hub.sent == sent
+    assert hub.repositories[NAME].commits == commits
+    (run / "schedules.png").write_bytes(b"\x89PNG another")
+    send(pack(run, NAME), tag="v2")
+    assert hub.sent == sent + len(b"\x89PNG another")
+    arrived(hub, run)
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text() + "\n")
+    with pytest.raises(ConfigError, match="the tag 'v2' of me/small is that of commit"):
+        send(pack(run, NAME), tag="v2")
+
+
+def test_interrupted_and_repeated_it_ends_whole(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
+    hub.breaks = 10**6
+    with pytest.raises(ConfigError, match=r"sending to me/small broke off .*: the same command goes on"):
+        send(pack(run, NAME))
+    assert hub.repositories[NAME].files == {}
+    hub.breaks = 0
+    send(pack(run, NAME))
+    arrived(hub, run)
+
+
+def test_what_an_earlier_version_left_is_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
+    before = {"model-00001-of-00002.safetensors": b"old", "custom_generate/requirements.txt": b"x", "NOTES.md": b"mine"}
+    hub.repositories[NAME] = Repository(private=True, files=dict(before))
+    send(pack(run, NAME))
+    assert hub.repositories[NAME].files.pop("NOTES.md") == b"mine"
+    arrived(hub, run)
+
+
+def test_a_public_repository_wants_to_be_named_so(run: Path, hub: Hub) -> None:
+    hub.repositories[NAME] = Repository(private=False)
+    with pytest.raises(ConfigError, match="me/small exists and is public: say --public"):
+        send(pack(run, NAME))
+    assert hub.repositories[NAME].files == {}
+    send(pack(run, NAME), public=True)
+    arrived(hub, run)
+    send(pack(run, "me/other"), public=True)
+    assert not hub.repositories["me/other"].private
+
+
+def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        self._say({"error": "You don't have the rights"}, 403)
+
+    monkeypatch.setattr("hub_server._Handler.do_POST", refuse)
+    with pytest.raises(ConfigError, match=r"^the Hub refused me/small: .*403"):
+        send(pack(run, NAME))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: (run / "model.safetensors").unlink(), "model.safetensors can't be read"),
+        (lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99), "model.safetensors can't be read"),
+        (lambda run: (run / "tokenizer.json").write_text("{"), "has no tokenizer that can be loaded"),
+        (lambda run: (run / "config.json").unlink(), "is no finished run: it has no config.json"),
+        (lambda run: (run / "recipe.yaml").unlink(), "a card is written from its config.json and recipe.yaml"),
+        (lambda run: without_schedules(run), "its config.json has no schedules"),
+        (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "holds what looks like a token of the Hub"),
+        (lambda run: add(run, "eval/report.md", "\nWANDB_API_KEY=" + "0a" * 20), "a key of Weights & Biases"),
+        (lambda run: (run / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+    ],
+)
+def test_what_should_not_be_sent_is_refused(run: Path, hub: Hub, change: Any, message: str) -> None:
+    change(run)
+    with pytest.raises(ConfigError, match=message):
+        pack(run, NAME)
+    assert not hub.tokens  # nobody was asked
+
+
+@pytest.mark.parametrize("name", ["small", "me/", "me/a b", "me/a/b"])
+def test_a_name_that_is_none_is_refused(run: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        pack(run, name)
+
+
+def test_a_card_that_somebody_changed_is_kept(run: Path) -> None:
+    card = run / "README.md"
+    text = card.read_text()
+    assert MARK in text
+    card.write_text(text.replace(MARK, "").replace("## Limits", "## My limits"))
+    assert isinstance(pack(run, NAME), Parcel)
+    assert "## My limits" in card.read_text()
+    card.write_text(text)
+    pack(run, NAME)
+    assert f'from_pretrained("{NAME}")' in card.read_text()
+
+
+def test_the_card_says_what_the_folder_says(run: Path) -> None:
+    text = (run / "README.md").read_text()
+    metadata = huggingface_hub.ModelCard(text).data
+    assert metadata.library_name == "transformers"
+    assert "custom_generate" in metadata.tags
+    report = json.loads((run / "eval" / "report.json").read_text())
+    for row in report["rows"]:
+        assert f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['wall_clock_speedup']:.2f}x [" in text
+    assert [result.metric_value for result in metadata.eval_results] == [
+        round(row["scores"]["bleu"], 2) for row in report["rows"]
+    ]
+    assert "](eval/frontier.png)" in text
+    assert "one of 4 schedules, drawn anew" in text
+    assert "{{" not in text
+
+
+def without_schedules(run: Path) -> None:
+    values = json.loads((run / "config.json").read_text())
+    del values["skipdecode"]
+    (run / "config.json").write_text(json.dumps(values))
+
+
+def add(run: Path, name: str, text: str) -> None:
+    (run / name).write_text((run / name).read_text() + text)

@@ -1,0 +1,147 @@
+"""The model card of a checkpoint, written from what its folder holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import AutoConfig
+
+from eval.files import write_whole
+from eval.results import FILE_NAME, LABELS, SHOWN, Report, Row
+from skipdecode import ConfigError
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import CostModel
+from train.recipe import Recipe, load_recipe
+
+CARD = "README.md"
+MARK = "written by skipdecode: remove this line to keep what you change"
+EVALUATION = "eval"  # the folder in a checkpoint's
+TEMPLATE = Path(__file__).resolve().parent / "templates" / "card.md"
+_DATA = {
+    "e2e": ("E2E NLG: restaurants' attributes in words, with several references each.", "tuetschek/e2e_nlg"),
+    "tldr": ("Reddit TL;DR: posts and their authors' summaries.", "trl-lib/tldr"),
+    "cnndm": ("CNN/DailyMail: news articles and their highlights.", "abisee/cnn_dailymail"),
+    "departures": ("departures: sentences that a grammar writes from timetables, made by the training code.", None),
+    "text": ("Prompts and completions of its author's own.", None),
+}
+
+
+def write_card(folder: Path, repository: str | None = None) -> Path:
+    """Write `README.md` into a checkpoint's folder, unless it holds one that somebody changed.
+
+    Args:
+        folder: a finished run, with `eval/` in it where it was evaluated.
+        repository: its name on the Hub; the folder's own without.
+
+    Returns:
+        The card's path.
+
+    Raises:
+        ConfigError: where the folder holds no finished run, or an evaluation of something else.
+    """
+    path = folder / CARD
+    if path.exists() and MARK not in path.read_text(encoding="utf-8"):
+        return path
+    recipe_file = folder / "recipe.yaml"
+    if not (folder / "config.json").exists() or not recipe_file.exists():
+        raise ConfigError(f"{folder} is no finished run: a card is written from its config.json and recipe.yaml")
+    recipe = load_recipe(str(recipe_file))
+    config = AutoConfig.from_pretrained(str(folder))
+    remembered = SkipConfig.of(config)
+    if remembered is None or remembered.trained_range is None:
+        raise ConfigError(f"{folder} doesn't say what it was trained for: its config.json has no schedules")
+    report_file = folder / EVALUATION / FILE_NAME
+    report = Report.load(report_file) if report_file.exists() else None
+    slowest, fastest = (f"{speedup:g}x" for speedup in remembered.trained_range)
+    values = {
+        "mark": MARK,
+        "repository": repository or folder.resolve().name,
+        "base": _base(recipe, config),
+        "base_model": recipe.model.name_or_path,
+        "num_layers": CostModel.of(config).num_layers,
+        "slowest": slowest,
+        "fastest": fastest,
+        "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
+        "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
+        "training": _training(recipe),
+        "drawn": _drawn(recipe, remembered),
+        "prompt_layers": "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget",
+        "data": _DATA.get(recipe.data.task, (f"The task {recipe.data.task}.", None))[0],
+        **(_frontier(report, folder) if report is not None else {"rows": []}),
+    }
+    card = ModelCard.from_template(
+        _metadata(recipe, report, values["repository"]), template_path=str(TEMPLATE), **values
+    )
+    write_whole(path, str(card).strip() + "\n")
+    return path
+
+
+def _base(recipe: Recipe, config: Any) -> str:
+    if recipe.model.name_or_path is not None:
+        return f"[{recipe.model.name_or_path}](https://huggingface.co/{recipe.model.name_or_path})"
+    return f"A model of the kind {config.model_type}, trained from scratch,"
+
+
+def _training(recipe: Recipe) -> str:
+    length = f"{recipe.train.epochs:g} epochs" if recipe.train.max_steps is None else f"{recipe.train.max_steps} steps"
+    start = "from random weights" if recipe.model.name_or_path is None else f"from {recipe.model.name_or_path}"
+    how = f"LoRA of rank {recipe.lora.r}" if recipe.lora.r is not None else "every weight"
+    return f"Trained {start} for {length} at a learning rate of {recipe.optim.learning_rate:g}, {how}."
+
+
+def _drawn(recipe: Recipe, remembered: SkipConfig) -> str:
+    if len(remembered.schedules) == 1:
+        return f"one schedule, for {next(iter(remembered.schedules)):g}x"
+    number = "the slowest, the fastest and one more" if recipe.schedule.sampling == "sandwich" else "one"
+    return f"{number} of {len(remembered.schedules)} schedules, drawn anew"
+
+
+def _frontier(report: Report, folder: Path) -> dict[str, Any]:
+    metrics = [name for name in SHOWN if name in report.rows[0].scores] or list(report.rows[0].scores)[:3]
+    picture = Path(EVALUATION, "frontier.png")
+
+    def cells(row: Row) -> list[str]:
+        scores = [f"{row.scores[name]:.2f}" for name in metrics]
+        if metrics[0] in row.intervals:
+            low, high = row.intervals[metrics[0]]
+            scores[0] += f" [{low:.1f}, {high:.1f}]"
+        low, high = row.wall_clock_quartiles
+        speed = f"{row.wall_clock_speedup:.2f}x [{low:.2f}, {high:.2f}]"
+        return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", speed, *scores]
+
+    return {
+        "heads": ["target", "layers per token", "measured speed [quartiles]", *(LABELS.get(m, m) for m in metrics)],
+        "rows": [cells(row) for row in report.rows],
+        "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
+        f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
+        f"{report.date}; intervals are of 95 %.",
+        "picture": picture.as_posix() if (folder / picture).exists() else None,
+    }
+
+
+def _metadata(recipe: Recipe, report: Report | None, repository: str) -> ModelCardData:
+    dataset = _DATA.get(recipe.data.task, ("", None))[1]
+    results = []
+    for row in report.rows if report is not None else []:
+        metric = next(name for name in (*SHOWN, *row.scores) if name in row.scores)
+        results.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=dataset or recipe.data.task,
+                dataset_name=recipe.data.task,
+                metric_type=metric,
+                metric_value=round(row.scores[metric], 2),
+                metric_name=f"{LABELS.get(metric, metric)} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",
+            )
+        )
+    hub = recipe.model.name_or_path is not None and not Path(recipe.model.name_or_path).exists()
+    return ModelCardData(
+        base_model=recipe.model.name_or_path if hub else None,
+        datasets=[dataset] if dataset is not None else None,
+        eval_results=results or None,
+        model_name=repository,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["skipdecode", "layer-skipping", "custom_generate"],
+    )
