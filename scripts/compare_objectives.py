@@ -48,7 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--epochs", type=float, default=6, help="of the distilled sandwich: all do its work (default 6)")
+    parser.add_argument(
+        "--epochs", type=float, default=6, help="of the distilled sandwich, whose work all do (default 6)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), help="default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
