@@ -40,7 +40,8 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
 
 
 def test_draws_follow_the_weights() -> None:
-    draws = Counter(sampler(weights=[1, 0, 3]).at(step)[0].speedup for step in range(4000))
+    weighted = sampler(weights=[1, 0, 3])
+    draws = Counter(weighted.at(step)[0].speedup for step in range(4000))
     assert draws[2.0] == 0
     assert draws[3.0] / draws[1.0] == pytest.approx(3, rel=0.15)
 

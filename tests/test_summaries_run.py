@@ -41,7 +41,13 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     assert "6 prompts were cut to data.max_prompt_tokens" in printed
     config = SkipConfig.load(folder)
     assert config is not None
-    assert config.task == {"name": "cnndm", "options": {"holdout": 3}, "max_prompt_tokens": 60}
+    assert config.task["example"].endswith("\n\nTL;DR:")
+    assert {**config.task, "example": None} == {
+        "name": "cnndm",
+        "options": {"holdout": 3},
+        "max_prompt_tokens": 60,
+        "example": None,
+    }
 
     decoded: list[list[list[int]]] = []
     original = System.decode

@@ -33,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(options.recipe, options.overrides)
         # Imported here: it takes seconds, and a mistyped key should not.
+        from train.distributed import leave_group_at_exit
         from train.stops import RunStopped
 
+        leave_group_at_exit()
         try:
             if options.dry_run:
                 from train.dry_run import dry_run, print_dry_run

@@ -1,5 +1,6 @@
 """DeepSpeed beneath the Trainer: what must be so before the training arguments are made, and before a run continues."""
 
+import atexit
 import json
 import os
 import socket
@@ -21,6 +22,19 @@ from train.recipe import DEEPSPEED
 def is_first_process() -> bool:
     """Whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def leave_group_at_exit() -> None:
+    """Leave the group of processes when this one ends, and not while Python is taken down.
+
+    By then a process that ends before the first one, which still writes, may abort over a thread of the group's.
+    """
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def read_deepspeed(name: str) -> dict[str, Any]:
