@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _help(command: str) -> str:
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    environment = {**os.environ, "COLUMNS": "88", "NO_COLOR": "1"}
     words = [sys.executable, *command.split(), "--help"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.rstrip()
