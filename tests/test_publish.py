@@ -15,7 +15,7 @@ from hub_server import Hub, Repository, serve_hub
 from small_runs import train_small
 
 from skipdecode import ConfigError
-from train.card import MARK
+from train.card import MARK, write_card
 from train.publish import Parcel, pack, send
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,6 +200,16 @@ def test_the_card_says_what_the_folder_says(run: Path) -> None:
     assert "](eval/frontier.png)" in text
     assert "one of 4 schedules, drawn anew" in text
     assert "{{" not in text
+
+
+def test_the_card_names_the_hub_alone_as_a_start(run: Path) -> None:
+    recipe = (run / "recipe.yaml").read_text().replace("shape: opt-tiny", "shape: null")
+    for start, linked in ((str(run), False), ("facebook/opt-125m", True)):
+        (run / "recipe.yaml").write_text(recipe.replace("name_or_path: null", f"name_or_path: {start}"))
+        text = write_card(run, NAME).read_text()
+        assert (f"](https://huggingface.co/{start})" in text) == linked
+        assert (huggingface_hub.ModelCard(text).data.base_model == start) == linked
+        assert linked or start not in text
 
 
 def without_schedules(run: Path) -> None:

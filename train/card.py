@@ -58,9 +58,9 @@ def write_card(folder: Path, repository: str | None = None) -> Path:
         "mark": MARK,
         "repository": repository or folder.resolve().name,
         "base": _base(recipe, config),
-        "base_model": recipe.model.name_or_path,
+        "base_model": recipe.model.name_or_path if _on_hub(recipe) else None,
         "num_layers": CostModel.of(config).num_layers,
-        "slowest": slowest,
+        "speeds": f"any speed from {slowest} to {fastest}" if slowest != fastest else slowest,
         "fastest": fastest,
         "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
@@ -78,14 +78,21 @@ def write_card(folder: Path, repository: str | None = None) -> Path:
 
 
 def _base(recipe: Recipe, config: Any) -> str:
-    if recipe.model.name_or_path is not None:
-        return f"[{recipe.model.name_or_path}](https://huggingface.co/{recipe.model.name_or_path})"
-    return f"A model of the kind {config.model_type}, trained from scratch,"
+    if recipe.model.name_or_path is None:
+        return f"A model of the kind {config.model_type}, trained from scratch,"
+    if not _on_hub(recipe):
+        return f"A model of the kind {config.model_type}"
+    return f"[{recipe.model.name_or_path}](https://huggingface.co/{recipe.model.name_or_path})"
+
+
+def _on_hub(recipe: Recipe) -> bool:
+    return recipe.model.name_or_path is not None and not Path(recipe.model.name_or_path).exists()
 
 
 def _training(recipe: Recipe) -> str:
     length = f"{recipe.train.epochs:g} epochs" if recipe.train.max_steps is None else f"{recipe.train.max_steps} steps"
-    start = "from random weights" if recipe.model.name_or_path is None else f"from {recipe.model.name_or_path}"
+    known = recipe.model.name_or_path if _on_hub(recipe) else "a checkpoint of its author's"
+    start = "from random weights" if recipe.model.name_or_path is None else f"from {known}"
     how = f"LoRA of rank {recipe.lora.r}" if recipe.lora.r is not None else "every weight"
     return f"Trained {start} for {length} at a learning rate of {recipe.optim.learning_rate:g}, {how}."
 
@@ -135,9 +142,8 @@ def _metadata(recipe: Recipe, report: Report | None, repository: str) -> ModelCa
                 metric_name=f"{LABELS.get(metric, metric)} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",
             )
         )
-    hub = recipe.model.name_or_path is not None and not Path(recipe.model.name_or_path).exists()
     return ModelCardData(
-        base_model=recipe.model.name_or_path if hub else None,
+        base_model=recipe.model.name_or_path if _on_hub(recipe) else None,
         datasets=[dataset] if dataset is not None else None,
         eval_results=results or None,
         model_name=repository,
