@@ -133,7 +133,7 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
     result = subprocess.run(
         [sys.executable, "-c", code, json.dumps(list(runs.values()))],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
