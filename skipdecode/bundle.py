@@ -63,7 +63,7 @@ def custom_generate_source() -> str:
         else:
             doc = []
         rule = f"# ---- {_PACKAGE}.{name} "
-        bodies.append("\n".join([f"{rule:-<120}", *doc, "", "", *_strip("\n".join(kept)).splitlines()]))
+        bodies.append("\n".join([f"{rule:-<120}", *doc, "", "", *"\n".join(kept).strip("\n").splitlines()]))
     lines = [f"{start}{', '.join(sorted(imports[start]))}" for start in sorted(imports, key=_import_order)]
     head = _HEAD.format(version=version(_PACKAGE))
     return "\n\n\n".join([head + "\n" + "\n".join(lines), *bodies]) + "\n"
@@ -121,8 +121,3 @@ def _definitions(tree: ast.Module) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
     return names
-
-
-def _strip(text: str) -> str:
-    """Without the blank lines at the start and the end."""
-    return text.strip("\n")
