@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def main() -> int:
         seconds = time.perf_counter() - start
         console.print(f"the uninterrupted run took {seconds:.0f} s")
         moments = random.Random(options.seed)
-        kills, runs, worst, same_log = 0, 0, 0.0, True
+        kills, runs, worst = 0, 0, 0.0
+        differing: list[str] = []
         with Progress(console=console) as progress:
             bar = progress.add_task("kills", total=options.kills)
             while kills < options.kills:
@@ -71,12 +73,12 @@ def main() -> int:
                     progress.advance(bar)
                 runs += 1
                 worst = max(worst, largest_difference(straight, killed))
-                same_log = same_log and losses(straight) == losses(killed)
+                differing += [f"run {runs}, step {step}" for step in differing_steps(straight, killed)[:1]]
     print(
         f"{kills} kills in {runs} run(s) of {options.processes} process(es): "
-        f"weights differ by at most {worst}, same log: {same_log}"
+        f"weights differ by at most {worst}, logs first differ at: {'; '.join(differing) or 'no step'}"
     )
-    return int(not same_log or worst > (0 if options.processes == 1 else 1e-5))
+    return int(bool(differing) or worst > (0 if options.processes == 1 else 1e-5))
 
 
 def launch(options: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
@@ -130,9 +132,15 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours) if ours else torch.inf
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def differing_steps(one: Path, other: Path) -> list[int]:
+    """Steps (1-based) that one log lacks, has twice, or has another loss of."""
+    ours, theirs = (losses(folder) for folder in (one, other))
+    return sorted(step for step, _ in (ours - theirs) + (theirs - ours))
+
+
+def losses(folder: Path) -> Counter[tuple[int, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
+    return Counter((line["step"], line["loss"]) for line in lines)
 
 
 if __name__ == "__main__":

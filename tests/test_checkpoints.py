@@ -78,18 +78,21 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(cut: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_run_cut_off_after_its_last_step_ends_as_it_would_have(damaged: bool, cut: Path, tmp_path: Path) -> None:
+    """From the checkpoint of that step, which leaves no step to take, or where it is damaged from the one before."""
     folder = copy_of(cut, tmp_path / "run")
     # The recipe names its own folder.
     recipe = (folder / "recipe.yaml").read_text().replace(str(cut), str(folder))
     (folder / "recipe.yaml").write_text(recipe)
-    flip(folder / "checkpoint-9" / "model.safetensors")
+    if damaged:
+        flip(folder / "checkpoint-9" / "model.safetensors")
     expected = load_file(cut / "model.safetensors")
     (folder / "model.safetensors").unlink()
     train_small(folder, "train.max_steps=9")
     for name, value in load_file(folder / "model.safetensors").items():
         assert torch.equal(value, expected[name]), name
-    assert metrics(folder) != []
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 10))
     assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
     assert chosen(folder) == ("checkpoint-9", "")
 

@@ -53,6 +53,15 @@ class SealedCheckpointTrainer(Trainer):
                 sampler.load(Path(self._resumed_from))
         return sampler
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing where every step is done: the Trainer asks after a step alone, and a run that was cut off between its
+        last checkpoint and its end would take one too many.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._partial_folder or super()._get_output_dir(trial))
 
