@@ -1,6 +1,8 @@
 """Timing a model's decode steps on the machine at hand, for schedules that meet their target there."""
 
 import statistics
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from transformers import StoppingCriteriaList
 from skipdecode.clock import StepClock
 from skipdecode.cost import MeasuredCost
 from skipdecode.decode import skip_generate
+from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
@@ -24,34 +27,31 @@ def measure_cost(
     batch_size: int = 1,
     prompt_length: int = 64,
     weights: Weights | None = None,
-    repeats: int = 5,
+    repeats: int = 8,
     tread: int = 8,
 ) -> MeasuredCost:
     """Time decode steps of a few depths through `skip_generate`, everything between two tokens included.
 
-    Each repeat is a generation whose budget goes down a staircase of depths, with one at full depth before and one
-    after it. A target is a ratio to full depth, so each repeat gives the ratios of its own times, and their medians
-    over repeats count: a machine whose speed drifts, or that is busy for a second, treats all depths alike. Full depth
-    has generations of its own, as the steps right after a prefill, where the staircase begins, are slower than later
-    ones.
+    Each repeat is a generation whose budget goes down a staircase of depths. A step runs a number of equal layers and
+    what is outside of them, so its time is a straight line in that number; `share_outside_layers` finds it.
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
         batch_size: rows that decode together.
         prompt_length: columns in the cache when decoding starts; fewer where the model hasn't the positions.
         weights: what decode steps compute with, as in `skip_generate`.
-        repeats: of the three generations, after one that warms up.
-        tread: steps at each depth; the first of them, which may find caches cold, isn't counted, and at full depth as
-            many steps again come before.
+        repeats: of the generation, after one that warms up.
+        tread: steps at each depth; the first of them, which may find caches cold, isn't counted.
 
     Raises:
-        ConfigError: for a family that isn't known.
+        ConfigError: for a family that isn't known, and a model of one layer.
     """
     num_layers = len(decoder_layers(model))
+    if num_layers < 2:
+        raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
     depths = min(DEPTHS, num_layers)
     steps = tread * depths
     staircase = SkipSchedule(num_layers, num_layers, 1, horizon=steps, decay="step", decay_rate=depths)
-    full_depth = SkipSchedule.full_depth(num_layers, steps)
     inner: Any = unwrap(model)
     config = text_config(inner.config)
     positions = getattr(config, "max_position_embeddings", None)
@@ -60,40 +60,55 @@ def measure_cost(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator).to(inner.device)
 
-    def time_steps(schedule: SkipSchedule, count: int) -> list[float]:
+    def time_stairs() -> dict[int, float]:
         clock = StepClock(inner.device)
         inner.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             custom_generate=skip_generate,
-            schedule=schedule,
+            schedule=staircase,
             weights=weights,
-            max_new_tokens=count + 1,
+            max_new_tokens=steps + 1,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-        return clock.step_seconds
+        settled: dict[int, list[float]] = {}
+        for step, seconds in enumerate(clock.step_seconds):
+            if step % tread:
+                settled.setdefault(staircase.budget(step), []).append(seconds)
+        return {depth: statistics.median(seconds) for depth, seconds in settled.items()}
 
-    full_seconds: list[float] = []
-    ratios: dict[int, list[float]] = {staircase.budget(i): [] for i in range(steps)}
     training = inner.training
     inner.eval()
     try:
-        for repeat in range(repeats + 1):
-            before, stairs, after = (
-                time_steps(schedule, count)
-                for schedule, count in ((full_depth, 2 * tread), (staircase, steps), (full_depth, 2 * tread))
-            )
-            if repeat == 0:
-                continue
-            full = statistics.median(before[tread + 1 :] + after[tread + 1 :])
-            full_seconds.append(full)
-            for depth, found in ratios.items():
-                settled = [seconds for i, seconds in enumerate(stairs) if staircase.budget(i) == depth and i % tread]
-                found.append(statistics.median(settled) / full if depth < num_layers else 1.0)
+        stairs = [time_stairs() for _ in range(repeats + 1)][1:]
     finally:
         inner.train(training)
-    scale = statistics.median(full_seconds)
-    return MeasuredCost(num_layers, {depth: scale * statistics.median(found) for depth, found in ratios.items()})
+    full = statistics.median(times[num_layers] for times in stairs)
+    outside = share_outside_layers(stairs, num_layers)
+    return MeasuredCost(num_layers, {1: full * (outside + (1 - outside) / num_layers), num_layers: full})
+
+
+def share_outside_layers(stairs: Sequence[Mapping[int, float]], num_layers: int) -> float:
+    """The share of a step at full depth that isn't layers: the LM head, the embeddings, what comes between two tokens.
+
+    Any two depths of one staircase give a line, and so a share; the median over all pairs of all staircases is taken.
+    Two times count together only where they were taken within seconds, so a machine whose speed drifts treats both
+    alike, and where it was busy for one of them the pair is an outlier, which a median leaves out. (Theil and Sen's
+    estimator, for the share in place of the slope.)
+
+    Args:
+        stairs: for each repeat, layers -> seconds of a step that runs so many; of two depths or more.
+        num_layers: those of full depth.
+    """
+    shares = []
+    for times in stairs:
+        for (few, short), (many, long) in combinations(sorted(times.items()), 2):
+            layer = (long - short) / (many - few)
+            outside = short - few * layer
+            full = outside + num_layers * layer
+            if full > 0:
+                shares.append(outside / full)
+    return min(max(statistics.median(shares), 0.0), 1.0)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from small_runs import SMALL, metrics, train_small
 
 import train.cli
+from skipdecode import ConfigError
 from train.checkpoints import SEAL, last_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,18 @@ def test_a_run_cut_off_after_its_last_step_ends_as_it_would_have(damaged: bool, 
     assert [line["step"] for line in metrics(folder)] == list(range(1, 10))
     assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
     assert chosen(folder) == ("checkpoint-9", "")
+
+
+def test_a_run_cut_off_before_its_card_writes_it(tmp_path: Path) -> None:
+    folder = train_small(tmp_path / "run", "train.max_steps=3")
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").unlink()
+    lines = metrics(folder)
+    assert train_small(folder, "train.max_steps=3") == folder
+    assert (folder / "README.md").read_text() == card
+    assert metrics(folder) == lines
+    with pytest.raises(ConfigError, match="already holds a finished run"):
+        train_small(folder, "train.max_steps=3")
 
 
 def test_resuming_under_another_recipe_is_refused_with_the_difference(cut: Path, capsys: Any) -> None:

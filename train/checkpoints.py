@@ -60,7 +60,7 @@ class SealedCheckpointTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._partial_folder or super()._get_output_dir(trial))

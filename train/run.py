@@ -23,7 +23,7 @@ from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
-from train.card import EVALUATION, write_card
+from train.card import CARD, EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
 from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
@@ -105,6 +105,7 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
     if not folder.is_dir():
         raise ConfigError(f"output.dir {folder} is a file: {advice}")
     left = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
+    left = left or ((folder / "config.json").exists() and not (folder / CARD).exists())  # the card comes last
     if _is_finished(folder) and not left:
         raise ConfigError(f"output.dir {folder} already holds a finished run: {advice}")
     if not (folder / RECIPE_FILE).exists():
