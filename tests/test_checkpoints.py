@@ -218,13 +218,13 @@ def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> N
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("processes", "kills"), [("1", "2"), ("2", "1")])
-def test_a_run_killed_at_random_moments_ends_as_the_uninterrupted_one(processes: str, kills: str) -> None:
-    """The short form of what scripts/kill_and_resume.py does with 20 kills."""
-    command = [sys.executable, "scripts/kill_and_resume.py", "--kills", kills, "--processes", processes]
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(processes: str) -> None:
+    """The short form of what scripts/kill_and_resume.py does with 20 kills; the seed's moment is in the training."""
+    command = [sys.executable, "scripts/kill_and_resume.py", "--kills", "1", "--processes", processes, "--seed", "5"]
     result = subprocess.run([*command, "train.max_steps=24"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.startswith(f"{kills} kills")
+    assert result.stdout.startswith("1 kills in 1 run(s)")
 
 
 def test_a_run_cut_off_in_its_third_epoch_finds_the_order_of_its_rows_again(
