@@ -167,7 +167,7 @@ def test_two_processes_train_what_one_does(
     assert size == pytest.approx(alones, rel=0.01)  # a tied head is saved once
 
 
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
+@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
 def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     config: str, sharded: Callable[[str | None, str], Path], tmp_path: Path
 ) -> None:

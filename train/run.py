@@ -104,9 +104,9 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
     advice = "choose another with output.dir=FOLDER, or remove it"
     if not folder.is_dir():
         raise ConfigError(f"output.dir {folder} is a file: {advice}")
-    left = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
-    left = left or ((folder / "config.json").exists() and not (folder / CARD).exists())  # the card comes last
-    if _is_finished(folder) and not left:
+    unevaluated = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
+    without_card = (folder / "config.json").exists() and not (folder / CARD).exists()
+    if _is_finished(folder) and not unevaluated and not without_card:
         raise ConfigError(f"output.dir {folder} already holds a finished run: {advice}")
     if not (folder / RECIPE_FILE).exists():
         if [file.name for file in folder.iterdir()] == [f"{RECIPE_FILE}.partial"]:
