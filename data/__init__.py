@@ -1,6 +1,8 @@
 """Tasks: where examples come from, how they read, and how they lie in a batch."""
 
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from data.cnndm import CNNDailyMail
 from data.departures import Departures
@@ -16,11 +18,22 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (E2E, TLDR, CNNDaily
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """The task of a name, made with the options that aren't None. Raises ConfigError for an unknown name or option."""
+    """The task of a name, made with the options that aren't None.
+
+    Raises ConfigError for an unknown name or option, and for a value that isn't of the option's type.
+    """
     if name not in TASKS:
         raise unknown("task", name, TASKS)
     given = {key: value for key, value in options.items() if value is not None}
-    try:
-        return TASKS[name](**given)
-    except TypeError as error:
-        raise ConfigError(f"task {name!r}: {error}") from error
+    types = {key: kind for key, kind in get_type_hints(TASKS[name].__init__).items() if key != "return"}
+    for key, value in given.items():
+        if key not in types:
+            raise unknown(f"option of the task {name!r}", key, types)
+        try:
+            TypeAdapter(types[key], config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{key} is {value!r}: {reason} (an option of the task {name!r})") from error
+    if given.get("path") == "":
+        raise ConfigError("data.path is empty (--data-dir in the evaluation): name a folder")
+    return TASKS[name](**given)

@@ -63,6 +63,8 @@ class E2E(Task):
         for slot in delexicalise:
             if slot not in SLOTS:
                 raise unknown("slot in delexicalise", slot, SLOTS)
+        if len(set(delexicalise)) != len(delexicalise):
+            raise ConfigError(f"delexicalise is {list(delexicalise)}: name each slot once")
         self.delexicalise = tuple(delexicalise)
         self.faithful = faithful
         self.holdout = holdout
@@ -196,7 +198,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
                 yield row["mr"].strip(), row["ref"].strip()
             if reader.line_num < 2:
                 raise ConfigError(f"{file} has no rows")
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error
 
 

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from skipdecode.errors import ConfigError, unknown
+from skipdecode.plain_json import parse_json
+
+# Far beyond any model and any text: what is larger is a slip of the keyboard that would take minutes and gigabytes.
+MOST_LAYERS, LONGEST_HORIZON, LARGEST_RATE = 1_000, 1_000_000, 1_000_000
 
 Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
 Placement = Literal["top", "bottom", "even", "ends"]
@@ -101,6 +105,9 @@ class SkipSchedule:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
+            most = LONGEST_HORIZON if name == "horizon" else MOST_LAYERS
+            if value > most:
+                raise ConfigError(f"{name} is {value}: it must be at most {most}")
         if self.max_layers > self.num_layers:
             raise ConfigError(
                 f"max_layers is {self.max_layers}: it must lie between min_layers ({self.min_layers}) "
@@ -131,8 +138,8 @@ class SkipSchedule:
             return
         if self.decay not in DEFAULT_RATES:
             raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes none; leave it out")
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate <= 0:
-            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0")
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= LARGEST_RATE:
+            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0, and at most {LARGEST_RATE}")
         if self.decay == "step" and (rate < 2 or rate != int(rate)):
             raise ConfigError(f"decay_rate is {rate!r}: decay 'step' takes a whole number of plateaus, 2 or more")
         if self.decay == "exponential" and rate > 100:
@@ -272,8 +279,8 @@ class SkipSchedule:
     def from_json(cls, text: str) -> "SkipSchedule":
         """The schedule that `to_json` wrote. Raises ConfigError where the text isn't one."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = parse_json(text)
+        except ConfigError as error:
             raise ConfigError(f"not a schedule: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"not a schedule: expected a JSON object, got {type(values).__name__}")

@@ -59,6 +59,16 @@ def test_overrides_are_typed_and_dotted() -> None:
         ("e2e-tiny", ["max_steps=3"], "expected section.key=value"),
         ("e2e-tiny", ["train.max_steps"], "expected section.key=value"),
         ("e2e-tiny", ["schedule.speedups=[1,"], "overrides"),
+        ("e2e-tiny", ["schedule.weights=[.nan,1]"], "schedule.weights.0 is nan: it must be a number within"),
+        ("e2e-tiny", ["optim.learning_rate=.inf"], "optim.learning_rate is inf"),
+        ("e2e-tiny", ["model.config.dropout=.nan"], "model.config.dropout is nan"),
+        ("e2e-tiny", ["train.seed=99999999999999999999"], "train.seed is 99999999999999999999"),
+        ("e2e-tiny", ["train.max_steps=" + "9" * 5_000], "overrides"),
+        ("e2e-tiny", ["schedule.horizon=1000000000"], "schedule.horizon is 1000000000"),
+        ("e2e-tiny", ["train.max_steps="], "'train.max_steps=' has no value: null is none"),
+        ("e2e-tiny", ["data.options=" + "[" * 5_000], "overrides"),
+        ("e2e-tiny", ["output.dir=\udcff"], "surrogates not allowed"),
+        ("a" * 300, [], "no such file"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(name: str, overrides: list[str], message: str) -> None:
@@ -73,9 +83,13 @@ def test_a_mistake_is_one_line_that_names_it(name: str, overrides: list[str], me
         ("- a\n- b\n", "must hold a mapping"),
         ("model: [", "can't be read"),
         ("model:\n  shape: opt-tiny\ndata:\n  task: e2e\n", "schedule is missing"),
+        ("model: " + "[" * 5_000, "can't be read"),
+        ("model: " + "9" * 5_000, "can't be read"),
+        ("model: \udcff", "can't be read"),
+        ("model: {}\nmodel: {}", "can't be read"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "bad.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):
         load_recipe(str(tmp_path / "bad.yaml"))

@@ -142,6 +142,9 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"decay": "power", "decay_rate": 0}, "decay_rate is 0"),
         ({"decay": "power", "decay_rate": float("nan")}, "decay_rate is nan"),
         ({"decay": "step", "decay_rate": 2.5}, "whole number of plateaus"),
+        ({"decay": "power", "decay_rate": 10**400}, "at most 1000000"),
+        ({"horizon": 10**9}, "horizon is 1000000000: it must be at most 1000000"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000: it must be at most 1000"),
     ],
 )
 def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object], message: str) -> None:
@@ -157,6 +160,10 @@ def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object]
         ('{"num_layers": 4, "max_layers": 4, "min_layres": 1}', "did you mean 'min_layers'"),
         ("[1, 2]", "expected a JSON object"),
         ("{", "not a schedule"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"horizon": ' + "9" * 5_000 + "}", "not a schedule"),
+        ('{"decay": "power", "decay_rate": NaN}', "NaN is no number of JSON"),
+        ('{"num_layers": 4, "max_layers": 4, "min_layers": 1, "max_layers": 2}', "'max_layers' stands twice"),
     ],
 )
 def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:

@@ -181,7 +181,7 @@ def test_a_budget_in_layers_and_a_calibrated_one_are_searched(checkpoint: Path, 
         ({"batch-size": 0}, "--batch-size is 0"),
         ({"warmup": 0}, "--warmup is [0]: name numbers of at least 1"),
         ({"task-option": "holdout"}, "--task-option 'holdout': expected key=value"),
-        ({"task-option": "validation_sise=3"}, "task 'departures'"),
+        ({"task-option": "validation_sise=3"}, "unknown option of the task 'departures'"),
         ({"task": "departures"}, "is no checkpoint"),
     ],
 )

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from yaml import YAMLError  # OmegaConf lets the parser's own errors through
 
-from eval.files import ROOT, named_file, read_yaml
+from eval.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule import Decay, Placement, PromptPolicy
+from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
 from train.sampling import Sampling
 
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
+LARGEST = 2**32 - 1  # of a number in a recipe, as seeds are; NaN and infinity are in no range
 
 
 class Section(BaseModel):
@@ -65,7 +64,9 @@ class ScheduleSection(Section):
     )
     weights: list[float] | None = Field(None, description="how often each target or file is drawn; null: equally")
     speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
-    horizon: int | None = Field(None, ge=1, description="tokens over which the budget falls; null: the task's")
+    horizon: int | None = Field(
+        None, ge=1, le=LONGEST_HORIZON, description="tokens over which the budget falls; null: the task's"
+    )
     decay: Decay = Field("linear", description="how the budget falls")
     decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")
     placement: Placement = Field("top", description="where the layers that run lie")
@@ -205,14 +206,19 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     path = named_file(name, RECIPES, ".yaml", "recipe")
     values = read_yaml(path)
     for override in overrides or []:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not key or "." not in key:
             raise ConfigError(f"override {override!r}: expected section.key=value, such as train.max_steps=100")
+        if not value.strip():
+            raise ConfigError(f"override {override!r} has no value: null is none, and {key}=\"''\" an empty text")
     try:
         changes = OmegaConf.from_dotlist(overrides or [])
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes), resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigError(f"overrides {overrides}: {first_line(error)}") from error
+        _check_values(merged, path.name)
+    except ConfigError:
+        raise
+    except YAML_ERRORS as error:
+        raise ConfigError(f"overrides {str(overrides)[:200]}: {first_line(error)}") from error
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
@@ -221,6 +227,17 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         output = OutputSection(dir=os.path.join("outputs", path.stem))
         recipe = recipe.model_copy(update={"output": output})
     return recipe
+
+
+def _check_values(value: Any, where: str, key: str = "") -> None:
+    """Raises ConfigError for what no key can hold, wherever it is: NaN, an endless number, bytes that are no text."""
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_values(item, where, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+        raise ConfigError(f"{where}: {key} is {value}: it must be a number within {LARGEST}")
+    elif isinstance(value, str) and any(mark == "\0" or "\ud800" <= mark <= "\udfff" for mark in value):
+        raise ConfigError(f"{where}: {key} is {value!r}: it must be text in UTF-8, without NUL")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

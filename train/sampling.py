@@ -1,5 +1,6 @@
 """Which schedules a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def make_sampler(
             "set the others to null"
         )
     if speedup_range is not None:
-        if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1]:
+        if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1] < math.inf:
             raise ConfigError(f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 or more")
         if weights is not None:
             raise ConfigError("schedule.weights goes with schedule.speedups or files; a range is drawn from evenly")
@@ -90,8 +91,10 @@ def make_sampler(
     if len(set(speedups)) != len(speedups):
         raise ConfigError(f"schedule targets {list(speedups)}: each once; use schedule.weights to favour one")
     weights = [1.0] * len(speedups) if weights is None else weights
-    if len(weights) != len(speedups) or min(weights) < 0 or sum(weights) <= 0:
-        raise ConfigError(f"schedule.weights is {list(weights)}: expected {len(speedups)} weights, none below 0")
+    if len(weights) != len(speedups) or not all(w >= 0 for w in weights) or not 0 < sum(weights) < math.inf:
+        raise ConfigError(
+            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights, none below 0, one above it"
+        )
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),
         schedules=tuple(schedules or (solve_schedule(cost, s, **solver) for s in speedups)),

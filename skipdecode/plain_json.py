@@ -1,0 +1,40 @@
+"""JSON that others wrote: whatever is wrong with it is one kind of error."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from skipdecode.errors import ConfigError
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises ConfigError, in one line, where the text isn't JSON: also for NaN and Infinity, a key that stands twice in
+    one object, an integer of thousands of digits, and nesting beyond what can be read.
+
+    >>> parse_json('{"speed": NaN}')
+    Traceback (most recent call last):
+        ...
+    skipdecode.errors.ConfigError: NaN is no number of JSON
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except RecursionError as error:
+        raise ConfigError("it is nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ConfigError(f"{name} is no number of JSON")
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return values
