@@ -2,13 +2,14 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 RUN := outputs/quickstart
+OLDEST := build/oldest
 
-.PHONY: help install quickstart test lint docs build clean
+.PHONY: help install quickstart test test-oldest lint docs build clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 install: .venv/.installed ## create .venv with everything pinned in constraints.txt
 
@@ -40,6 +41,18 @@ $(RUN)/eval/report.json: $(RUN)/model.safetensors | .venv/.installed
 # stays on one process, whose trained models its tests share.
 test: install ## run the tests and the library's doctests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile
+
+# The oldest transformers that pyproject.toml names, and the last huggingface_hub that it takes, in a folder that goes
+# before .venv's; everything else stays. The library's tests are those that import it and nothing that it must not need.
+test-oldest: $(OLDEST)/.installed ## run the library's tests with the oldest transformers that it takes
+	PYTHONPATH=$(CURDIR)/$(OLDEST) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile skipdecode \
+		$$(grep -L -E '^(from|import) (data|eval|train|finished_runs|small_runs)\b' $$(grep -l skipdecode tests/test_*.py))
+
+$(OLDEST)/.installed: pyproject.toml Makefile | .venv/.installed
+	rm -rf $(OLDEST)
+	$(PIP) install -qq --no-deps --target $(OLDEST) "huggingface_hub<2" \
+		"transformers==$$(sed -n 's/^dependencies = .*transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)"
+	@touch $@
 
 lint: install ## check style, formatting and types
 	$(PY) -m ruff check

@@ -20,8 +20,6 @@ import train.cli
 from skipdecode import ConfigError
 from train.checkpoints import SEAL, last_complete_checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -122,7 +120,7 @@ def test_resuming_under_another_recipe_is_refused_with_the_difference(cut: Path,
 def start(folder: Path, *overrides: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, *overrides, f"output.dir={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
 
 def test_sigterm_ends_a_run_with_a_checkpoint_of_the_step(tmp_path: Path) -> None:
@@ -155,9 +153,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_one_line(tmp_path:
     )
     command = [sys.executable, "-c", code, "--recipe", "quickstart", *SMALL, "train.max_steps=9"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    result = subprocess.run([*command, f"output.dir={folder}"], env=environment, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("stopped: checkpoint-6 could not be written (")
@@ -222,7 +218,7 @@ def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> N
 def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(processes: str) -> None:
     """The short form of what scripts/kill_and_resume.py does with 20 kills; the seed's moment is in the training."""
     command = [sys.executable, "scripts/kill_and_resume.py", "--kills", "1", "--processes", processes, "--seed", "5"]
-    result = subprocess.run([*command, "train.max_steps=24"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([*command, "train.max_steps=24"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.startswith("1 kills in 1 run(s)")
 

@@ -21,7 +21,6 @@ from train.distributed import check_world_size
 from train.recipe import DEEPSPEED, load_recipe
 from train.run import run
 
-ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE = 3e-3
 ROWS = 12  # all of them in each step, however many processes share them
 COMMON = [
@@ -80,11 +79,10 @@ def finish(log: Path, *commands: list[str]) -> tuple[list[int], str]:
     """Run commands beside each other to their end: their exit statuses, and what they printed."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1"}
     with log.open("w") as stream:
         running = [
-            subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-            for command in commands
+            subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment) for command in commands
         ]
         try:
             statuses = [process.wait(timeout=300) for process in running]  # processes that differ wait for ever

@@ -51,7 +51,7 @@ def results(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": home}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, input=json.dumps(asked), capture_output=True, text=True, check=False
+        command, env=environment, input=json.dumps(asked), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -20,7 +20,6 @@ from eval.results import Report
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
 
@@ -207,7 +206,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "eval", *words, *SMALL, "--output", str(output)]
     lines = random.Random().randint(2, 15)  # of twenty at least
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while run.poll() is None and time.monotonic() < deadline:
         if (output / FILE_NAME).exists() and (output / FILE_NAME).read_bytes().count(b"\n") >= lines:

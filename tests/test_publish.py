@@ -18,7 +18,6 @@ from skipdecode import ConfigError
 from train.card import MARK, write_card
 from train.publish import Parcel, pack, send
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
@@ -64,7 +63,7 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(run: Path, hub: Hub) 
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
 
     def publish(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, input="")
+        return subprocess.run([*command, *words], env=environment, capture_output=True, text=True, input="")
 
     refused = publish()
     assert (refused.returncode, refused.stderr) == (2, "error: nobody is there to ask: say --yes to send it\n")

@@ -17,7 +17,6 @@ from train.build import build_task, model_config
 from train.prepare import recipe_sampler
 from train.recipe import RECIPES, load_recipe, recipe_names
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
 
 
@@ -76,7 +75,7 @@ def test_every_recipe_is_in_the_table(name: str) -> None:
 
 def test_the_table_is_what_the_command_beside_it_prints() -> None:
     command = [sys.executable, "scripts/recipe_memory.py", "--recipe", "quickstart", "e2e-opt-125m-scratch"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for line in printed.splitlines():
         assert line in TABLE.splitlines()
 
@@ -132,7 +131,6 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
     code = "import json, sys, train.cli; sys.exit(max(train.cli.main(run) for run in json.loads(sys.argv[1])))"
     result = subprocess.run(
         [sys.executable, "-c", code, json.dumps(list(runs.values()))],
-        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

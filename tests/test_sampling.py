@@ -1,5 +1,6 @@
 """Every rank and every resumed run draws the same schedules."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +35,7 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
         "s = ScheduleSampler((1., 2., 3.), (1, 2, 3), (1., 2., 3.), 5); print([s.at(n)[0].speedup for n in range(50)])"
     )
     here = ScheduleSampler((1.0, 2.0, 3.0), (1, 2, 3), (1.0, 2.0, 3.0), 5)  # type: ignore[arg-type]
-    environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": "."}
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert there.stdout.strip() == str([here.at(n)[0].speedup for n in range(50)])
 
