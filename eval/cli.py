@@ -1,29 +1,29 @@
 """The command line of evaluation: `python -m eval --checkpoint DIR --speedup 1 2 3 4 --output DIR`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate a checkpoint. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Evaluate a checkpoint. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
-    try:
-        compare = _named_paths(options.pop("compare"))
-        from eval.bertscore import bert_model  # here: they take seconds, and a mistyped option should not
-        from eval.request import Request
-        from eval.run import evaluate
+    return run_command(lambda: _evaluate(options), left=lambda: "the same command goes on")
 
-        tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
-        bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
-        evaluate(Request(**{**options, **tuples, "compare": compare, "bert": bert}))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+def _evaluate(options: dict[str, Any]) -> None:
+    compare = _named_paths(options.pop("compare"))
+    from eval.bertscore import bert_model  # here: they take seconds, and a mistyped option should not
+    from eval.request import Request
+    from eval.run import evaluate
+
+    tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
+    evaluate(Request(**{**options, **tuples, "compare": compare, "bert": bert}))
 
 
 def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:

@@ -17,11 +17,12 @@ from eval.bootstrap import SIGNIFICANT
 from eval.files import write_whole
 from eval.predictions import Prediction, matched, read_predictions
 from eval.scores import Scores, choose_metrics, score
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Score a file of predictions. Returns the exit status: 0, or 2 after a one-line error."""
+    """Score a file of predictions. Returns the exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.score",
         description="Score predictions of any system: JSON lines with id, prompt, prediction and references.",
@@ -35,12 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     options = parser.parse_args(arguments)
-    try:
-        _run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -38,6 +38,7 @@ from eval.search_trials import (
 )
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.command import run_command
 from skipdecode.cost import Cost
 from skipdecode.errors import first_line
 from skipdecode.lean import choose_weights, why_not_lean
@@ -49,15 +50,14 @@ HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none a
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Search. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    try:
-        search(SearchRequest(**values))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _search(values), left=lambda: "the same command goes on")
+
+
+def _search(values: dict[str, Any]) -> None:
+    search(SearchRequest(**values))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,6 +23,7 @@ from eval.ratio import Ratio
 from eval.shapes import random_model, read_shape
 from eval.speed_report import Conditions, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
+from skipdecode.command import run_command
 from skipdecode.cost import Cost
 from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
@@ -48,14 +49,9 @@ class Entry:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Run the benchmark. Returns the exit status, as `run_command` does."""
     options = _parser().parse_args(arguments)
-    try:
-        _benchmark(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: _benchmark(options))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,8 @@ from rich.table import Table
 
 from data.columns import lay_out
 from eval.shapes import random_model, read_shape
-from skipdecode import ConfigError, CostModel, SkipSchedule, skip_layers, solve_schedule
+from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
+from skipdecode.command import run_command
 from train.objective import completion_loss, predicting_budgets, unpack_batch
 
 
@@ -54,17 +55,13 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    try:
-        shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
-        if options.layers:
-            shape["num_hidden_layers"] = options.layers
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = random_model(shape, getattr(torch, options.dtype)).to(device).train()
-        cost = CostModel.of(model)
-        schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    shape = {"vocab_size": options.vocab_size, **read_shape(options.shape, "--shape")}
+    if options.layers:
+        shape["num_hidden_layers"] = options.layers
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = random_model(shape, getattr(torch, options.dtype)).to(device).train()
+    cost = CostModel.of(model)
+    schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
     full = SkipSchedule.full_depth(cost.num_layers, options.new_tokens)
 
     def ids(length: int) -> list[list[int]]:
@@ -93,4 +90,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import track
 
 from eval.shapes import random_model, read_shape
-from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, solve_schedule
+from skipdecode import CostModel, SkipSchedule, skip_generate, solve_schedule
+from skipdecode.command import run_command
 from skipdecode.loop import GenerativeModel
 
 
@@ -47,21 +48,17 @@ def main() -> int:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps, shape = options.new_tokens - 1, (options.batch_size, options.prompt_length)
-    try:
-        model = random_model(read_shape(options.shape, "--shape"), getattr(torch, options.dtype)).to(device).eval()
-        cost = CostModel.of(model)
-        schedules = [
-            solve_schedule(cost, speedup, horizon=steps, prompt_length=shape[1], batch_size=shape[0])
-            for speedup in options.speedup
-        ]
-        ids = torch.randint(4, model.config.vocab_size, shape, device=device)
-        held = [
-            held_bytes(model, schedule, ids, options.new_tokens)
-            for schedule in track(schedules, "generations", console=Console(stderr=True))
-        ]
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    model = random_model(read_shape(options.shape, "--shape"), getattr(torch, options.dtype)).to(device).eval()
+    cost = CostModel.of(model)
+    schedules = [
+        solve_schedule(cost, speedup, horizon=steps, prompt_length=shape[1], batch_size=shape[0])
+        for speedup in options.speedup
+    ]
+    ids = torch.randint(4, model.config.vocab_size, shape, device=device)
+    held = [
+        held_bytes(model, schedule, ids, options.new_tokens)
+        for schedule in track(schedules, "generations", console=Console(stderr=True))
+    ]
     full = cost.cache_bytes(SkipSchedule.full_depth(cost.num_layers), shape[1], steps, shape[0])
     plans = [cost.cache_bytes(schedule, shape[1], steps, shape[0]) for schedule in schedules]
     print("| target | layers | held, bytes | planned, bytes | of full depth |")
@@ -73,4 +70,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.frontier import draw_frontier
 from eval.results import Report
+from skipdecode.command import run_command
 from train.variants import Variants, run_jobs, run_logged
 
 SPEEDS = ["1", "2", "3", "4"]
@@ -97,4 +98,4 @@ def run(options: argparse.Namespace, variants: Variants, name: str, steps: int) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -10,19 +10,19 @@ long on two cores (--jobs 2).
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.frontier import draw_frontier
 from eval.results import Report
+from skipdecode.command import run_command
+from train.variants import run_jobs, run_logged
 
-ROOT = Path(__file__).resolve().parent.parent
 SPEEDS = ["1", "2", "3", "4"]
 
 
@@ -38,8 +38,9 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
     runs = [(spread, seed) for seed in options.seeds for spread in options.spreads]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda of: run(options, *of), runs))
+    jobs = {folder_of(options, *of).name: partial(run, options, *of) for of in runs}
+    if run_jobs(jobs, options.jobs):
+        return 1
     found = {spread: [load(options, spread, seed) for seed in options.seeds] for spread in options.spreads}
     means = {f"spread {spread:g}": mean(reports) for spread, reports in found.items()}
     seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
@@ -95,11 +96,10 @@ def run(options: argparse.Namespace, spread: float, seed: int) -> None:
     training = ["train.py", "--recipe", options.recipe, *options.overrides, *settings]
     evaluation = ["-m", "eval", "--checkpoint", str(folder), *data, "--speedup", *SPEEDS]
     evaluation += ["--output", str(folder / "eval")]
-    with folder.with_name(folder.name + ".log").open("a") as log:
-        for command, finished in ((training, "config.json"), (evaluation, "eval/report.json")):
-            if not (folder / finished).exists():
-                subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=log, stderr=log)
+    for command, finished in ((training, "config.json"), (evaluation, "eval/report.json")):
+        if not (folder / finished).exists():
+            run_logged(command, folder.with_name(folder.name + ".log"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -19,6 +19,7 @@ from eval.files import write_whole
 from eval.frontier import draw_frontier
 from eval.results import FILE_NAME, Report, Row, markdown_table
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 from train.rivals import RIVALS
 from train.variants import run_logged
@@ -37,11 +38,7 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path, help="a folder for all evaluations")
     parser.add_argument("--limit", help="only the first N prompts of the test set")
     options = parser.parse_args()
-    try:
-        return evaluate(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return evaluate(options)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -133,4 +130,4 @@ def drawn(reports: dict[str, Report]) -> dict[str, Report]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

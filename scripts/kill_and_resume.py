@@ -21,11 +21,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file
+
+from skipdecode.command import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -144,4 +148,4 @@ def losses(folder: Path) -> Counter[tuple[int, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

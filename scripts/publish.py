@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 
 
@@ -31,11 +32,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="check and show, send nothing")
     parser.add_argument("--yes", action="store_true", help="don't ask")
     options = parser.parse_args()
-    try:
-        return publish(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return publish(options)
 
 
 def publish(options: argparse.Namespace) -> int:
@@ -76,4 +73,4 @@ def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from skipdecode import ConfigError, CostModel
+from skipdecode import CostModel
+from skipdecode.command import run_command
 from train.build import build_task, model_config
 from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
 from train.prepare import recipe_sampler
@@ -69,14 +70,10 @@ def main() -> int:
     warnings.simplefilter("ignore", FutureWarning)  # transformers has some for peft
     print(f"| recipe | model | task | speeds | DeepSpeed | {' | '.join(counts)} |")
     print(f"| --- | --- | --- | --- | --- |{' ---: |' * len(counts)}")
-    try:
-        for name in options.recipe:
-            print(row(name, options.gpus, overrides), flush=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for name in options.recipe:
+        print(row(name, options.gpus, overrides), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

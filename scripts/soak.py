@@ -22,6 +22,7 @@ from rich.progress import track
 
 from eval.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
+from skipdecode.command import run_command
 
 
 def main() -> int:
@@ -61,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
 from train.rivals import RIVALS
 from train.variants import Variants, run_jobs
@@ -36,11 +37,7 @@ def main() -> int:
     given = options.only or []
     options.overrides += [word for word in given if "=" in word]  # those that follow the names
     options.only = [word for word in given if "=" not in word]
-    try:
-        return train(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return train(options)
 
 
 def train(options: argparse.Namespace) -> int:
@@ -83,4 +80,4 @@ def train(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

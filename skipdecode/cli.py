@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,21 +42,12 @@ tokens. Prompts must have been trained to run no more layers than the first toke
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Run the command. Returns the exit status, as `run_command` does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _parser().parse_args(words[:1]).command
     options = _commands()[command].parse_intermixed_args(words[1:])  # prompts may come before options and after
-    try:
-        run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # what reads us has enough
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run_command(lambda: run(options))
 
 
 def _parser() -> argparse.ArgumentParser:

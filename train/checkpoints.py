@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
 from eval.files import write_whole
+from skipdecode.errors import first_line
 from train.data_order import DataOrder
+from train.distributed import is_first_process
 from train.stops import RunStopped
 
 SEAL = "complete.json"  # the last file of a checkpoint: every other one with its size and checksum
@@ -74,34 +77,42 @@ class SealedCheckpointTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         self._partial_folder = partial
         try:
-            super()._save_checkpoint(model, trial)
-            if self.state.best_global_step:  # which the Trainer looks for in the partial folder
-                self.state.best_model_checkpoint = str(
-                    run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-                )
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
-                if self._order is not None:
-                    self._order.save(partial / name)
-                _seal(partial / name)
-                _move(partial / name, run_folder / name)
-                partial.rmdir()
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError where a write fails
-            if self.args.should_save:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise RunStopped(
-                f"{name} could not be written ({' '.join(str(error).split())}): {resume_advice(run_folder)}"
-            ) from error
+            with stopped_if_unwritten(name, run_folder):
+                super()._save_checkpoint(model, trial)
+                if self.state.best_global_step:  # which the Trainer looks for in the partial folder
+                    self.state.best_model_checkpoint = str(
+                        run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+                    )
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
+                    if self._order is not None:
+                        self._order.save(partial / name)
+                    _seal(partial / name)
+                    _move(partial / name, run_folder / name)
+                    partial.rmdir()
         finally:
             self._partial_folder = None
         if self.args.should_save:
             rotate_checkpoints(str(run_folder), self.args.save_total_limit, self.state.best_model_checkpoint)
 
 
+@contextmanager
+def stopped_if_unwritten(name: str, run_folder: Path) -> Iterator[None]:
+    """Raise RunStopped where what is written here can't be, such as on a full disk; no part of it is left."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError where a write fails
+        if is_first_process():
+            shutil.rmtree(run_folder / PARTIAL, ignore_errors=True)
+        raise RunStopped(f"{name} could not be written ({first_line(error)}): {resume_advice(run_folder)}") from error
+
+
 def resume_advice(run_folder: Path) -> str:
     """What the user of a run that stopped has, and can do."""
-    last = get_last_checkpoint(str(run_folder))
+    if (run_folder / "config.json").exists():
+        return f"{run_folder} holds the trained checkpoint; the same command goes on with what comes after it"
+    last = next(_newest_first(run_folder), None)
     if last is None:
         return "no checkpoint had been written; the same command starts the run anew"
     return f"the last good checkpoint is {last}; the same command continues from it"

@@ -4,17 +4,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from skipdecode.errors import ConfigError
+from skipdecode.command import run_command
 from train.recipe import Recipe, load_recipe, recipe_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a recipe. Returns the exit status: 0, 2 after a one-line error for what the user must change, or another.
+    """Run a recipe. Returns the exit status, as `run_command` does.
 
-    1 where the run can't go on (a loss that isn't finite, a full disk), 143 after SIGTERM, each after a line that says
-    which checkpoint is left.
+    Beside those, 1 where the run can't go on (a loss that isn't finite) and 143 after SIGTERM. The line of a run that
+    was broken off says which checkpoint is left.
     """
     parser = argparse.ArgumentParser(
         prog="train.py",
@@ -30,28 +31,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dry-run", action="store_true", help="build everything, run the widest step, say what it takes, keep nothing"
     )
     options = parser.parse_intermixed_args(arguments)
+    return run_command(lambda: _main(options))
+
+
+def _main(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    # Imported here: it takes seconds, and a mistyped key should not.
+    from train.checkpoints import resume_advice
+    from train.distributed import leave_group_at_exit
+
+    leave_group_at_exit()
+    folder = Path(str(recipe.output.dir))
+    return run_command(lambda: _train(recipe, options), left=lambda: resume_advice(folder))
+
+
+def _train(recipe: Recipe, options: argparse.Namespace) -> int:
+    from train.stops import RunStopped
+
     try:
-        recipe = load_recipe(options.recipe, options.overrides)
-        # Imported here: it takes seconds, and a mistyped key should not.
-        from train.distributed import leave_group_at_exit
-        from train.stops import RunStopped
+        if options.dry_run:
+            from train.dry_run import dry_run, print_dry_run
 
-        leave_group_at_exit()
-        try:
-            if options.dry_run:
-                from train.dry_run import dry_run, print_dry_run
+            print_dry_run(dry_run(recipe), options.recipe)
+        else:
+            from train.run import run
 
-                print_dry_run(dry_run(recipe), options.recipe)
-            else:
-                from train.run import run
-
-                run(recipe, options.recipe)
-        except RunStopped as stop:
-            print(f"stopped: {stop}", file=sys.stderr)
-            return stop.status
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+            run(recipe, options.recipe)
+    except RunStopped as stop:
+        print(f"stopped: {stop}", file=sys.stderr)
+        return stop.status
     return 0
 
 

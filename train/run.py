@@ -24,7 +24,7 @@ from skipdecode.bundle import write_custom_generate
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.card import CARD, EVALUATION, write_card
-from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice
+from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
 from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
 from train.publish import check_name, describe, pack, send
@@ -90,7 +90,8 @@ def _train(recipe: Recipe, task: Task, prepared: Prepared, folder: Path, console
     trainer.train(resume_from_checkpoint=chosen[0])
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
-    _finish(trainer, recipe, task, prepared.tokenizer, folder)
+    with stopped_if_unwritten("the finished checkpoint", folder):
+        _finish(trainer, recipe, task, prepared.tokenizer, folder)
 
 
 def _is_finished(folder: Path) -> bool:

@@ -1,11 +1,10 @@
 """The command line of the page: `python -m eval.report RUN... --output report.html`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skipdecode.errors import ConfigError
+from skipdecode.command import run_command
 
 _DESCRIPTION = """\
 Put finished evaluations of one task side by side, in one HTML page that needs nothing else: no script, no request.
@@ -31,7 +30,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page. Returns the exit status: 0, or 2 after a one-line error for what the user must change."""
+    """Write the page. Returns the exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.report",
         description=_DESCRIPTION,
@@ -53,11 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
     options = parser.parse_args(arguments)
-    try:
-        from eval.report.page import write_page  # here: it takes seconds, and a mistyped option should not
+    return run_command(lambda: _write(options))
 
-        write_page(options.runs, options.output, speed=[Path(file) for file in options.speed], samples=options.samples)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+def _write(options: argparse.Namespace) -> None:
+    from eval.report.page import write_page  # here: it takes seconds, and a mistyped option should not
+
+    write_page(options.runs, options.output, speed=[Path(file) for file in options.speed], samples=options.samples)

@@ -1,0 +1,60 @@
+"""How a command ends: with a status, and with one line that says what was in its way."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+from skipdecode.errors import ConfigError, first_line
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = None) -> int:
+    """Do what a command is for and return its exit status.
+
+    What is in its way is one line on standard error: 2 for what the user must change (a ConfigError, a file that can't
+    be read or written), 1 for a disk that is full, 130 after Ctrl-C, and 141, without a line, where the reader of the
+    output has enough. Any other exception is a fault of the code and comes through.
+
+    Args:
+        run: the work; None counts as the status 0.
+        left: what there is to go on from, for the line of a command that was broken off.
+    """
+    line: str | None
+    try:
+        status = run() or 0
+        sys.stdout.flush()  # else a full disk shows while Python is taken down
+        return status
+    except ConfigError as error:
+        line, status = f"error: {error}", 2
+    except KeyboardInterrupt:
+        line, status = "interrupted", 130
+    except BrokenPipeError:
+        line, status = None, 141
+    except OSError as error:
+        status = 1 if error.errno in _FULL else 2
+        line = f"{'stopped' if status == 1 else 'error'}: {_reason(error)}"
+    if left is not None and line is not None and not line.startswith("error"):
+        line = f"{line}: {left()}"
+    if line is not None:
+        with contextlib.suppress(OSError):  # nobody can be told
+            print(line, file=sys.stderr)
+    _give_up_output()
+    return status
+
+
+def _reason(error: OSError) -> str:
+    """Such as `Permission denied: 'runs/recipe.yaml'`."""
+    if error.strerror is None or error.filename is None:
+        return first_line(error).removeprefix(f"[Errno {error.errno}] ")
+    return f"{error.strerror}: {error.filename!r}"
+
+
+def _give_up_output() -> None:
+    """Where what was printed can't be written, Python would try once more as it ends, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,160 @@
+"""What is in a command's way is one line and the right status: Ctrl-C, a full disk, a file that can't be written."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+from small_runs import SMALL
+
+import eval.cli
+import eval.report.cli
+import eval.run
+import eval.score
+import eval.search
+import eval.speed
+import skipdecode.cli
+import train.cli
+import train.run
+import train.tracking
+from skipdecode import ConfigError
+from skipdecode.command import run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("--limit is 0"), 2, "error: --limit is 0"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "error: Permission denied: 'a'"),
+        (OSError("Can't reach the Hub\nor anything"), 2, "error: Can't reach the Hub or anything"),
+        (FULL, 1, "stopped: No space left on device: 'somewhere/metrics.jsonl': go on"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "stopped: Disk quota exceeded: go on"),
+        (KeyboardInterrupt(), 130, "interrupted: go on"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_what_ends_a_command_is_one_line_and_a_status(
+    error: BaseException, status: int, line: str, capsys: Any
+) -> None:
+    def fail() -> int:
+        raise error
+
+    assert run_command(fail, left=lambda: "go on") == status
+    assert capsys.readouterr().err == (f"{line}\n" if line else "")
+
+
+def test_a_fault_of_the_code_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+def test_output_that_can_not_be_written_is_one_line() -> None:
+    code = "import sys; from skipdecode.command import run_command; sys.exit(run_command(lambda: print('text')))"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (1, "stopped: No space left on device\n")
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
+    "train": (train.cli.main, ["--recipe", "quickstart", "output.dir={}/new"], train.run, "run"),
+    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "evaluate"),
+    "search": (
+        eval.search.main,
+        ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
+        eval.search,
+        "find_plan",
+    ),
+    "score": (eval.score.main, ["--predictions", "x", "--output", "{}/new", "--task", "e2e"], eval.score, "_run"),
+    "speed": (eval.speed.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed, "_model"),
+    "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
+    "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.cli, "_decoder"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_and_a_full_disk_end_every_command_with_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    main, arguments, module, function = COMMANDS[name]
+    words = [word.format(tmp_path) for word in arguments]
+    for error, status, start in ((KeyboardInterrupt(), 130, "interrupted"), (FULL, 1, "stopped: No space left")):
+
+        def fail(*arguments: Any, error: BaseException = error, **options: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(module, function, fail)
+        assert main(words) == status
+        said = capsys.readouterr().err
+        assert said.startswith(start)
+        assert said.count("\n") == 1
+    if name in ("eval", "search"):
+        assert said.endswith(": the same command goes on\n")
+
+
+def train_in_process(folder: Path, *overrides: str) -> int:
+    return train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides])
+
+
+def test_a_disk_that_fills_beside_the_checkpoints_stops_the_run_with_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    original = train.tracking.MetricsFile.on_log
+
+    def on_log(self: Any, args: Any, state: Any, *others: Any, **options: Any) -> None:
+        if state.global_step == 5:
+            raise FULL
+        original(self, args, state, *others, **options)
+
+    monkeypatch.setattr(train.tracking.MetricsFile, "on_log", on_log)
+    assert train_in_process(tmp_path / "run", "train.max_steps=6") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("stopped: No space left on device: 'somewhere/metrics.jsonl': the last good checkpoint is ")
+    assert line.endswith(f"{tmp_path / 'run' / 'checkpoint-3'}; the same command continues from it")
+
+
+def test_a_finished_checkpoint_that_can_not_be_written_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = tmp_path / "run"
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call:
+            Path(str(output_dir)).mkdir()
+            (Path(str(output_dir)) / "model.safetensors").write_bytes(b"the first part")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        original(self, output_dir, _internal_call)
+
+    original = train.run.SkipTrainer.save_model
+    monkeypatch.setattr(train.run.SkipTrainer, "save_model", save_model)
+    assert train_in_process(folder, "train.max_steps=3") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "stopped: the finished checkpoint could not be written (I/O error: No space left on device (os error 28)): "
+        f"the last good checkpoint is {folder / 'checkpoint-3'}; the same command continues from it"
+    )
+    assert not (folder / "unfinished").exists()
+
+
+def test_ctrl_c_ends_a_training_run_with_130_and_names_what_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, "train.max_steps=5000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not (folder / "checkpoint-3").exists() and run.poll() is None:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith(f"interrupted: the last good checkpoint is {folder}/checkpoint-")
