@@ -1,15 +1,23 @@
 """Model shapes: a config without weights, named in configs/model/."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eval.files import ROOT, named_file, read_yaml
-from skipdecode.errors import ConfigError, first_line
+from skipdecode.errors import ConfigError, first_line, unknown
+from skipdecode.families import text_config
+from skipdecode.schedule import MOST_LAYERS
 
 SHAPES = ROOT / "configs" / "model"
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+# By the names that all families map their own to.
+_SIZES_OF_WEIGHTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim"),
+)
 
 
 def read_shape(name: str, field: str) -> dict[str, Any]:
@@ -25,20 +33,69 @@ def read_shape(name: str, field: str) -> dict[str, Any]:
 
 
 def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of a shape's values. Raises ConfigError for those that its family refuses."""
+    """The config of a shape's values. Raises ConfigError for those that its family doesn't know, or can't be."""
     values = dict(shape)
-    try:
-        config: PretrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(first_line(error)) from error
+    layers = next((values[name] for name in _LAYERS if name in values), 1)
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # some families list them, and all would be built
+        raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MOST_LAYERS}")
+    model_type = values.pop("model_type")
+    config: PretrainedConfig = _made(lambda: AutoConfig.for_model(model_type, **values))
+    # What a family doesn't know but takes for another key, such as rope_theta, leaves no attribute of its own.
+    _check_keys(config, [key for key in values if key in vars(config)])
+    _check_values(config)
+    with torch.device("meta"):  # the model without memory: its layers may refuse what the config took
+        _made(lambda: AutoModelForCausalLM.from_config(config))
     return config
+
+
+def changed_config(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of weights that are there, with other values.
+
+    Raises ConfigError for keys that it doesn't have, values that can't be, and the sizes of its weights.
+    """
+    _check_keys(config, changes)
+    names = config.attribute_map
+    for key in changes:
+        if names.get(key, key) in {names.get(size, size) for size in _SIZES_OF_WEIGHTS}:
+            raise ConfigError(f"{key} can't be changed: the weights that are there have it")
+    changed: PretrainedConfig = _made(lambda: type(config).from_dict({**config.to_dict(), **changes}))
+    _check_values(changed)
+    return changed
 
 
 def random_model(shape: Mapping[str, Any] | PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
     config = shape if isinstance(shape, PretrainedConfig) else shape_config(shape)
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(first_line(error)) from error
+    model: PreTrainedModel = _made(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
     return model
+
+
+def _check_keys(config: PretrainedConfig, keys: Iterable[str]) -> None:
+    """Raises ConfigError for a key that a config's family has no use for: transformers would keep it unread."""
+    known = {*type(config)().to_dict(), *type(config).__dataclass_fields__, *config.attribute_map} - {"model_type"}
+    for key in keys:
+        if key not in known:
+            raise unknown(f"key of the config of {config.model_type}", str(key), known)
+
+
+def _check_values(config: PretrainedConfig) -> None:
+    """Raises ConfigError for values that the family's class takes, and that no model can be made or trained with."""
+    text = text_config(config)
+    for name in (*_SIZES_OF_WEIGHTS, "max_position_embeddings"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} is {value}: it must be at least 1")
+    for name, value in text.to_dict().items():
+        if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ConfigError(f"{name} is {value}: it must lie between 0 and 1")
+    heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+    if shared is not None and heads % shared:
+        raise ConfigError(f"num_attention_heads is {heads}: it must be a multiple of num_key_value_heads ({shared})")
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """What `make` makes of values that a user gave. Raises ConfigError for any error: families have all kinds."""
+    try:
+        return make()
+    except Exception as error:
+        raise ConfigError(first_line(error)) from error

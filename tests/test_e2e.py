@@ -132,6 +132,9 @@ def test_unknown_tasks_options_and_folders_are_refused(tmp_path: Path) -> None:
         load_task("e2e", path=str(tmp_path / "nowhere")).load("train")
     with pytest.raises(ConfigError, match=r"it has no devset\.csv"):
         load_task("e2e", path=str(tmp_path)).load("train")
+    (tmp_path / "devset.csv").mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_task("e2e", path=str(tmp_path)).load("train")
 
 
 def test_the_real_data_has_its_known_sizes_and_restores_exactly(shared_data: Path) -> None:
@@ -208,3 +211,25 @@ def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Pa
         for faithful in (False, True)
     ]
     assert counts[1] / counts[0] == pytest.approx(5 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("task", "option", "value"),
+    [
+        ("e2e", "faithful", "maybe"),
+        ("e2e", "faithful", 1),
+        ("e2e", "delexicalise", "name"),
+        ("e2e", "delexicalise", [1]),
+        ("e2e", "delexicalise", ["name", "name"]),
+        ("e2e", "holdout", True),
+        ("e2e", "path", ""),
+        ("tldr", "holdout", "ten"),
+        ("text", "instruction", ["TL;DR:"]),
+        ("text", "prompt_column", 3),
+        ("departures", "seed", 1.5),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_name(task: str, option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{option} is ") as caught:
+        load_task(task, **{option: value})
+    assert "\n" not in str(caught.value)

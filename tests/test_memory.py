@@ -82,7 +82,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     for number, (shape, changes) in enumerate(SHAPES.values()):
         (folder / f"{number}.yaml").write_text(json.dumps(shape))
         own = [f"model.shape={folder / f'{number}.yaml'}", f"output.dir={folder / 'out'}"]
-        overrides.append([*own, "model.config={}", "data.options={train_size: 40}", *changes])
+        overrides.append([*own, "model.config=null", "data.options={train_size: 40}", *changes])
     found = subprocess.run(
         [sys.executable, "-c", MEASURE, json.dumps(overrides)],
         capture_output=True,

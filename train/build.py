@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
-from eval.shapes import SHAPES, random_model, read_shape, shape_config
+from eval.shapes import SHAPES, changed_config, random_model, read_shape, shape_config
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
@@ -39,17 +40,35 @@ def _whole_config(recipe: Recipe) -> PretrainedConfig:
     section = recipe.model
     name = section.name_or_path or section.shape or ""
     known = section.shape or Path(name).name
-    changes = section.config or {}
+    changes = _changes(recipe)
     if section.shape is None and ((Path(name) / "config.json").is_file() or not (SHAPES / f"{known}.yaml").is_file()):
-        try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(name, **changes)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error
-        return config
+        return _pretrained_config(name, changes)
     shape = {**read_shape(known, "model.shape"), **changes}
     if section.shape is not None and section.tokenizer is None:
         shape.setdefault("vocab_size", section.vocab_size)
-    return shape_config(shape)
+    try:
+        return shape_config(shape)
+    except ConfigError as error:
+        raise ConfigError(f"model.shape {known!r} with model.config {changes}: {error}") from error
+
+
+def _changes(recipe: Recipe) -> dict[str, Any]:
+    changes = recipe.model.config or {}
+    for key in ("dtype", "torch_dtype"):
+        if key in changes:
+            raise ConfigError(f"model.config.{key} is {changes[key]!r}: set model.dtype in its place")
+    return changes
+
+
+def _pretrained_config(name: str, changes: dict[str, Any]) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error
+    try:
+        return changed_config(config, changes)
+    except ConfigError as error:
+        raise ConfigError(f"model.config {changes}: {error}") from error
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -71,19 +90,10 @@ def build_model(
     section = recipe.model
     if (section.name_or_path is None) == (section.shape is None):
         raise ConfigError("model needs either name_or_path (pretrained) or shape (random weights), and not both")
-    dtype: torch.dtype = getattr(torch, section.dtype)
-    set_seed(recipe.train.seed)
     if section.name_or_path is not None:
-        if section.layers is not None and recipe.lora.r is not None and not recipe.lora.merge:
-            raise ConfigError(
-                f"model.layers is {section.layers} with lora.merge=false: adapters apart are for the whole model, so "
-                "those of a shallow one must be merged"
-            )
-        tokenizer = tokenizer or load_tokenizer(section.tokenizer or section.name_or_path)
-        pretrained = load_model(section.name_or_path, dtype=dtype, **(section.config or {}))
-        if section.layers is not None:
-            shrink_model(pretrained, section.layers)
-        return pretrained, tokenizer
+        return _pretrained(recipe, section.name_or_path, tokenizer)
+    model_config(recipe)  # settings that can't be are refused before the data is read
+    set_seed(recipe.train.seed)
     shape = {**read_shape(section.shape or "", "model.shape"), **(section.config or {})}
     positions = shape.get("max_position_embeddings", 2048)
     if tokenizer is not None:
@@ -95,14 +105,38 @@ def build_model(
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         config = shape_config({"vocab_size": len(tokenizer), **special, **shape})
+        _check_vocabulary(config, tokenizer)
         if section.layers is not None:
             shrink_config(config, section.layers)
-        model = random_model(config, dtype)
+        return random_model(config, getattr(torch, section.dtype)), tokenizer
     except ConfigError as error:
         raise ConfigError(f"model.shape {section.shape!r}: {error}") from error
+
+
+def _pretrained(
+    recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    section = recipe.model
+    if section.layers is not None and recipe.lora.r is not None and not recipe.lora.merge:
+        raise ConfigError(
+            f"model.layers is {section.layers} with lora.merge=false: adapters apart are for the whole model, so "
+            "those of a shallow one must be merged"
+        )
+    set_seed(recipe.train.seed)
+    changes = _changes(recipe)
+    changed = {"config": _pretrained_config(name, changes)} if changes else {}
+    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name)
+    model = load_model(name, dtype=getattr(torch, section.dtype), **changed)
+    try:
+        _check_vocabulary(model.config, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
+    if section.layers is not None:
+        shrink_model(model, section.layers)
+    return model, tokenizer
+
+
+def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     vocab_size = text_config(config).vocab_size
     if vocab_size < len(tokenizer):
-        raise ConfigError(
-            f"model.shape {section.shape!r} has vocab_size {vocab_size}: the tokenizer needs {len(tokenizer)}"
-        )
-    return model, tokenizer
+        raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer needs {len(tokenizer)}")
