@@ -1,12 +1,13 @@
 """What differs between two sets of settings, for a person."""
 
+from collections.abc import Collection
 from typing import Any
 
 
-def difference(before: Any, now: Any) -> str:
+def difference(before: Any, now: Any, *, apart_from: Collection[str] = ()) -> str:
     """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs."""
     old, new = _flat(before), _flat(now)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in apart_from]
     return ", ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed)
 
 

@@ -14,12 +14,11 @@ from rich.console import Console
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from eval.files import write_whole
 from skipdecode.errors import first_line
-from train.data_order import DataOrder
+from train.data_order import DataOrder, rows_a_step
 from train.distributed import is_first_process
 from train.stops import RunStopped
 
@@ -36,33 +35,23 @@ class SealedCheckpointTrainer(Trainer):
 
     _partial_folder: Path | None = None
     _order: DataOrder | None = None
-    _resumed_from: str | None = None
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train, from a checkpoint's folder or from the start."""
-        self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
-        if isinstance(sampler, LengthGroupedSampler):
-            sampler = self._order = DataOrder(sampler.batch_size, lengths=sampler.lengths)
-            if self._resumed_from is not None:
-                sampler.load(Path(self._resumed_from))
-        return sampler
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        self._order = DataOrder(list(dataset["length"]), rows_a_step(self.args), self.args.seed)
+        return self._order
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing where every step is done: the Trainer asks after a step alone, and a run that was cut off between its
-        last checkpoint and its end would take one too many.
+        """Draw the epoch's order first; nothing where every step is done: the Trainer asks after a step alone, and a
+        run that was cut off between its last checkpoint and its end would take one too many.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        if self._order is not None:
+            self._order.start(self.state.global_step)
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,10 @@ def dry_run(recipe: Recipe) -> DryRun:
 
 
 def _widest(rows: datasets.Dataset, count: int) -> list[dict[str, Any]]:
-    """The longest rows, with the longest prompt and the longest completion among them."""
+    """The longest rows, with the longest prompt and the longest completion among them; where too few, several times."""
     prompts, completions = row_lengths(rows)
     chosen = [int(prompts.argmax()), int(completions.argmax()), *map(int, (-prompts - completions).argsort())]
-    return [rows[number] for number in list(dict.fromkeys(chosen))[:count]]
+    return [rows[number] for number in islice(cycle(dict.fromkeys(chosen)), count)]
 
 
 def _rehearsal_arguments(arguments: TrainingArguments, folder: str, steps: int) -> TrainingArguments:

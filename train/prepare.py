@@ -22,6 +22,7 @@ from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head
 from train.adapters import add_adapters
 from train.build import build_model, checkpoint_activations
+from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.objective import Objective
 from train.recipe import Recipe
@@ -56,9 +57,7 @@ class Prepared:
     @property
     def rows_a_step(self) -> int:
         """Rows of an optimiser step, on all processes together."""
-        arguments = self.arguments
-        rows: int = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-        return rows
+        return rows_a_step(self.arguments)
 
 
 def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:

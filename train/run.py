@@ -25,6 +25,7 @@ from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.card import CARD, EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
+from train.data_order import check_rows_a_step
 from train.distributed import check_world_size, is_first_process
 from train.prepare import Prepared, introduce, make_trainer, prepare
 from train.publish import check_name, describe, pack, send
@@ -35,6 +36,8 @@ from train.trainer import SkipTrainer
 from train.weights_and_biases import SCHEDULES_FILE, tracked
 
 RECIPE_FILE = "recipe.yaml"
+# What may change in an unfinished run: how a step's rows are divided, while they are as many.
+MAY_CHANGE = ("train.per_device_batch_size", "train.gradient_accumulation_steps")
 
 
 def run(recipe: Recipe, name: str) -> Path:
@@ -56,6 +59,7 @@ def run(recipe: Recipe, name: str) -> Path:
         check_folder(folder, recipe)
     task = build_task(recipe)
     prepared = None if _is_finished(folder) else prepare(recipe, task, folder)
+    checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
     folder.mkdir(parents=True, exist_ok=True)
     if is_first_process():
         write_whole(folder / RECIPE_FILE, recipe.to_yaml())
@@ -65,7 +69,7 @@ def run(recipe: Recipe, name: str) -> Path:
             if is_first_process():
                 draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
                 tracker.schedules(folder)
-            _train(recipe, task, prepared, folder, console)
+            _train(recipe, task, prepared, checkpoint, folder, console)
             prepared = None  # the evaluation needs the memory
         if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
@@ -77,17 +81,26 @@ def run(recipe: Recipe, name: str) -> Path:
     return folder
 
 
-def _train(recipe: Recipe, task: Task, prepared: Prepared, folder: Path, console: Console) -> None:
-    stop = StopOnSignal()
-    trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
+def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str | None:
+    """The checkpoint to continue from. Raises ConfigError where this run isn't one that can."""
     # One rank looks, and all continue from the same.
     chosen = [last_complete_checkpoint(folder, console) if is_first_process() else None]
     if prepared.arguments.world_size > 1:
         broadcast_object_list(chosen)
     if chosen[0] is not None:
         check_world_size(chosen[0], prepared.arguments.world_size)
-        console.print(f"continuing from {chosen[0]}")
-    trainer.train(resume_from_checkpoint=chosen[0])
+        check_rows_a_step(chosen[0], prepared.arguments)
+    return chosen[0]
+
+
+def _train(
+    recipe: Recipe, task: Task, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console
+) -> None:
+    stop = StopOnSignal()
+    trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
+    if checkpoint is not None:
+        console.print(f"continuing from {checkpoint}")
+    trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):
@@ -113,9 +126,8 @@ def check_folder(folder: Path, recipe: Recipe) -> None:
         if [file.name for file in folder.iterdir()] == [f"{RECIPE_FILE}.partial"]:
             return  # killed while it was written
         raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")
-    if (folder / RECIPE_FILE).read_text(encoding="utf-8") != recipe.to_yaml():
-        before = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE))
-        changed = difference(before, recipe.model_dump())
+    before = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE))
+    if changed := difference(before, recipe.model_dump(), apart_from=MAY_CHANGE):
         raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
 
 
