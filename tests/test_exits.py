@@ -105,11 +105,11 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_parts_of_a_batch_add_up_to_its_loss() -> None:
     model, batch, objective = a_model("llama"), a_batch(), Objective(1.0, 0.1, exits=True)
-    items = int((batch["labels"] != IGNORED).sum())
+    totals = objective.totals([SkipSchedule.full_depth(LAYERS)], unpack_batch(batch)[2])
     parts = 0.0
     for row in range(3):
         part = {name: value if isinstance(value, int) else value[row : row + 1] for name, value in batch.items()}
-        parts += float(objective_loss(model, objective, part, num_items=items))
+        parts += float(objective_loss(model, objective, part, totals=totals))
     assert parts == pytest.approx(float(objective_loss(model, objective, batch)), rel=1e-5)
 
 

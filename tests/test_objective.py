@@ -1,13 +1,14 @@
 """The loss counts completions alone, and knows how deep each token ran."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from data.columns import IGNORED
 from skipdecode import SkipSchedule
-from train.objective import DepthBands, completion_loss, distillation_loss, predicting_budgets
+from train.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
 
 SCHEDULE = SkipSchedule(8, 6, 2, horizon=4)
 
@@ -36,7 +37,7 @@ def test_budgets_of_predicting_columns_start_with_the_prefill() -> None:
 def test_the_loss_is_the_mean_over_completion_tokens_weighted_by_depth(power: float) -> None:
     logits, labels = batch()
     budgets = predicting_budgets(SCHEDULE, 5)
-    total = weight_sum = count = 0.0
+    total = weight_sum = 0.0
     for row in range(3):
         for column in range(5):
             if labels[row, column] == IGNORED:
@@ -44,11 +45,28 @@ def test_the_loss_is_the_mean_over_completion_tokens_weighted_by_depth(power: fl
             weight = (budgets[column] / 8) ** power
             total += weight * token_loss(logits[row, column], int(labels[row, column]))
             weight_sum += weight
-            count += 1
     loss = completion_loss(logits, labels, budgets, num_layers=8, depth_weight_power=power)
     assert float(loss) == pytest.approx(total / weight_sum, rel=1e-5)
-    accumulated = completion_loss(logits, labels, budgets, num_layers=8, depth_weight_power=power, num_items=40)
-    assert float(accumulated) == pytest.approx(total / weight_sum * count / 40, rel=1e-5)
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, -0.5])
+def test_parts_of_a_batch_divided_by_its_totals_add_up_to_its_loss(power: float) -> None:
+    """Whose rows are of different lengths, so that the parts' mean weights differ."""
+    logits, labels = batch()
+    objective = Objective(power, label_smoothing=0.1, distillation=0.3)
+    full, faster = SkipSchedule(8, 8, 8), SCHEDULE
+    logits = torch.cat([logits, logits[:, -1:]], dim=1)
+    other = logits.roll(1, dims=-1)
+
+    def loss(rows: slice, totals: torch.Tensor | None = None) -> float:
+        run = {full: logits[rows], faster: other[rows]}.__getitem__
+        shares = objective.shares([full, faster], labels[rows], run, Mock(), Mock(), totals=totals)
+        return float(sum(shares))
+
+    whole, parts = slice(None), [slice(0, 1), slice(1, 3)]
+    totals = sum(objective.totals([full, faster], labels[part]) for part in parts)
+    assert isinstance(totals, torch.Tensor)
+    assert sum(loss(part, totals) for part in parts) == pytest.approx(loss(whole), rel=1e-6)
 
 
 def test_padding_has_no_gradient() -> None:
@@ -63,14 +81,12 @@ def test_padding_has_no_gradient() -> None:
 def test_distillation_is_the_divergence_from_the_teacher_over_completion_tokens() -> None:
     logits, labels = batch()
     teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    total, count = 0.0, 0
+    total = 0.0
     for row, column in (labels != IGNORED).nonzero().tolist():
         p, q = teacher[row, column].softmax(-1).tolist(), logits[row, column].softmax(-1).tolist()
         total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-        count += 1
-    assert float(distillation_loss(logits, teacher, labels)) == pytest.approx(total / count, rel=1e-4)
     assert float(distillation_loss(logits, teacher, labels, num_items=40)) == pytest.approx(total / 40, rel=1e-4)
-    assert float(distillation_loss(teacher, teacher, labels)) == pytest.approx(0, abs=1e-6)
+    assert float(distillation_loss(teacher, teacher, labels, num_items=40)) == pytest.approx(0, abs=1e-6)
 
 
 def test_bands_split_the_loss_by_depth() -> None:

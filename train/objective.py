@@ -39,6 +39,21 @@ class Objective:
             section.depth_weight_power, section.label_smoothing, section.distillation, exits=section.exits == "all"
         )
 
+    def totals(self, schedules: Sequence[SkipSchedule], labels: torch.Tensor) -> torch.Tensor:
+        """What the losses of a batch are divided by: its tokens, and for each schedule their weights, [1 + schedules].
+
+        Those of a step's parts and processes add up to the step's.
+
+        Args:
+            schedules, labels: as in `shares`.
+        """
+        tokens = (labels != IGNORED).sum(dim=0).float()  # [new tokens]
+        weights = [
+            column_weights(predicting_budgets(s, len(tokens)), s.num_layers, self.depth_weight_power, tokens)
+            for s in schedules
+        ]
+        return torch.stack([tokens.sum(), *((tokens * weight).sum() for weight in weights)])
+
     def shares(
         self,
         schedules: Sequence[SkipSchedule],
@@ -47,7 +62,7 @@ class Objective:
         teach: Callable[[], torch.Tensor],
         run_exits: Callable[[SkipSchedule], Exits],
         *,
-        num_items: torch.Tensor | int | None = None,
+        totals: torch.Tensor | None = None,
         bands: "DepthBands | None" = None,
     ) -> Iterator[torch.Tensor]:
         """The loss of each schedule of a step over their number: their sum is what the step minimises.
@@ -63,14 +78,16 @@ class Objective:
             run: gives logits under a schedule, from the prompt's last column on, [batch, new tokens + 1, vocabulary].
             teach: gives those at full depth without a gradient; called once at most.
             run_exits: gives every layer's output under a schedule; called with exits alone.
-            num_items, bands: as in `completion_loss`.
+            totals: of the whole step, where this batch is a part of it; by default this batch's own.
+            bands: as in `completion_loss`.
         """
+        num_items, *total_weights = self.totals(schedules, labels) if totals is None else totals
         if self.exits:
             (full_depth,) = schedules
             yield self.exits_loss(run_exits(full_depth), labels, num_items=num_items, bands=bands)
             return
         teacher: torch.Tensor | None = None
-        for schedule in schedules:
+        for schedule, total_weight in zip(schedules, total_weights, strict=True):
             skips = schedule.min_layers < schedule.num_layers
             if self.distillation and skips and teacher is None:
                 teacher = teach()
@@ -80,7 +97,7 @@ class Objective:
                 labels,
                 predicting_budgets(schedule, labels.shape[1]),
                 num_layers=schedule.num_layers,
-                num_items=num_items,
+                total_weight=total_weight,
                 depth_weight_power=self.depth_weight_power,
                 label_smoothing=self.label_smoothing,
                 bands=bands,
@@ -99,7 +116,7 @@ class Objective:
         exits: Exits,
         labels: torch.Tensor,
         *,
-        num_items: torch.Tensor | int | None = None,
+        num_items: torch.Tensor | int,
         bands: "DepthBands | None" = None,
     ) -> torch.Tensor:
         """The mean loss over exits after every layer, weighted ~ (layers of the exit) ** `depth_weight_power`.
@@ -109,7 +126,8 @@ class Objective:
         Args:
             exits: of a forward pass at full depth.
             labels: of the completion, [batch, new tokens].
-            num_items, bands: as in `completion_loss`; each exit counts in the band of its depth.
+            num_items: tokens to divide by.
+            bands: as in `completion_loss`; each exit counts in the band of its depth.
         """
         depth, counted = len(exits.hidden), labels != IGNORED
         with torch.no_grad():
@@ -131,7 +149,7 @@ class Objective:
                 bands.add(plain, counted, [layers] * labels.shape[1])
             weight = (layers / depth) ** self.depth_weight_power
             total, weights = total + weight * losses.sum(), weights + weight
-        return total / weights / (counted.sum() if num_items is None else num_items)
+        return total / weights / num_items
 
     def _exit_losses(
         self,
@@ -142,7 +160,7 @@ class Objective:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of one exit's tokens: the loss against the labels, and with the teacher's share, each [batch, new tokens]."""
         logits = head(hidden)
-        losses = _token_losses(logits, labels, self.label_smoothing)
+        losses = token_losses(logits, labels, self.label_smoothing)
         if taught is None:
             return losses, losses
         divergence = _token_divergences(logits, taught) * (labels != IGNORED)
@@ -172,7 +190,7 @@ class DepthBands:
 
     num_layers: int
     sums: list[float] = field(default_factory=lambda: [0.0] * BANDS)
-    counts: list[int] = field(default_factory=lambda: [0] * BANDS)
+    counts: list[float] = field(default_factory=lambda: [0.0] * BANDS)
 
     def band(self, budget: int) -> int:
         return min(BANDS - 1, (budget - 1) * BANDS // self.num_layers)
@@ -188,12 +206,12 @@ class DepthBands:
         tokens = counted.sum(dim=0).tolist()
         for total, count, budget in zip(by_column, tokens, budgets, strict=True):
             self.sums[self.band(budget)] += total
-            self.counts[self.band(budget)] += int(count)
+            self.counts[self.band(budget)] += count
 
     def take(self) -> dict[str, float]:
         """The mean loss of each band since the last call; bands without a token are left out."""
         means = {self.name(b): s / n for b, (s, n) in enumerate(zip(self.sums, self.counts, strict=True)) if n}
-        self.sums, self.counts = [0.0] * BANDS, [0] * BANDS
+        self.sums, self.counts = [0.0] * BANDS, [0.0] * BANDS
         return means
 
 
@@ -203,7 +221,7 @@ def completion_loss(
     budgets: list[int],
     *,
     num_layers: int,
-    num_items: torch.Tensor | int | None = None,
+    total_weight: torch.Tensor | None = None,
     depth_weight_power: float = 0.0,
     label_smoothing: float = 0.0,
     bands: DepthBands | None = None,
@@ -218,22 +236,23 @@ def completion_loss(
         labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none.
         budgets: layers that ran in each predicting column, as `predicting_budgets` gives them.
         num_layers: layers of the model.
-        num_items: tokens to divide by, where a batch is accumulated in parts; by default this batch's own.
-        depth_weight_power: weight of a token ~ (budget / num_layers) ** power, with mean 1 over the batch. Above 0
-            favours tokens that run deep, below 0 those that run few layers.
+        total_weight: the tokens' weights to divide by, where the batch is a part of a step; by default this batch's.
+        depth_weight_power: weight of a token = (budget / num_layers) ** power. Above 0 favours tokens that run deep,
+            below 0 those that run few layers.
         label_smoothing: share of the target probability spread over the vocabulary.
         bands: where to count losses by depth (without smoothing's share or weights).
     """
     counted = labels != IGNORED
-    losses = _token_losses(logits, labels, label_smoothing)
+    losses = token_losses(logits, labels, label_smoothing)
     if bands is not None:
         bands.add(losses, counted, budgets)
-    if depth_weight_power:
-        depth = torch.tensor(budgets, dtype=losses.dtype, device=losses.device) / num_layers
-        weights = (depth**depth_weight_power).expand_as(losses) * counted  # [batch, new tokens]
-        losses = losses * weights * (counted.sum() / weights.sum())
-    items = counted.sum() if num_items is None else num_items
-    return losses.sum() / items
+    weights = column_weights(budgets, num_layers, depth_weight_power, losses)
+    return (losses * weights).sum() / ((counted * weights).sum() if total_weight is None else total_weight)
+
+
+def column_weights(budgets: list[int], num_layers: int, power: float, like: torch.Tensor) -> torch.Tensor:
+    """The weight of a token in each predicting column, [new tokens], of the type and on the device of `like`."""
+    return like.new_tensor([(budget / num_layers) ** power for budget in budgets])
 
 
 def distillation_loss(
@@ -241,21 +260,21 @@ def distillation_loss(
     teacher_logits: torch.Tensor,
     labels: torch.Tensor,
     *,
-    num_items: torch.Tensor | int | None = None,
+    num_items: torch.Tensor | int,
 ) -> torch.Tensor:
     """The mean Kullback-Leibler divergence, in nats, from a teacher's next-token distribution to the student's.
 
     Args:
         logits, teacher_logits: of the columns that predict the completion, [batch, new tokens, vocabulary].
         labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none to count.
-        num_items: tokens to divide by; by default this batch's own.
+        num_items: tokens to divide by.
     """
     counted = labels != IGNORED
     divergence = _token_divergences(logits, teacher_logits)
-    return (divergence * counted).sum() / (counted.sum() if num_items is None else num_items)
+    return (divergence * counted).sum() / num_items
 
 
-def _token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Each token's loss, [batch, new tokens]; 0 where there is none to count."""
     flat = logits.float().reshape(-1, logits.shape[-1])  # [batch * new tokens, vocabulary]
     losses = functional.cross_entropy(

@@ -14,12 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
+from data.columns import IGNORED
 from skipdecode import ConfigError, SkipSchedule, skip_layers
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
 from train.exits import Exits, run_exits
-from train.objective import DepthBands, Objective, completion_loss, predicting_budgets, unpack_batch
+from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
 
@@ -29,10 +30,10 @@ VALIDATED = 5  # targets at most that a validation runs: of a range, as many eve
 class SkipTrainer(SealedCheckpointTrainer):
     """Trains under the schedules of a sampler; expects batches as `data.columns.ColumnCollator` lays them out.
 
-    Beside the Trainer's own, it logs over the steps since the last log: `layers_per_token`, `layer_column_share` (the
-    layer-columns computed, as a share of full depth's), `speedup_target` (means), `tokens_per_second` (of completions)
-    and the loss by band of depth (`loss_layers_1_to_3`, …). A validation gives `eval_loss`, the mean over targets, and
-    the loss at each (`eval_loss_2x`).
+    Beside the Trainer's own, it logs over the steps since the last log, of all processes: `layers_per_token`,
+    `layer_column_share` (the layer-columns computed, as a share of full depth's), `speedup_target` (means),
+    `tokens_per_second` (of completions) and the loss by band of depth (`loss_layers_1_to_3`, …). A validation gives
+    `eval_loss`, the mean over targets, and the loss at each (`eval_loss_2x`).
 
     A loss that is infinite or no number ends the run with RunStopped, before such weights are saved.
     """
@@ -49,20 +50,32 @@ class SkipTrainer(SealedCheckpointTrainer):
         self.sampler = sampler
         self.skip_config = skip_config
         self.objective: Objective = objective
-        self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole accumulated batch
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the totals of the whole step
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
         self._shares: Iterator[torch.Tensor] = iter(())
         self._finite_loss = FiniteLoss()
         self._validated = validated_draws(sampler)
-        self._validation_sums = torch.zeros(len(self._validated), dtype=torch.float64)
-        self._validation_tokens = 0
+        self._validation = torch.zeros(len(self._validated) + 1, dtype=torch.float64)  # losses, and tokens
         self._reset_window()
 
     def _reset_window(self) -> None:
         self._window_start = time.perf_counter()
         self._run_columns = self._skipped_columns = 0
-        self._target_sum = self._budget_sum = 0.0
-        self._passes = self._tokens = 0
+        self._target_sum = 0.0
+        self._passes = self._tokens = self._token_passes = self._layers = 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        """The parts of an optimiser step, and for its `num_items_in_batch` the objective's totals of the whole step.
+
+        Over all parts and processes, so that the step is the same however its rows are divided.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        schedules = [draw.schedule for draw in self.sampler.at(self.state.global_step)]
+        mine = torch.stack([self.objective.totals(schedules, unpack_batch(batch)[2]) for batch in batches]).sum(dim=0)
+        totals: torch.Tensor = self.accelerator.reduce(mine.to(device), reduction="sum")
+        return batches, totals
 
     def training_step(
         self,
@@ -75,6 +88,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         Each is a step of the Trainer's own, and all but the last leave its gradients to be summed: as with batches that
         are accumulated, processes average them once, and DeepSpeed steps once.
         """
+        assert isinstance(num_items_in_batch, torch.Tensor)  # from `get_batch_samples`
         inputs = self._prepare_inputs(inputs)
         draws = self.sampler.at(self.state.global_step)
         self._shares = self._losses(model, inputs, [draw.schedule for draw in draws], num_items_in_batch)
@@ -98,16 +112,14 @@ class SkipTrainer(SealedCheckpointTrainer):
     ) -> torch.Tensor:
         """The share of the next schedule of this optimiser step, for `training_step`."""
         loss = next(self._shares)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the count is over all ranks, whose gradients are averaged
-        return loss
+        return loss * int(self.accelerator.num_processes)  # its totals are all ranks', whose gradients are averaged
 
     def _losses(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         schedules: list[SkipSchedule],
-        num_items: torch.Tensor | int | None,
+        totals: torch.Tensor,
     ) -> Iterator[torch.Tensor]:
         """The shares of the objective for a batch."""
         prompt_columns, columns, labels = unpack_batch(inputs)
@@ -132,15 +144,18 @@ class SkipTrainer(SealedCheckpointTrainer):
             autocast = self.accelerator.autocast
             return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
 
-        return self.objective.shares(schedules, labels, run, teach, every_exit, num_items=num_items, bands=self.bands)
+        return self.objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=self.bands)
 
     def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
         """Add a batch to the figures of the next log."""
         _, _, labels = unpack_batch(inputs)
         self._passes += len(draws)
         self._target_sum += sum(draw.speedup for draw in draws)
-        self._budget_sum += sum(draw.schedule.mean_budget(labels.shape[1]) for draw in draws)
-        self._tokens += int((labels >= 0).sum())
+        tokens = (labels != IGNORED).sum(dim=0).tolist()  # by step
+        self._tokens += sum(tokens)
+        self._token_passes += sum(tokens) * len(draws)
+        for draw in draws:
+            self._layers += sum(count * draw.schedule.budget(step) for step, count in enumerate(tokens))
 
     def prediction_step(
         self,
@@ -148,10 +163,10 @@ class SkipTrainer(SealedCheckpointTrainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, None, None]:
-        """The loss of a validation batch, the mean over the targets that are validated."""
+    ) -> tuple[None, None, None]:
+        """Add a validation batch to the losses at the targets that are validated."""
         prompt_columns, columns, labels = unpack_batch(self._prepare_inputs(inputs))
-        sums = []
+        figures = []
         for _, schedule in self._validated:
             with (
                 torch.no_grad(),
@@ -159,42 +174,48 @@ class SkipTrainer(SealedCheckpointTrainer):
                 skip_layers(model, schedule, prompt_columns=prompt_columns),
             ):
                 logits = model(**columns).logits
-            budgets = predicting_budgets(schedule, labels.shape[1])
-            sums.append(
-                completion_loss(logits[:, :-1], labels, budgets, num_layers=schedule.num_layers, num_items=1).double()
-            )
-        tokens = int((labels >= 0).sum())
-        self._validation_sums += torch.stack(sums).cpu()
-        self._validation_tokens += tokens
-        return torch.stack(sums).mean().float() / tokens, None, None
+            figures.append(token_losses(logits[:, :-1], labels).sum(dim=1))
+        figures.append((labels != IGNORED).sum(dim=1))
+        mine = torch.stack(figures, dim=1)  # [batch, targets + 1]
+        # Of every row once: where they don't fill the processes' last batches, accelerate repeats some.
+        self._validation += self.accelerator.gather_for_metrics(mine).cpu().double().sum(dim=0)
+        return None, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Validate, and give each target's loss by token beside their mean."""
-        self._validation_sums.zero_()
-        self._validation_tokens = 0
+        self._validation.zero_()
         output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
-        mine = torch.cat([self._validation_sums, torch.tensor([self._validation_tokens], dtype=torch.float64)])
-        *sums, tokens = self.accelerator.reduce(mine.float().to(self.args.device), reduction="sum").tolist()
+        *sums, tokens = self._validation.tolist()
         losses = {draw.speedup: total / tokens for draw, total in zip(self._validated, sums, strict=True)}
         assert output.metrics is not None
         output.metrics["eval_loss"] = sum(losses.values()) / len(losses)
         output.metrics.update({f"eval_loss_{speedup:g}x": loss for speedup, loss in losses.items()})
         return output
 
+    def _window(self) -> dict[str, float]:
+        """The figures of the steps since the last call, of all processes."""
+        elapsed = time.perf_counter() - self._window_start
+        mine = [self._tokens, self._token_passes, self._layers, self._run_columns, self._skipped_columns]
+        figures = torch.tensor([*mine, *self.bands.sums, *self.bands.counts], dtype=torch.float64)
+        if self.accelerator.num_processes > 1:
+            figures = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
+        tokens, token_passes, layers, run, skipped, *bands = figures.tolist()
+        self.bands.sums, self.bands.counts = bands[:BANDS], bands[BANDS:]
+        found = {
+            "speedup_target": self._target_sum / self._passes,
+            "layers_per_token": layers / token_passes,
+            "layer_column_share": run / (run + skipped),
+            "tokens_per_second": tokens / elapsed,
+            "peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30,
+            **self.bands.take(),
+        }
+        self._reset_window()
+        return found
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the figures of the steps since the last log."""
         if "loss" in logs and self._passes:
-            elapsed = time.perf_counter() - self._window_start
-            logs = {
-                **logs,
-                "speedup_target": self._target_sum / self._passes,
-                "layers_per_token": self._budget_sum / self._passes,
-                "layer_column_share": self._run_columns / (self._run_columns + self._skipped_columns),
-                "tokens_per_second": self._tokens / elapsed,
-                "peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30,
-                **self.bands.take(),
-            }
-            self._reset_window()
+            logs = {**logs, **self._window()}
         super().log(logs, start_time)
         # The Trainer's mean over ranks: all of them stop. In fp16 a gradient that overflows is a step to be skipped.
         watched = ["loss"] if self.args.fp16 else ["loss", "grad_norm"]
