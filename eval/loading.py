@@ -18,11 +18,9 @@ from eval.machine import describe_machine, resolve_device, versions
 from eval.request import Request
 from eval.systems import Checkpoint
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
-
-# The files of a checkpoint that decoding depends on.
-_FILES = ("*.safetensors", "*.bin", "*config.json", ADAPTERS_FILE, "tokenizer*", "vocab.json", "merges.txt")
+from skipdecode.seal import decisive_files
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def load_request(request: Request) -> Loaded:
     device = resolve_device(request.device)
     checkpoint = load_checkpoint(request.checkpoint, request.dtype, device)
     reference = load_checkpoint(request.reference, request.dtype, device) if request.reference is not None else None
-    config = SkipConfig.load(request.checkpoint)
+    config = SkipConfig.of(checkpoint.model.config)
     task = _task(request, config)
     examples = list(islice(task.stream("test"), request.limit))
     validation = _validation_examples(request, task)
@@ -173,7 +171,7 @@ def _checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = Path(checkpoint.name)
     if not folder.is_dir():
         return {"name": checkpoint.name, "commit": getattr(checkpoint.model.config, "_commit_hash", None)}
-    files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+    files = [*decisive_files(folder), *folder.glob("generation_config.json")]
     return {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in files}
 
 

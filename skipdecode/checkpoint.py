@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost
 from skipdecode.errors import ConfigError, first_line
@@ -104,8 +104,7 @@ class SkipConfig:
         if folder.is_dir():
             return None
         try:
-            return cls.of(AutoConfig.from_pretrained(str(name)))
+            values, _ = PretrainedConfig.get_config_dict(str(name))  # the file alone: no code of the repository's
         except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"{str(name)!r} is no checkpoint: {first_line(error)}") from error
+        return cls.from_dict(values[CONFIG_KEY], f"{CONFIG_KEY} of {name}") if CONFIG_KEY in values else None

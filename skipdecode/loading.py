@@ -1,14 +1,21 @@
 """Loading a checkpoint: model, tokenizer and schedules from a folder or the Hub."""
 
 import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file, logging
 
 from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
+from skipdecode.seal import SEAL, check_seal
+
+_ADAPTERS_CONFIG = "adapter_config.json"
+_WHERE = ("revision", "token", "cache_dir", "local_files_only")  # arguments that say where a repository is read
 
 # What sets OPT's apart from GPT-2's: a text starts with </s>, which ends it too.
 OPT_TOKENS: dict[str, Any] = {
@@ -20,7 +27,9 @@ OPT_TOKENS: dict[str, Any] = {
 }
 
 
-def load(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False, **kwargs: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A checkpoint ready to decode: its model, in evaluation mode, and a tokenizer that pads on the left.
 
     `model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), custom_generate=skip_generate, speedup=3)`
@@ -29,31 +38,49 @@ def load(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> tuple[Pr
     Args:
         name: a local folder or a repository of the Hub.
         dtype: of the weights; default: as they are stored.
+        trust_remote_code: whether Python code that it brings may run; without, one that needs to is refused.
         kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `device_map` or `revision`.
 
     Raises:
-        ConfigError: where there is none, or it can't be loaded.
+        ConfigError: where there is none, it can't be loaded, or it is damaged, as `load_model` says.
     """
-    model = load_model(name, dtype, **kwargs).eval()
-    return model, load_tokenizer(
-        name, **{key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs}
-    )
+    model = load_model(name, dtype, trust_remote_code=trust_remote_code, **kwargs).eval()
+    where = {key: kwargs[key] for key in _WHERE if key in kwargs}
+    return model, load_tokenizer(name, trust_remote_code=trust_remote_code, **where)
 
 
-def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_model(
+    name: str, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """A causal language model from a local folder or the Hub, with its adapters where it is a folder of them.
 
-    Raises ConfigError where there is none.
+    A sealed folder's files are read once more, to compare them with what was written (`skipdecode.seal`). In every
+    folder the weights must be safetensors, of the config's names and shapes, all there, and finite: a pass over the
+    loaded weights, about as long as a decode step at full depth.
+
+    Raises:
+        ConfigError: where there is none, or that isn't so; where it brings code of its own and isn't trusted.
     """
     path = Path(name)
     looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+    if looks_local and not any((path / file).is_file() for file in ("config.json", _ADAPTERS_CONFIG)):
         what = "has no config.json" if path.is_dir() else "is not a folder"
         raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **kwargs)
-    except Exception as error:  # no narrower one: damaged weights raise what safetensors has of its own
-        raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+    if looks_local:
+        _check_files(path)
+    options = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code, "use_safetensors": True, **kwargs}
+    if looks_local and not (path / "config.json").is_file():
+        model = load_model(_adapted(path), dtype, trust_remote_code=trust_remote_code, **kwargs)
+        info = _quietly(name, lambda: model.load_adapter(str(path), use_safetensors=True).to_dict())
+    else:
+        model, info = _quietly(
+            name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        )
+    if not looks_local:
+        _check_download(name, kwargs)
+    _check_weights(name, model, info)
+    # With trust_remote_code transformers puts a checkpoint's custom_generate in its place: ours calls the class's own.
+    model.__dict__.pop("generate", None)
     if (path / ADAPTERS_FILE).is_file():  # the model that they adapt may have been trained for something else
         remembered = SkipConfig.load(path)
         assert remembered is not None
@@ -61,20 +88,125 @@ def load_model(name: str, dtype: torch.dtype | None = None, **kwargs: Any) -> Pr
     return model
 
 
-def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """A tokenizer that pads on the left, as decoding in batches needs. Raises ConfigError where there is none.
+def _quietly(name: str, read: Callable[[], Any]) -> Any:
+    """What `read` gives, without transformers' own table of what is wrong. Raises ConfigError where it fails."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return read()
+    except ConfigError:
+        raise
+    except Exception as error:  # no narrower one: damaged weights raise what safetensors has of its own
+        check_trust(name, error)
+        if "use_safetensors" in str(error):  # a repository of the Hub without them
+            raise _pickled(name) from error
+        raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _pickled(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} holds its weights as pickles (.bin), which can run code as they are read: where you trust them, "
+        "convert them by transformers' AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER), and take "
+        "the tokenizer along"
+    )
+
+
+def check_trust(name: str, error: BaseException) -> None:
+    """Raise ConfigError where transformers' error says that a checkpoint's own code would have to run."""
+    if "trust_remote_code" in str(error):
+        raise ConfigError(
+            f"{name!r} brings Python code that must run to load it: read that code first, and then say "
+            "--trust-remote-code (in a recipe model.trust_remote_code=true, in Python trust_remote_code=True)"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Check what can be told of a folder before its weights are read."""
+    check_seal(folder)
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            outside = [shard for shard in shards if Path(shard).name != shard]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged ({type(error).__name__}: {error})") from error
+        if outside:
+            raise ConfigError(f"{index} names {outside[0]!r}: weights lie in the folder itself")
+    pickled = sorted(file.name for file in folder.glob("*.bin") if file.name.startswith(("pytorch_", "adapter_")))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise _pickled(str(folder))
+
+
+def _adapted(folder: Path) -> str:
+    """The checkpoint that a folder of adapters is for."""
+    file = folder / _ADAPTERS_CONFIG
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(base, str) or (Path(base) / _ADAPTERS_CONFIG).is_file():
+        raise ConfigError(f"{file}: base_model_name_or_path is {base!r}: expected a whole model's folder or Hub name")
+    return base
+
+
+def _check_download(name: str, where: Mapping[str, Any]) -> None:
+    """Check the files of a Hub repository that are here, where it is sealed."""
+    options = {key: where[key] for key in _WHERE if key in where}
+    try:
+        sealed = cached_file(name, SEAL, **options)
+    except OSError:  # there is none, or nobody is there to ask
+        return
+    check_seal(Path(str(sealed)).parent, partly_here=True)
+
+
+def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    names = model.state_dict().keys()
+    deeper = [key for key in left if re.sub(r"\.\d+\.", ".0.", key, count=1) in names]
+    if missing:
+        instead = f", and holds {left[0]} instead" if left else ""
+        raise ConfigError(
+            f"{name!r} lacks {len(missing)} of its weights, such as {missing[0]}{instead}: take a good copy of it"
+        )
+    if deeper:
+        raise ConfigError(
+            f"{name!r} holds layers that its config.json has not, such as {deeper[0]}: take a good copy of it"
+        )
+    for parameter, tensor in model.named_parameters():
+        values = getattr(tensor, "ds_tensor", tensor).detach()  # of ZeRO-3: this process's part
+        if values.numel() == 0 or values.is_meta or not values.is_floating_point():
+            continue
+        least, most = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            raise ConfigError(
+                f"{name!r} holds numbers in {parameter} that are infinite or none at all ({values.dtype}): "
+                "take a good copy of it"
+            )
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer that pads on the left, as decoding in batches needs.
+
+    Raises ConfigError where there is none, it is damaged, or it brings code of its own and isn't trusted.
 
     A folder that holds OPT's `vocab.json` and `merges.txt` and nothing that says what they are is read as OPT's.
     """
+    if Path(name).is_dir():
+        check_seal(Path(name))
     try:
         if _is_bare_opt(Path(name)):
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **kwargs)
+            options = {"padding_side": "left", "trust_remote_code": trust_remote_code, **kwargs}
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
+        check_trust(name, error)
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where there are no files
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: no file of a vocabulary is there")
+    if not Path(name).is_dir():
+        _check_download(name, kwargs)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token: a completion could never end")
     if tokenizer.pad_token_id is None:

@@ -15,6 +15,7 @@ from skipdecode.cost import count_parameters, depth_mismatch
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config
 from skipdecode.schedule import SkipSchedule
+from skipdecode.seal import seal
 
 
 def keep_in_config(config: PretrainedConfig, kept: Sequence[int]) -> None:
@@ -133,6 +134,7 @@ def export(
     tokenizer.save_pretrained(partial)
     SkipConfig({speedup: smaller}, remembered.solver, remembered.task).save(partial)
     write_custom_generate(partial)
+    seal(partial)
     if target.exists():
         target.rmdir()
     os.replace(partial, target)

@@ -18,7 +18,8 @@ from small_runs import SMALL, metrics, train_small
 
 import train.cli
 from skipdecode import ConfigError
-from train.checkpoints import SEAL, last_complete_checkpoint
+from skipdecode.seal import SEAL
+from train.checkpoints import last_complete_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,22 @@
 """LoRA: adapters trained under the schedule; merged or apart, the same tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import SMALL, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
 import train.cli
-from skipdecode import skip_generate
+from skipdecode import ConfigError, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
+from skipdecode.seal import SEAL
 
 LORA = (
     "lora.r=4",
@@ -71,6 +73,35 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
     assert torch.equal(found, tokens(with_adapters, apart))
     assert torch.equal(found, tokens(load_model(str(merged / "adapter")), merged / "adapter"))
     assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
+
+
+def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path, apart: Path, tmp_path: Path) -> None:
+    folder, model = tmp_path / "apart", tmp_path / "base"
+    shutil.copytree(apart, folder)
+    shutil.copytree(base, model, ignore=shutil.ignore_patterns("checkpoint-*"))
+    weights = folder / "adapter_model.safetensors"
+    good = load_file(weights)
+    save_file({f"x.{name}": value for name, value in good.items()}, weights)
+    with pytest.raises(ConfigError, match=r"is damaged: adapter_model.safetensors has"):
+        load_model(str(folder))
+    (folder / SEAL).unlink()
+    with pytest.raises(ConfigError, match=r"lacks [0-9]+ of its weights, such as .*lora_A"):
+        load_model(str(folder))
+    save_file({name: value + float("nan") for name, value in good.items()}, weights)
+    with pytest.raises(ConfigError, match=r"numbers in .*lora_A.* that are infinite or none at all"):
+        load_model(str(folder))
+    save_file(good, weights)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(model)}))
+    load_model(str(folder))
+    flip_last_bit(model / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{model} is damaged: model.safetensors has changed"):
+        load_model(str(folder))
+
+
+def flip_last_bit(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def test_only_adapters_are_trained(base: Path, apart: Path) -> None:

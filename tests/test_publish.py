@@ -15,6 +15,7 @@ from hub_server import Hub, Repository, serve_hub
 from small_runs import train_small
 
 from skipdecode import ConfigError
+from skipdecode.seal import SEAL
 from train.card import MARK, write_card
 from train.publish import Parcel, pack, send
 
@@ -151,7 +152,7 @@ def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, monkeypatch: pyte
     [
         (lambda run: (run / "model.safetensors").unlink(), "model.safetensors can't be read"),
         (lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99), "model.safetensors can't be read"),
-        (lambda run: (run / "tokenizer.json").write_text("{"), "has no tokenizer that can be loaded"),
+        (lambda run: (run / "tokenizer.json").write_text("{"), "is damaged: tokenizer.json has 1 bytes"),
         (lambda run: (run / "config.json").unlink(), "is no finished run: it has no config.json"),
         (lambda run: (run / "recipe.yaml").unlink(), "a card is written from its config.json and recipe.yaml"),
         (lambda run: without_schedules(run), "its config.json has no schedules"),
@@ -215,6 +216,7 @@ def without_schedules(run: Path) -> None:
     values = json.loads((run / "config.json").read_text())
     del values["skipdecode"]
     (run / "config.json").write_text(json.dumps(values))
+    (run / SEAL).unlink()
 
 
 def add(run: Path, name: str, text: str) -> None:

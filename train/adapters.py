@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
 from skipdecode.errors import ConfigError, first_line
+from skipdecode.seal import seal
 from train.recipe import LoraSection
 
 ADAPTER_FOLDER = "adapter"  # in a finished run with merged weights
@@ -50,6 +51,7 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     for file in list(folder.iterdir()):
         if file.is_file():
             shutil.copy(file, apart / file.name)
+    seal(apart)
     for name in (_CONFIG, _WEIGHTS, ADAPTERS_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
     merged: Any = peft.PeftModel.from_pretrained(base, str(apart)).merge_and_unload()

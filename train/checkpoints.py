@@ -1,9 +1,7 @@
 """Checkpoints to resume from: whole or not at all, checked before they are trusted, the last few and the best kept."""
 
-import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +14,13 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from eval.files import write_whole
 from skipdecode.errors import first_line
+from skipdecode.seal import damage, seal
 from train.data_order import DataOrder, rows_a_step
 from train.distributed import is_first_process
 from train.stops import RunStopped
 
-SEAL = "complete.json"  # the last file of a checkpoint: every other one with its size and checksum
 PARTIAL = "unfinished"  # what is being written is in here, and moves out of it when it is whole
-_BLOCK = 2**24
 
 
 class SealedCheckpointTrainer(Trainer):
@@ -77,7 +73,7 @@ class SealedCheckpointTrainer(Trainer):
                     self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
                     if self._order is not None:
                         self._order.save(partial / name)
-                    _seal(partial / name)
+                    seal(partial / name, [file for file in (partial / name).rglob("*") if file.is_file()])
                     _move(partial / name, run_folder / name)
                     partial.rmdir()
         finally:
@@ -113,10 +109,10 @@ def last_complete_checkpoint(run_folder: Path, console: Console) -> str | None:
     Each newer one that is damaged is named, with what is wrong with it.
     """
     for checkpoint in _newest_first(run_folder):
-        damage = _damage(checkpoint)
-        if damage is None:
+        found = damage(checkpoint)
+        if found is None:
             return str(checkpoint)
-        console.print(f"{checkpoint} is damaged ({damage}): the one before it is used", style="yellow", markup=False)
+        console.print(f"{checkpoint} is damaged ({found}): the one before it is used", style="yellow", markup=False)
     return None
 
 
@@ -127,43 +123,6 @@ def _newest_first(run_folder: Path) -> Iterator[Path]:
         if folder.is_dir() and step.isdigit():
             found[int(step)] = folder
     return (found[step] for step in sorted(found, reverse=True))
-
-
-def _damage(checkpoint: Path) -> str | None:
-    try:
-        sealed: dict[str, list[int]] = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"it has no {SEAL}"
-    except (ValueError, OSError):
-        return f"its {SEAL} can't be read"
-    for name, (size, checksum) in sealed.items():
-        file = checkpoint / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _checksum(file) != checksum:
-            return f"{name} has changed since it was written"
-    return None
-
-
-def _seal(checkpoint: Path) -> None:
-    """Write down every file of a checkpoint, after each is on the disk itself and not in a buffer."""
-    sealed = {}
-    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-        sealed[file.relative_to(checkpoint).as_posix()] = [file.stat().st_size, _checksum(file)]
-    write_whole(checkpoint / SEAL, json.dumps(sealed, indent=1) + "\n")
-
-
-def _checksum(file: Path) -> int:
-    """CRC-32: it is there for damage by accident, and keeps pace with a disk."""
-    value = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _move(source: Path, target: Path) -> None:

@@ -21,6 +21,7 @@ from eval.run import evaluate
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
+from skipdecode.seal import seal
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
 from train.card import CARD, EVALUATION, write_card
@@ -145,6 +146,7 @@ def _finish(trainer: SkipTrainer, recipe: Recipe, task: Task, tokenizer: PreTrai
     if (partial / "config.json").exists():  # not adapters apart
         write_custom_generate(partial)
         _limit_new_tokens(partial, recipe.evaluation.max_new_tokens or task.max_new_tokens)
+    seal(partial)
     for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
         if file.is_dir():
             shutil.rmtree(folder / file.name, ignore_errors=True)

@@ -1,0 +1,173 @@
+"""A checkpoint that isn't what was written, or that lacks weights, is refused wherever one is opened."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_checkpoints import save_checkpoint
+from small_runs import train_small
+
+import eval.cli
+import eval.search
+import eval.speed
+import skipdecode
+import skipdecode.cli
+from skipdecode import ConfigError
+from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.seal import SEAL, check_seal, seal
+from train.publish import pack
+
+Weights = dict[str, torch.Tensor]
+FC1 = "model.decoder.layers.1.fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("sealed") / "sealed", 3)
+    seal(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(sealed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sealed, tmp_path / "checkpoint")
+
+
+def flip(file: Path, at: float = 0.5) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    file.write_bytes(content)
+
+
+def change(folder: Path, edit: Callable[[Weights], Any]) -> None:
+    """Other weights, in a folder that has no seal."""
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / SEAL).unlink(missing_ok=True)
+
+
+def rename_all(weights: Weights) -> None:
+    for name in list(weights):
+        weights[f"module.{name}"] = weights.pop(name)
+
+
+def test_a_sealed_checkpoint_loads(checkpoint: Path) -> None:
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    assert len(model.model.decoder.layers) == 3
+    assert tokenizer.padding_side == "left"
+    (checkpoint / "README.md").write_text("mine")
+    (checkpoint / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    check_seal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: flip(c / "model.safetensors", 0.9), "model.safetensors has changed since it was written"),
+        (lambda c: flip(c / "tokenizer.json"), "tokenizer.json has changed"),
+        (lambda c: (c / "config.json").write_text((c / "config.json").read_text() + " "), "config.json has"),
+        (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda c: (c / "added_tokens.json").write_text("{}"), "added_tokens.json was added"),
+        (lambda c: (c / SEAL).write_text('{"config.json": 1}'), f"its {SEAL} can't be read"),
+    ],
+)
+def test_what_changed_since_it_was_written_is_named(checkpoint: Path, damage: Any, reason: str) -> None:
+    load_tokenizer(str(checkpoint))
+    damage(checkpoint)
+    for read in (load_model, load_tokenizer, skipdecode.load):
+        with pytest.raises(ConfigError, match=f"is damaged: {reason}.*remove .*{SEAL}"):
+            read(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda w: w.pop(FC1), f"lacks 1 of its weights, such as {FC1}: take a good copy"),
+        (rename_all, "lacks [0-9]+ of its weights, such as .*, and holds module.*"),
+        (lambda w: w[FC1][0].fill_(float("nan")), f"numbers in {FC1} that are infinite or none at all"),
+        (lambda w: w[FC1][0, 0].fill_(-float("inf")), f"numbers in {FC1} that are infinite or none at all"),
+        (lambda w: w.update({FC1: w[FC1].T.contiguous()}), "can't be loaded as a causal language model.*"),
+        (
+            lambda w: w.update({FC1.replace(".1.", ".3."): w[FC1].clone()}),
+            "holds layers that its config",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_without_a_seal_too(
+    checkpoint: Path, edit: Any, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(checkpoint, edit)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_model(str(checkpoint))
+    assert "\n" not in str(caught.value)
+    assert "MISSING" not in capsys.readouterr().err  # the table of transformers
+
+
+def test_every_command_refuses_a_damaged_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(checkpoint)
+    flip(checkpoint / "model.safetensors", 0.9)
+    commands: list[Callable[[], int]] = [
+        lambda: skipdecode.cli.main(["generate", name, "hello"]),
+        lambda: skipdecode.cli.main(["info", name]),
+        lambda: skipdecode.cli.main(["compare", name, "hello"]),
+        lambda: skipdecode.cli.main(["export", name, str(tmp_path / "out"), "--speedup", "2"]),
+        lambda: eval.cli.main(["--checkpoint", name, "--output", str(tmp_path / "out")]),
+        lambda: eval.search.main(["--checkpoint", name, "--speedup", "2", "--output", str(tmp_path / "out")]),
+        lambda: eval.speed.main(["--model", name, "--output", str(tmp_path / "out.json")]),
+    ]
+    for command in commands:
+        assert command() == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {name} is damaged: model.safetensors has changed")
+        assert error.count("\n") == 1
+    start = ["model.shape=null", f"model.name_or_path={name}", "model.config=null"]
+    with pytest.raises(ConfigError, match=r"is damaged: model.safetensors has changed"):
+        train_small(tmp_path / "run", *start)
+    with pytest.raises(ConfigError, match=r"is damaged: model.safetensors has changed"):
+        pack(checkpoint, "me/small")
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_shards_lie_in_the_folder_itself(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / SEAL).unlink()
+    shutil.move(checkpoint / "model.safetensors", tmp_path / "outside.safetensors")
+    names = load_file(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"names '../outside.safetensors': weights lie in the folder itself"):
+        load_model(str(checkpoint))
+
+
+def test_a_download_of_a_sealed_checkpoint_is_checked(sealed: Path, tmp_path: Path) -> None:
+    """In the layout of the Hub's cache, which holds what has been asked for alone."""
+    repository = tmp_path / "models--me--small"
+    snapshot = shutil.copytree(sealed, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
+    (snapshot / "tokenizer.json").rename(tmp_path / "later")
+    load_model("me/small", **where)
+    (tmp_path / "later").rename(snapshot / "tokenizer.json")
+    flip(snapshot / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"is damaged: tokenizer.json has changed"):
+        skipdecode.load("me/small", **where)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
+    for name in (SEAL, "model.safetensors"):
+        (checkpoint / name).unlink()
+    with pytest.raises(ConfigError, match=r"pickles \(.bin\), .*from_pretrained\(NAME\).save_pretrained\(FOLDER\)"):
+        load_model(str(checkpoint))
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(checkpoint)
+    assert skipdecode.load(str(checkpoint))
