@@ -66,8 +66,8 @@ def load_scorer(model: BertModel) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        depth = AutoConfig.from_pretrained(model.name).num_hidden_layers
-        length = AutoTokenizer.from_pretrained(model.name).model_max_length
+        depth = AutoConfig.from_pretrained(model.name, trust_remote_code=False).num_hidden_layers
+        length = AutoTokenizer.from_pretrained(model.name, trust_remote_code=False).model_max_length
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"the BERTScore model {model.name!r} can't be loaded: {first_line(error)}") from error
     layers = model.layers if model.layers is not None else model2layers.get(Path(model.name).name)

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["model", "packed", "int8"],
         help="what decode steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")

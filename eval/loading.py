@@ -19,7 +19,7 @@ from eval.request import Request
 from eval.systems import Checkpoint
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.loading import load
 from skipdecode.seal import decisive_files
 
 
@@ -57,8 +57,12 @@ class Loaded:
 def load_request(request: Request) -> Loaded:
     """Load what a request names. Raises ConfigError where something isn't there or doesn't fit together."""
     device = resolve_device(request.device)
-    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device)
-    reference = load_checkpoint(request.reference, request.dtype, device) if request.reference is not None else None
+
+    def load_named(name: str) -> Checkpoint:
+        return load_checkpoint(name, request.dtype, device, trust_remote_code=request.trust_remote_code)
+
+    checkpoint = load_named(request.checkpoint)
+    reference = load_named(request.reference) if request.reference is not None else None
     config = SkipConfig.of(checkpoint.model.config)
     task = _task(request, config)
     examples = list(islice(task.stream("test"), request.limit))
@@ -122,11 +126,13 @@ def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def load_checkpoint(name: str, dtype: str | None, device: torch.device) -> Checkpoint:
+def load_checkpoint(
+    name: str, dtype: str | None, device: torch.device, *, trust_remote_code: bool = False
+) -> Checkpoint:
     """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load."""
-    model = load_model(name, dtype=getattr(torch, dtype) if dtype else None)
+    model, tokenizer = load(name, getattr(torch, dtype) if dtype else None, trust_remote_code=trust_remote_code)
     model.to(device)  # type: ignore[arg-type]
-    return Checkpoint(name, model.eval(), load_tokenizer(name))
+    return Checkpoint(name, model, tokenizer)
 
 
 def _task(request: Request, config: SkipConfig | None) -> Task:

@@ -39,6 +39,7 @@ class Request:
     weights: Weights | None = None
     calibrate: bool = False
     device: str | None = None
+    trust_remote_code: bool = False  # of the checkpoints: whether Python code that they bring runs
     compare: Mapping[str, Path] | None = None
     metrics: tuple[str, ...] | None = None  # None: the task's
     bert: BertModel | None = None  # of BERTScore, which is computed where one is named

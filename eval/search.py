@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, metavar="N", help="default: the task's")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     add("--weights", choices=get_args(Weights), help="what decode steps compute with, as in skip_generate")
+    add("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
     add("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     add("--seed", type=int, default=0, help="of schedules drawn, the order of prompts and the bootstrap (default 0)")
     return parser
@@ -232,7 +233,8 @@ def _trained_on(
 
 def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
     """The checkpoint, ready to decode the examples."""
-    checkpoint = load_checkpoint(request.checkpoint, request.dtype, resolve_device(request.device))
+    device = resolve_device(request.device)
+    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, trust_remote_code=request.trust_remote_code)
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     reason = why_not_lean(model)
     if request.weights not in (None, "model") and reason is not None:

@@ -42,6 +42,7 @@ class SearchRequest:
     dtype: str | None = None
     weights: Weights | None = None
     device: str | None = None
+    trust_remote_code: bool = False  # of the checkpoint: whether Python code that it brings runs
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
     _check_keys(config, [key for key in values if key in vars(config)])
     _check_values(config)
     with torch.device("meta"):  # the model without memory: its layers may refuse what the config took
-        _made(lambda: AutoModelForCausalLM.from_config(config))
+        _made(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     return config
 
 
@@ -66,7 +66,9 @@ def changed_config(config: PretrainedConfig, changes: Mapping[str, Any]) -> Pret
 def random_model(shape: Mapping[str, Any] | PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
     config = shape if isinstance(shape, PretrainedConfig) else shape_config(shape)
-    model: PreTrainedModel = _made(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+    model: PreTrainedModel = _made(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    )
     return model
 
 

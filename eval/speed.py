@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--vocab-size", type=int, metavar="V", help="of a shape; default: the family's")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="B", help="default: 1")
@@ -166,7 +167,7 @@ def _model(options: argparse.Namespace, device: torch.device) -> GenerativeModel
     if Path(options.model).is_dir():
         if options.vocab_size is not None:
             raise ConfigError("--vocab-size is for a shape: a checkpoint has its own")
-        model = load_model(options.model, dtype=dtype)
+        model = load_model(options.model, dtype, trust_remote_code=options.trust_remote_code)
     else:
         vocabulary = {"vocab_size": options.vocab_size} if options.vocab_size is not None else {}
         with torch.device(device):

@@ -125,6 +125,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument("--weights", choices=["model", "packed", "int8"], help="what decode steps compute with")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -375,7 +376,8 @@ def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device is {device!r}, which can't be used: {str(error).splitlines()[0]}") from error
-    model, tokenizer = load(options.checkpoint, getattr(torch, options.dtype) if options.dtype else None)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
     return Decoder(
         model.to(place),  # type: ignore[arg-type]
         tokenizer,

@@ -13,7 +13,7 @@ from eval.shapes import SHAPES, changed_config, random_model, read_shape, shape_
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
-from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.loading import check_trust, load_model, load_tokenizer
 from train.recipe import Recipe
 from train.shallow import shrink_config, shrink_model
 
@@ -42,7 +42,7 @@ def _whole_config(recipe: Recipe) -> PretrainedConfig:
     known = section.shape or Path(name).name
     changes = _changes(recipe)
     if section.shape is None and ((Path(name) / "config.json").is_file() or not (SHAPES / f"{known}.yaml").is_file()):
-        return _pretrained_config(name, changes)
+        return _pretrained_config(name, section.trust_remote_code, changes)
     shape = {**read_shape(known, "model.shape"), **changes}
     if section.shape is not None and section.tokenizer is None:
         shape.setdefault("vocab_size", section.vocab_size)
@@ -60,10 +60,11 @@ def _changes(recipe: Recipe) -> dict[str, Any]:
     return changes
 
 
-def _pretrained_config(name: str, changes: dict[str, Any]) -> PretrainedConfig:
+def _pretrained_config(name: str, trust_remote_code: bool, changes: dict[str, Any]) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        check_trust(name, error)
         raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error
     try:
         return changed_config(config, changes)
@@ -99,7 +100,7 @@ def build_model(
     if tokenizer is not None:
         pass
     elif section.tokenizer is not None:
-        tokenizer = load_tokenizer(section.tokenizer)
+        tokenizer = load_tokenizer(section.tokenizer, trust_remote_code=section.trust_remote_code)
     else:
         tokenizer = train_tokenizer(examples, section.vocab_size, positions)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -124,9 +125,10 @@ def _pretrained(
         )
     set_seed(recipe.train.seed)
     changes = _changes(recipe)
-    changed = {"config": _pretrained_config(name, changes)} if changes else {}
-    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name)
-    model = load_model(name, dtype=getattr(torch, section.dtype), **changed)
+    trust = section.trust_remote_code
+    changed: dict[str, Any] = {"config": _pretrained_config(name, trust, changes)} if changes else {}
+    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
+    model = load_model(name, getattr(torch, section.dtype), trust_remote_code=trust, **changed)
     try:
         _check_vocabulary(model.config, tokenizer)
     except ConfigError as error:

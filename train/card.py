@@ -47,7 +47,7 @@ def write_card(folder: Path, repository: str | None = None) -> Path:
     if not (folder / "config.json").exists() or not recipe_file.exists():
         raise ConfigError(f"{folder} is no finished run: a card is written from its config.json and recipe.yaml")
     recipe = load_recipe(str(recipe_file))
-    config = AutoConfig.from_pretrained(str(folder))
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=recipe.model.trust_remote_code)
     remembered = SkipConfig.of(config)
     if remembered is None or remembered.trained_range is None:
         raise ConfigError(f"{folder} doesn't say what it was trained for: its config.json has no schedules")

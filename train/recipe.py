@@ -28,6 +28,7 @@ class ModelSection(Section):
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
+    trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings; else it is refused")
     config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
     layers: int | None = Field(
         None, ge=1, description="a shallow model: so many of its layers, evenly spaced, first and last kept; null: all"

@@ -178,6 +178,7 @@ def _evaluate(recipe: Recipe, task: Task, folder: Path) -> Report:
     return evaluate(
         Request(
             checkpoint=str(folder),
+            trust_remote_code=recipe.model.trust_remote_code,
             output=folder / EVALUATION,
             speedups=tuple(section.speedups or ()),
             task=task.name,

@@ -49,7 +49,8 @@ def _cost(checkpoint: str, report: Report) -> CostModel:
     if not file.is_file():
         raise ConfigError(f"{file} is not here")
     try:
-        cost = CostModel.of(AutoConfig.from_pretrained(checkpoint), getattr(torch, report.dtype))
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        cost = CostModel.of(config, getattr(torch, report.dtype))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} can't be used: {first_line(error)}") from error
     return replace(cost, weight_bytes=1) if report.weights == "int8" else cost
