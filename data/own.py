@@ -102,7 +102,7 @@ def _texts(row: Row, column: str) -> tuple[str, ...]:
     """A list of texts, a JSON list in a text, or one text. Raises ConfigError for anything else or an empty text."""
     value = row.values.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError):  # a text may start with a bracket
+        with suppress(ValueError, RecursionError):  # a text may start with a bracket, or with thousands
             value = json.loads(value)
     if not isinstance(value, list):
         return (row.text(column).strip(),)

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from eval.journal import Journal
-from eval.ratio import Ratio
 from eval.systems import Checkpoint, SkipSystem, System, Turn
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
 from skipdecode.projections import Weights
+from skipdecode.ratio import Ratio
 
 WARM_UP_TOKENS = 8
 

@@ -1,6 +1,7 @@
 """Files that names mean, read and written."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     return {str(key): value for key, value in values.items()}
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError where a file can't be written: a command should know before its work and not after it."""
+    folder = path.resolve().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,11 +14,12 @@ from data import Example, Task, load_task
 from data.columns import Prompt
 from eval.calm_threshold import PROMPTS
 from eval.decoding import encode_test_set
-from eval.machine import describe_machine, resolve_device, versions
+from eval.machine import describe_machine, versions
 from eval.request import Request
 from eval.systems import Checkpoint
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.device import resolve_device
 from skipdecode.loading import load
 from skipdecode.seal import decisive_files
 

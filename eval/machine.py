@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from skipdecode.errors import ConfigError
-
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, threads and memory of the machine that `device` belongs to."""
@@ -22,19 +20,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
     }
-
-
-def resolve_device(name: str | None) -> torch.device:
-    """The device that --device names; by default CUDA where there is one. Raises ConfigError where it isn't there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device is {name!r}: expected cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is {name!r}: there is no CUDA device here")
-    return device
 
 
 def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:

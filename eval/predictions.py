@@ -66,7 +66,7 @@ def matched(found: Mapping[str, Prediction], other: Mapping[str, Prediction]) ->
 def _read(where: str, line: str) -> Prediction:
     try:
         values: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected an object with {', '.join(FIELDS)}")

@@ -1,5 +1,6 @@
 """What an evaluation is asked for."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Request:
         if self.time_limit is not None and not sizes:
             raise ConfigError("--time-limit is for --time-batch-size, which is missing")
         speeds = self.targets
-        if not speeds or _repeats(speeds) or not all(target >= 1 for target in speeds):
+        if not speeds or _repeats(speeds) or not all(1 <= target < math.inf for target in speeds):
             raise ConfigError(f"--speedup is {list(speeds)}: name different targets of 1 or more, such as 1 2 4")
         self._check_system()
 
@@ -65,7 +66,7 @@ class Request:
             raise ConfigError("--calm-threshold is for --system calm")
         if self.system == "calm" and self.schedules:
             raise ConfigError("--schedule is for --system skip: confidence exits follow no schedule")
-        if _repeats(thresholds) or not all(value >= 0 for value in thresholds):
+        if _repeats(thresholds) or not all(0 <= value < math.inf for value in thresholds):
             raise ConfigError(f"--calm-threshold is {list(thresholds)}: name different values of 0 or more")
         if thresholds and self.speedups is not None:
             raise ConfigError("--calm-threshold names thresholds in place of targets: leave --speedup out")

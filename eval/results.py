@@ -12,11 +12,11 @@ from eval.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.calm import CalmSystem, Threshold
 from eval.decoding import Decoded
 from eval.files import write_whole
-from eval.ratio import Ratio
 from eval.scores import Scores
 from eval.systems import SkipSystem, SystemKind
 from eval.timing import TIMING_HEADS, Timing
 from skipdecode import ConfigError
+from skipdecode.ratio import Ratio
 
 FILE_NAME = "report.json"
 
@@ -109,7 +109,7 @@ class Report:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
     def to_markdown(self) -> str:

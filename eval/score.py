@@ -14,7 +14,7 @@ from rich.table import Table
 from data import TASKS
 from eval.bertscore import BertModel, bert_model, load_scorer
 from eval.bootstrap import SIGNIFICANT
-from eval.files import write_whole
+from eval.files import check_writable, write_whole
 from eval.predictions import Prediction, matched, read_predictions
 from eval.scores import Scores, choose_metrics, score
 from skipdecode.command import run_command
@@ -48,6 +48,7 @@ def _run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--output: {options.output} is there already: name another file")
     if not options.output.resolve().parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no folder {options.output.parent}")
+    check_writable(options.output)
     bert = bert_model(options.bertscore_model, options.bertscore_layers)
     task = TASKS[options.task].metrics if options.task is not None else ()
     metrics = choose_metrics(task, options.metrics, bert)

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from yaml import YAMLError
 
 from data import Example, Task, load_task
 from eval.decoding import encode_test_set
+from eval.files import YAML_ERRORS
 from eval.lineup import calibrated_cost
 from eval.loading import load_checkpoint
-from eval.machine import describe_machine, resolve_device, versions
+from eval.machine import describe_machine, versions
 from eval.paired import METRICS, estimate
 from eval.search_picture import draw_search
 from eval.search_plan import Plan, SearchRequest, find_plan
@@ -40,6 +39,7 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.command import run_command
 from skipdecode.cost import Cost
+from skipdecode.device import resolve_device
 from skipdecode.errors import first_line
 from skipdecode.lean import choose_weights, why_not_lean
 from skipdecode.projections import Weights
@@ -185,11 +185,11 @@ def _task_named(request: SearchRequest, config: SkipConfig | None) -> tuple[str,
     if name is None:
         raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
     for pair in request.task_options:
-        if not pair.partition("=")[1] or not pair.partition("=")[0]:
+        if not all(part.strip() for part in pair.partition("=")):
             raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
     try:
         changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(request.task_options)))
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except YAML_ERRORS as error:
         raise ConfigError(f"--task-option {' '.join(request.task_options)}: {first_line(error)}") from error
     assert isinstance(changes, dict)
     return name, {**_remembered(config, name).get("options", {}), **{str(key): value for key, value in changes.items()}}
@@ -277,7 +277,7 @@ def _plan(request: SearchRequest, config: SkipConfig, data: Validation, checksum
         default = config.schedule_for(cost, speedup)
     conditions = {key: config.solver[key] for key in ("prompt_length", "batch_size") if key in config.solver}
     budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt, **conditions)
-    horizons = request.horizons or tuple(max(1, round(share * default.horizon)) for share in HORIZONS)
+    horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * default.horizon)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
     schedules: list[SkipSchedule] = choose_schedules(
         budget, space, default, trials=request.trials, tokens=data.max_new_tokens, seed=request.seed

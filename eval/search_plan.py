@@ -13,6 +13,7 @@ from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement
 
 FILE_NAME = "plan.json"
+MOST_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,13 @@ class SearchRequest:
             raise ConfigError(f"--mean-layers is {self.mean_layers:g}: it must be at least 1")
         if self.mean_layers is not None and self.calibrate:
             raise ConfigError("--calibrate is for --speedup: a budget in layers needs no clock")
-        if self.trials < 2:
-            raise ConfigError(f"--trials is {self.trials}: it must be at least 2, the default schedule and another")
+        if not 2 <= self.trials <= MOST_TRIALS:
+            raise ConfigError(
+                f"--trials is {self.trials}: it must be at least 2, the default schedule and another, and at most "
+                f"{MOST_TRIALS}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}")
         for name, value in (("--limit", self.limit), ("--max-new-tokens", self.max_new_tokens)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
@@ -124,7 +130,7 @@ def find_plan(request: SearchRequest) -> Plan | None:
     try:
         plan = Plan(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
         plan.to_schedules()
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{folder / FILE_NAME} is damaged ({error}): remove the folder") from error
     now = request.to_dict()
     changed = [key for key in {**plan.request, **now} if plan.request.get(key) != now.get(key)]

@@ -88,6 +88,8 @@ def _check_values(config: PretrainedConfig) -> None:
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1")
     for name, value in text.to_dict().items():
+        if name in ("init_std", "initializer_range") and isinstance(value, int | float) and value < 0:
+            raise ConfigError(f"{name} is {value}: it must not be below 0")
         if "drop" in name and isinstance(value, int | float) and not 0 <= value <= 1:
             raise ConfigError(f"{name} is {value}: it must lie between 0 and 1")
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None)

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import math
 import operator
 import shlex
 import statistics
@@ -15,21 +16,24 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.files import write_whole
-from eval.machine import copy_bytes_per_second, describe_machine, resolve_device, versions
+from eval.files import check_writable, write_whole
+from eval.machine import copy_bytes_per_second, describe_machine, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
 from eval.profiles import print_profiles
-from eval.ratio import Ratio
 from eval.shapes import random_model, read_shape
 from eval.speed_report import Conditions, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.command import run_command
 from skipdecode.cost import Cost
+from skipdecode.device import resolve_device
+from skipdecode.families import text_config
 from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
+from skipdecode.ratio import Ratio
 
+LARGEST = 1_000_000  # of rows, tokens and repeats
 PEERS = ("transformers", "transformers-static", "ctranslate2")
 
 
@@ -99,6 +103,7 @@ def _benchmark(options: argparse.Namespace) -> None:
     _check(options)
     device = resolve_device(options.device)
     model = _model(options, device)
+    _check_positions(model, options)
     options.weights = options.weights or [choose_weights(model)]
     console = Console() if Console().is_terminal else Console(width=200)
     peers = _peers(options.peers, model, options.weights, device)
@@ -151,15 +156,29 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         for number in value if isinstance(value, list) else [value]:
             least = 2 if name == "new_tokens" else 1
-            if number is not None and number < least:
-                raise ConfigError(f"--{name.replace('_', '-')} is {number}: it must be at least {least}")
-    if min(options.speedup) < 1 or len(set(options.speedup)) != len(options.speedup):
+            if number is not None and not least <= number <= LARGEST:
+                raise ConfigError(f"--{name.replace('_', '-')} is {number}: it must lie between {least} and {LARGEST}")
+    if not all(1 <= speedup < math.inf for speedup in options.speedup):
         raise ConfigError(f"--speedup is {options.speedup}: name different targets of 1 or more, such as 1 2 4")
+    for name in ("speedup", "batch_size", "weights", "peers"):
+        values = getattr(options, name) or []
+        if len(set(values)) != len(values):
+            raise ConfigError(f"--{name.replace('_', '-')} is {values}: name each once")
     if options.output.suffix != ".json":
         raise ConfigError(f"--output {options.output}: name a .json file; a .md and a .png are written beside it")
     for suffix in (".json", ".md", ".png"):
         if options.output.with_suffix(suffix).exists():
             raise ConfigError(f"--output: {options.output.with_suffix(suffix)} is there already: name another file")
+    check_writable(options.output)
+
+
+def _check_positions(model: GenerativeModel, options: argparse.Namespace) -> None:
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    if positions is not None and options.prompt_length + options.new_tokens - 1 > positions:
+        raise ConfigError(
+            f"--prompt-length is {options.prompt_length}: with {options.new_tokens} new tokens that is beyond the "
+            f"model's {positions} positions"
+        )
 
 
 def _model(options: argparse.Namespace, device: torch.device) -> GenerativeModel:

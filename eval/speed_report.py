@@ -9,8 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from eval.frontier import STYLES, save_figure
-from eval.ratio import Ratio
 from skipdecode.errors import ConfigError
+from skipdecode.ratio import Ratio
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SpeedReport:
             values = json.loads(path.read_text(encoding="utf-8"))
             rows = [_read_row(row) for row in values.pop("rows")]
             return cls(Conditions(**values), rows)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
 
     def to_markdown(self) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from eval.decoding import Decoded
-from eval.ratio import Ratio
+from skipdecode.ratio import Ratio
 
 TIMING_HEADS = (
     "system",

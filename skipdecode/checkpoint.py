@@ -62,7 +62,9 @@ class SkipConfig:
                 raise ConfigError(f"{where} has format {values['format']}: this version reads format {_FORMAT}")
             schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
             return cls(schedules=schedules, solver=values["solver"], task=values["task"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"{where} is damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
@@ -96,7 +98,7 @@ class SkipConfig:
             if path.exists():
                 try:
                     values = json.loads(path.read_text(encoding="utf-8"))
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(f"{path} is damaged ({error})") from error
                 if path.name == ADAPTERS_FILE:
                     return cls.from_dict(values, str(path))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,9 @@ _COMMANDS = {
     "compare": "the same prompts at several speeds, side by side with times",
     "export": "a smaller checkpoint for one speed",
 }
+_LARGEST = 1_000_000  # of what is counted: rows, tokens, rounds
+# Ends of lines to readers of Unicode texts, though not to JSON.
+_LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
 _GENERATE = """\
 Write what follows each prompt to standard output, and the speed to standard error.
 
@@ -46,8 +50,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _parser().parse_args(words[:1]).command
     options = _commands()[command].parse_intermixed_args(words[1:])  # prompts may come before options and after
+    return run_command(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
     run: Callable[[argparse.Namespace], int] = options.run
-    return run_command(lambda: run(options))
+    return run(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a number out of range, before anything is loaded."""
+    given = vars(options)
+    for name in ("batch_size", "prompt_length", "new_tokens", "max_new_tokens", "repeats"):
+        if name in given and not 1 <= given[name] <= _LARGEST:
+            least_or_most = "at least 1" if given[name] < 1 else f"at most {_LARGEST}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {given[name]}: it must be {least_or_most}")
+    speedups = given.get("speedup") or []
+    speedups = speedups if isinstance(speedups, list) else [speedups]
+    for speedup in speedups:
+        if not 1 <= speedup < math.inf:
+            raise ConfigError(f"--speedup is {speedup:g}: it must be a number of at least 1")
+    if len(set(speedups)) != len(speedups):
+        raise ConfigError(f"--speedup is {speedups}: name different targets")
+    if not options.checkpoint:
+        raise ConfigError("the checkpoint is an empty name: name a folder, or a repository of the Hub")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +136,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_checkpoint(compare)
     _add_prompts(compare)
     compare.add_argument("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="targets (default 3)")
-    compare.add_argument("--repeats", type=int, default=3, metavar="N", help="timed rounds after a first (default 3)")
+    compare.add_argument("--repeats", type=int, default=5, metavar="N", help="timed rounds at least (default 5)")
     compare.set_defaults(run=_compare)
 
     export = command("export", _EXPORT, "example: skipdecode export outputs/prompt-max small --speedup 3")
@@ -137,8 +164,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace) -> int:
     if options.schedule is not None and options.speedup != 1:
         raise ConfigError("--schedule says how fast it is: leave --speedup out")
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size is {options.batch_size}: it must be at least 1")
+    if options.stream and options.json:
+        raise ConfigError("--stream writes words as they come: leave --json out")
     sampling: dict[str, Any] = {}
     if options.temperature is not None or options.top_p is not None:
         _check_sampling(options)
@@ -168,6 +195,7 @@ def _generate(options: argparse.Namespace) -> int:
             if options.json:
                 fields = ("prompt", "text", "tokens", "layers")
                 line = json.dumps({field: getattr(completion, field) for field in fields}, ensure_ascii=False)
+                line = line.translate(_LINE_ENDS)
             print(line, flush=True)
         total = decoded if total is None else total + decoded
     assert total is not None  # there is at least one prompt
@@ -187,12 +215,13 @@ def _info(options: argparse.Namespace) -> int:
     decoder = _decoder(options)
     from skipdecode.checkpoint import SkipConfig
     from skipdecode.cost import CostModel, count_parameters
+    from skipdecode.families import text_config
     from skipdecode.texts import price
 
-    for name, value in (("--prompt-length", options.prompt_length), ("--new-tokens", options.new_tokens)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: it must be at least 1")
     model = decoder.model
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    if positions is not None and options.prompt_length > positions:
+        raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
     remembered = SkipConfig.of(model.config)
     depth = CostModel.of(model).num_layers
     parameters = count_parameters(model.parameters())
@@ -253,8 +282,6 @@ def _spread(values: Sequence[float], count: int) -> list[float]:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats is {options.repeats}: it must be at least 1")
     prompts = _prompts(options)
     decoder = _decoder(options)
     decoder.check(prompts)
@@ -269,20 +296,27 @@ def _compare(options: argparse.Namespace) -> int:
         for line in _side_by_side(names, texts, width):
             print(line)
         print()
+    if not found.paces:
+        print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
+        return 0
     heads = ["target", "measured", "layers per token", "tokens/s", "prompts s", "decoding s"]
     rows = [
         [
             name,
-            f"{measured:.2f}x",
-            f"{decoded.layers_per_token:.2f}",
-            f"{decoded.tokens_per_second:.1f}",
-            f"{decoded.prefill_seconds:.3f}",
-            f"{decoded.decode_seconds:.3f}",
+            str(pace.speedup) if number else "1.00x",
+            f"{pace.layers:.2f}",
+            f"{pace.tokens_per_second:.1f}",
+            f"{pace.prefill_seconds:.3f}",
+            f"{pace.decode_seconds:.3f}",
         ]
-        for name, measured, decoded in zip(names, found.measured, found.decoded, strict=True)
+        for number, (name, pace) in enumerate(zip(names, found.paces, strict=True))
     ]
     for line in _aligned([heads, *rows]):
         print(line)
+    print(
+        f"\ndecode steps over full depth's, median [quartiles] of {found.rounds} rounds in turns; each of them goes on "
+        f"to {found.tokens} tokens, as many as the longest text has"
+    )
     return 0
 
 
@@ -323,16 +357,17 @@ def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]
     if options.prompts:
         return [_unescaped(prompt) for prompt in options.prompts]
     if options.file in (None, "-"):
-        if options.file is None and sys.stdin.isatty():
+        if sys.stdin is None or (options.file is None and sys.stdin.isatty()):
             raise ConfigError("no prompt: name one, or --file FILE, or write lines to standard input")
-        where, lines = "standard input", sys.stdin.read().splitlines()
+        where, read = "standard input", sys.stdin.read
     else:
-        where = options.file
-        try:
-            lines = Path(options.file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--file {options.file!r} can't be read: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        where, read = f"--file {options.file!r}", lambda: Path(options.file).read_text(encoding="utf-8-sig")
+    try:
+        text = read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} can't be read: {error}") from error
+    # Not splitlines(), which also parts prompts at characters such as U+2028.
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"{where} holds no prompt: every line is empty")
     if not as_json:
@@ -343,7 +378,7 @@ def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]
 def _prompt_of(line: str, where: str) -> str:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an endless number, and nesting without end
         raise ConfigError(f"{where}: expected a JSON object with a prompt, found {line[:40]!r}") from error
     prompt = values.get("prompt") if isinstance(values, dict) else None
     if not isinstance(prompt, str):
@@ -356,26 +391,24 @@ def _unescaped(prompt: str) -> str:
 
 
 def _check_sampling(options: argparse.Namespace) -> None:
-    if options.temperature is not None and not 0 < options.temperature < float("inf"):
-        raise ConfigError(f"--temperature is {options.temperature}: it must be above 0")
+    if options.temperature is not None and not 1e-4 <= options.temperature <= 1e4:  # float32 holds what it divides
+        raise ConfigError(f"--temperature is {options.temperature}: it must lie between 0.0001 and 10000")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p is {options.top_p}: it must lie above 0 and at most at 1")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed is {options.seed}: it must lie between 0 and {2**63 - 1}")
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
     import torch
     from transformers.utils import logging
 
+    from skipdecode.device import resolve_device
     from skipdecode.loading import load
     from skipdecode.texts import Decoder
 
     logging.disable_progress_bar()
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device is {device!r}, which can't be used: {str(error).splitlines()[0]}") from error
+    place = resolve_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
     return Decoder(

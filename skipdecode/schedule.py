@@ -252,6 +252,8 @@ class SkipSchedule:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SkipSchedule":
         """The schedule that `to_dict` described. Raises ConfigError for an unknown or a missing field."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"not a schedule: expected its fields, got {values!r}")
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -270,17 +272,17 @@ class SkipSchedule:
         """The schedule of a JSON file that holds what `to_json` gives. Raises ConfigError that names the file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"schedule file {os.fspath(path)!r} can't be read: {error}") from error
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise ConfigError(f"schedule file {str(path)!r} can't be read: {error}") from error
         except ConfigError as error:
-            raise ConfigError(f"schedule file {os.fspath(path)!r}: {error}") from error
+            raise ConfigError(f"schedule file {str(path)!r}: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> "SkipSchedule":
         """The schedule that `to_json` wrote. Raises ConfigError where the text isn't one."""
         try:
             values = parse_json(text)
-        except ConfigError as error:
+        except (ConfigError, TypeError) as error:
             raise ConfigError(f"not a schedule: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"not a schedule: expected a JSON object, got {type(values).__name__}")

@@ -1,5 +1,6 @@
 """Texts from prompts, with the time and the layers that they took: what the command line does with a checkpoint."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,13 @@ from skipdecode.decode import resolve_schedule, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.projections import Weights
+from skipdecode.ratio import Ratio
 from skipdecode.schedule import SkipSchedule
+
+# `compare` times at least so much decoding at full depth, in at most so many rounds: a short text is over within
+# milliseconds, in which a busy machine does something else.
+LEAST_SECONDS, MOST_ROUNDS = 1.0, 25
+SHORTEST = 3  # tokens that can be timed: the first comes from the prompt's pass, and one step is too little
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,11 @@ class Decoder:
         return resolve_schedule(self.model, None, speedup)
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Raises ConfigError for a prompt that is empty, or longer than the model has positions for."""
+        """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""
         new = int(self._request["max_new_tokens"])
+        for number, prompt in enumerate(prompts, start=1):
+            if any("\ud800" <= mark <= "\udfff" for mark in prompt):
+                raise ConfigError(f"prompt {number} is no text in UTF-8: {prompt[:40]!r}")
         for number, ids in enumerate(self.tokenizer(list(prompts))["input_ids"], start=1):
             if not ids:
                 raise ConfigError(f"prompt {number} is empty")
@@ -114,8 +124,16 @@ class Decoder:
                     f"{self._positions} positions; shorten it, or lower --max-new-tokens"
                 )
 
-    def decode(self, prompts: Sequence[str], schedule: SkipSchedule, streamer: Any = None) -> Decoded:
-        """Decode prompts together. Raises ConfigError as `skip_generate` does."""
+    def decode(
+        self, prompts: Sequence[str], schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None
+    ) -> Decoded:
+        """Decode prompts together, each to its end, or to exactly `tokens` new ones.
+
+        Raises ConfigError as `skip_generate` does.
+        """
+        request = {name: value for name, value in self._request.items() if value is not None}
+        if tokens is not None:
+            request |= {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": self.tokenizer.pad_token_id}
         inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
         clock = StepClock(self.model.device)
         ids = self.model.generate(
@@ -124,7 +142,7 @@ class Decoder:
             schedule=schedule,
             stopping_criteria=StoppingCriteriaList([clock]),
             streamer=streamer,
-            **{name: value for name, value in self._request.items() if value is not None},
+            **request,
         )
         new = ids[:, inputs["input_ids"].shape[1] :]
         completions = tuple(self._completion(*pair, schedule) for pair in zip(prompts, new, strict=True))
@@ -139,38 +157,76 @@ class Decoder:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast a target decodes: medians over rounds.
+
+    Attributes:
+        speedup: times it is faster than full depth in the same round, over all decode steps.
+        layers: per token.
+        tokens_per_second: of decoding.
+        prefill_seconds, decode_seconds: wall clock, to the first tokens and from there on.
+    """
+
+    speedup: Ratio
+    layers: float
+    tokens_per_second: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
 class Compared:
     """The same prompts at several speeds.
 
     Attributes:
         speedups: targets, 1 first.
         decoded: what each gave, in the same order.
-        measured: times each decode step is faster than at full depth, the median over repeats.
+        tokens: of each prompt in what was timed: as many as the longest text has, whatever ends the others.
+        rounds: that were timed.
+        paces: of each target; empty where no text is long enough to be timed.
     """
 
     speedups: tuple[float, ...]
     decoded: tuple[Decoded, ...]
-    measured: tuple[float, ...]
+    tokens: int
+    rounds: int
+    paces: tuple[Pace, ...]
 
 
 def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float], repeats: int) -> Compared:
-    """Decode prompts at full depth and at each target, in turns, so that a busy machine treats all alike.
+    """Decode prompts at full depth and at each target, and time them in turns, so that a busy machine treats all alike.
 
-    A first round that isn't counted warms up. Raises ConfigError as `skip_generate` does.
+    What is timed goes on to the same length at every target: else one that ends sooner would be timed over other steps.
+    There are `repeats` rounds after one that warms up, and more where they are over in no time. Raises ConfigError as
+    `skip_generate` does.
     """
     targets = (1.0, *(speedup for speedup in speedups if speedup != 1))
     schedules = [decoder.schedule(target) for target in targets]
-    rounds = []
-    for number in range(repeats + 1):
-        found = [decoder.decode(prompts, schedule) for schedule in schedules]
-        if number or not repeats:
-            rounds.append(found)
-    seconds = [[turn.decode_seconds / max(1, turn.steps) for turn in found] for found in rounds]
-    measured = []
-    for n in range(len(targets)):
-        ratios = sorted(of[0] / of[n] if of[n] else 1.0 for of in seconds)
-        measured.append(ratios[len(ratios) // 2])
-    return Compared(targets, tuple(rounds[-1]), tuple(measured))
+    decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
+    tokens = max(completion.tokens for one in decoded for completion in one.completions)
+    if tokens < SHORTEST:
+        return Compared(targets, decoded, tokens, 0, ())
+    for schedule in schedules:
+        decoder.decode(prompts, schedule, tokens=tokens)
+    timed: list[list[Decoded]] = [[] for _ in targets]
+    rounds = 0
+    while rounds < repeats or (rounds < MOST_ROUNDS and sum(one.decode_seconds for one in timed[0]) < LEAST_SECONDS):
+        for turn in range(len(targets)):
+            at = (rounds + turn) % len(targets)  # who comes first changes
+            timed[at].append(decoder.decode(prompts, schedules[at], tokens=tokens))
+        rounds += 1
+    full = [one.decode_seconds for one in timed[0]]
+    paces = tuple(
+        Pace(
+            Ratio.of(full, [one.decode_seconds for one in own]),
+            schedule.mean_budget(tokens - 1),
+            statistics.median(len(prompts) * (tokens - 1) / one.decode_seconds for one in own),
+            statistics.median(one.prefill_seconds for one in own),
+            statistics.median(one.decode_seconds for one in own),
+        )
+        for schedule, own in zip(schedules, timed, strict=True)
+    )
+    return Compared(targets, decoded, tokens, rounds, paces)
 
 
 @dataclass(frozen=True)

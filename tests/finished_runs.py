@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.calm import Threshold
-from eval.ratio import Ratio
 from eval.results import Report, Row, write_predictions
 from eval.timing import Timing
 from skipdecode import SkipSchedule
+from skipdecode.ratio import Ratio
 
 WORDS = "abcdefghijklmno"  # of one letter each
 METRICS = ("bleu", "rouge1", "rouge2", "rougeL", "slot_error_rate")

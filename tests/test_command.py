@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from small_checkpoints import save_checkpoint
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.cli import main
+from skipdecode.texts import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
@@ -29,6 +32,14 @@ def expected(checkpoint: Path, prompts: list[str], **how: Any) -> list[str]:
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     ids = model.generate(**inputs, custom_generate=skip_generate, max_new_tokens=9, **how)
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_standard_input_that_is_no_text_is_one_line(
+    checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"vehicle: \xff\n"), encoding="utf-8"))
+    assert main(["generate", str(checkpoint), *SHORT]) == 2
+    refused(capsys, "standard input can't be read")
 
 
 def said(capsys: Any) -> tuple[list[str], str]:
@@ -114,10 +125,69 @@ def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: An
     out, _ = said(capsys)
     assert out[0] == f"> {PROMPTS[0].strip()}"
     assert [head.strip() for head in out[1].split("|")] == ["1x", "2x", "3x"]
-    rows = [line.split() for line in out[-3:]]
+    rows = [line.split() for line in out[-5:-2]]
     assert [row[0] for row in rows] == ["1x", "2x", "3x"]
     assert rows[0][1:3] == ["1.00x", "6.00"]
-    assert float(rows[2][2]) < float(rows[1][2]) < 6
+    assert all(re.fullmatch(r"\d+\.\d\dx \[\d+\.\d\d, \d+\.\d\d\]", " ".join(row[1:4])) for row in rows[1:])
+    assert float(rows[2][4]) < float(rows[1][4]) < 6
+
+
+def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that says what was decoded: 10 ms for a step at full depth, and a busy machine in one round of five."""
+    monkeypatch.setattr("skipdecode.texts.LEAST_SECONDS", 0.0)
+    decoder = Decoder(*skipdecode.load(str(checkpoint)), 24)
+    calls: list[tuple[int, int | None]] = []
+    decode = decoder.decode
+
+    def timed(prompts: Any, schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None) -> Decoded:
+        found = decode(prompts, schedule, streamer, tokens=tokens)
+        calls.append((schedule.max_layers, tokens))
+        if tokens is None:
+            return found
+        assert {completion.tokens for completion in found.completions} <= set(range(1, tokens + 1))
+        assert found.steps == tokens - 1
+        seconds = sum(schedule.budget(i) for i in range(tokens - 1)) / 600
+        return replace(found, decode_seconds=seconds * (5 if len(calls) == 6 else 1))
+
+    monkeypatch.setattr(decoder, "decode", timed)
+    found = compare(decoder, PROMPTS, [2.0], 5)
+    depth, fast = decoder.schedule(1), decoder.schedule(2)
+    written = decoder.tokenizer(expected(checkpoint, PROMPTS, speedup=1))["input_ids"]
+    assert found.tokens >= max(map(len, written)) - 1
+    assert calls[:4] == [(6, None), (fast.max_layers, None), (6, found.tokens), (fast.max_layers, found.tokens)]
+    turns = [layers for layers, _ in calls[4:]]
+    assert turns == [n for turn in range(5) for n in ((6, fast.max_layers) if turn % 2 == 0 else (fast.max_layers, 6))]
+    steps = range(found.tokens - 1)
+    true = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
+    assert found.paces[0].speedup.median == 1
+    assert found.paces[1].speedup.median == pytest.approx(true)
+    assert found.paces[1].layers == pytest.approx(sum(map(fast.budget, steps)) / len(steps))
+
+
+@pytest.mark.parametrize("tokens", ["1", "2"])
+def test_a_text_that_is_too_short_to_be_timed_gets_no_speed(checkpoint: Path, capsys: Any, tokens: str) -> None:
+    assert main(["compare", str(checkpoint), TYPED[0], "--max-new-tokens", tokens, "--speedup", "2"]) == 0
+    out, _ = said(capsys)
+    assert out[-1].startswith(f"too short to be timed: no text has more than {tokens} token")
+    assert "1.00x" not in "\n".join(out)
+
+
+def test_only_a_newline_parts_prompts_and_a_line_of_json_stays_one(
+    checkpoint: Path, capsys: Any, tmp_path: Path
+) -> None:
+    marks = "to:\u2028Salt\u0085fern\u2029\x0b\x1c"
+    (tmp_path / "prompts.txt").write_text(f"{marks}a\n{marks}b\n", encoding="utf-8-sig")
+    lines = "".join(json.dumps({"prompt": marks + end}, ensure_ascii=False) + "\n" for end in "ab")
+    (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    texts = expected(checkpoint, [marks + "a", marks + "b"], speedup=1)
+    assert main(["generate", str(checkpoint), *SHORT, "--file", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == "".join(text + "\n" for text in texts)
+    assert main(["generate", str(checkpoint), *SHORT, "--json", "--file", str(tmp_path / "prompts.jsonl")]) == 0
+    out, _ = said(capsys)  # by splitlines(), which parts at every one of these marks
+    assert [json.loads(line)["prompt"] for line in out] == [marks + "a", marks + "b"]
+    assert [json.loads(line)["text"] for line in out] == texts
 
 
 def broken(checkpoint: Path, folder: Path, change: str) -> Path:
@@ -174,8 +244,8 @@ def refused(capsys: Any, message: str) -> None:
     [
         (["generate", "CHECKPOINT", "word " * 200], "prompt 1 has "),
         (["generate", "CHECKPOINT", *TYPED, "--max-new-tokens", "125"], "positions; shorten it, or lower --max-new-"),
-        (["generate", "CHECKPOINT", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "speedup is 0.5"),
+        (["generate", "CHECKPOINT", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "--speedup is 0.5"),
         (["generate", "CHECKPOINT", "a", "--speedup", "50"], "reaches at most"),
         (["generate", "CHECKPOINT", "a", "--batch-size", "0"], "--batch-size is 0"),
         (["generate", "CHECKPOINT", "a", "--temperature", "-1"], "--temperature is -1"),
@@ -190,6 +260,25 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
         (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
+        (["compare", "CHECKPOINT", "a", "--speedup", "2", "nan"], "--speedup is nan"),
+        (["compare", "CHECKPOINT", "a", "--speedup", "2", "2"], "name different targets"),
+        (["generate", "CHECKPOINT", "a", "--speedup", "inf"], "--speedup is inf"),
+        (["generate", "CHECKPOINT", "a", "--batch-size", "-5"], "--batch-size is -5"),
+        (["generate", "CHECKPOINT", "a", "--temperature", "1e-300"], "--temperature is 1e-300"),
+        (["generate", "CHECKPOINT", "a", "--temperature", "1", "--seed", "-1"], "--seed is -1"),
+        (["generate", "CHECKPOINT", "a", "--device", "meta"], "--device is 'meta'"),
+        (["generate", "CHECKPOINT", "a", "--stream", "--json"], "leave --json out"),
+        (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is no text in UTF-8"),
+        (["generate", "CHECKPOINT", "--file", "latin.txt"], "--file 'latin.txt' can't be read"),
+        (["generate", "CHECKPOINT", "--json", "--file", "deep.json"], "line 1: expected a JSON object"),
+        (["generate", "CHECKPOINT", "--json", "--file", "endless.json"], "line 1: expected a JSON object"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "deep.json"], "nested too deeply"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "far.json"], "horizon is 1000000000"),
+        (["generate", "", "a"], "the checkpoint is an empty name"),
+        (["info", "CHECKPOINT", "--batch-size", "-5"], "--batch-size is -5"),
+        (["info", "CHECKPOINT", "--speedup", "nan"], "--speedup is nan"),
+        (["info", "CHECKPOINT", "--prompt-length", "100000"], "the model has 128 positions"),
+        (["export", "CHECKPOINT", "new", "--speedup", "nan"], "--speedup is nan"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -198,6 +287,10 @@ def test_a_mistake_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n \n"))
     Path("other.json").write_text(SkipSchedule(12, 6, 2).to_json())
+    Path("far.json").write_text(SkipSchedule(6, 3, 2, horizon=7).to_json().replace(": 7", ": 1000000000"))
+    Path("latin.txt").write_bytes("Café".encode("latin-1"))
+    Path("deep.json").write_text("[" * 100_000)
+    Path("endless.json").write_text('{"prompt": ' + "9" * 5_000 + "}")
     assert main([str(checkpoint) if word == "CHECKPOINT" else word for word in words]) == 2
     refused(capsys, message)
 

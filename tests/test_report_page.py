@@ -20,13 +20,13 @@ import eval.report.comparison
 import eval.report.page
 import eval.report.positions
 import eval.report.tables
-from eval.ratio import Ratio
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
 from eval.results import Report
 from eval.speed_report import Conditions, SpeedReport, SpeedRow
 from skipdecode import CostModel, SkipSchedule
+from skipdecode.ratio import Ratio
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
 EVIL = "</style><script>alert('x')</script> & \"quoted\" | $x_1$ ` <b>"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.ratio import Ratio
 from eval.speed import main
+from skipdecode.ratio import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
 
@@ -64,18 +64,32 @@ def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--batch-size": "0"}, "--batch-size is 0: it must be at least 1"),
-        ({"--new-tokens": "1"}, "--new-tokens is 1: it must be at least 2"),
+        ({"--batch-size": "0"}, "--batch-size is 0: it must lie between 1 and"),
+        ({"--new-tokens": "1"}, "--new-tokens is 1: it must lie between 2 and"),
         ({"--speedup": "0.5"}, "--speedup is [0.5]"),
+        ({"--speedup": "nan"}, "--speedup is [nan]"),
+        ({"--speedup": "2 inf"}, "--speedup is [2.0, inf]"),
+        ({"--speedup": "2 2"}, "name each once"),
+        ({"--batch-size": "2 2"}, "--batch-size is [2, 2]: name each once"),
+        ({"--prompt-length": "100000"}, "beyond the model's 2048 positions"),
+        ({"--output": "tiny.yaml/speed.json"}, "can't be written: Not a directory"),
+        ({"--output": "/proc/speed.json"}, "/proc/speed.json can't be written"),
+        ({"--device": "meta"}, "--device is 'meta'"),
         ({"--model": "opt-1.3"}, "unknown --model 'opt-1.3': did you mean 'opt-1.3b'?"),
         ({"--output": "speed.txt"}, "name a .json file"),
-        ({"--device": "cuda:9"}, "there is no CUDA device here"),
-        ({"--device": "gpu"}, "expected cpu, cuda or cuda:N"),
+        ({"--device": "cuda:9"}, "--device is 'cuda:9', which can't be used"),
+        ({"--device": "gpu"}, "--device is 'gpu', which can't be used"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    shape: str, tmp_path: Path, changes: dict[str, str], message: str, capsys: Any
+    shape: str,
+    tmp_path: Path,
+    changes: dict[str, str],
+    message: str,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     words = arguments(shape, tmp_path / "speed.json")
     assert main([*words, *(w for k, v in changes.items() for w in [k, *v.split()])]) == 2
     error = capsys.readouterr().err

@@ -11,8 +11,8 @@ from small_checkpoints import TASK
 from data import load_task
 from eval.decoding import take_turns
 from eval.journal import Journal
-from eval.ratio import Ratio
 from eval.systems import System, Turn
+from skipdecode.ratio import Ratio
 
 EXAMPLES = load_task("departures", **TASK).load("test")
 PROMPTS = [[7] * (3 + len(example.prompt) % 5) for example in EXAMPLES]

@@ -43,7 +43,7 @@ def read_deepspeed(name: str) -> dict[str, Any]:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         stage = values["zero_optimization"]["stage"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"deepspeed.config {str(path)!r}: expected a JSON object with zero_optimization.stage "
             f"({type(error).__name__}: {first_line(error)})"

@@ -96,7 +96,7 @@ class OptimSection(Section):
         description="share of the loss that pulls a skipping step, or an exit, to the model's own full-depth output",
     )
     depth_weight_power: float = Field(
-        0.0, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
+        0.0, ge=-10, le=10, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
     )
     exits: Literal["last", "all"] = Field(
         "last", description="all: an exit after every layer, through the one head, has a loss (multi-layer early exit)"

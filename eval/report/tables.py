@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from eval.ratio import Ratio
 from eval.report.comparison import Comparison, Line, Point
 from eval.report.metrics import Metric
 from eval.speed_report import SpeedReport, SpeedRow
 from eval.timing import TIMING_HEADS
+from skipdecode.ratio import Ratio
 
 
 @dataclass(frozen=True)
