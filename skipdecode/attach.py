@@ -7,23 +7,29 @@ layer doesn't run passes by unchanged. No model code is copied, no module is add
 The gate stands before the layer's `__call__`, in a subclass that the layer is an instance of while the context lasts
 (PyTorch's FSDP2 does the same). There it is outside of gradient checkpointing, which may run the layer's `forward`
 again after the context, and outside of hooks, so that ZeRO-3 gathers no parameters of a layer that is passed by.
+
+Which gate a call obeys is said by the thread that calls, in a context variable. A model that several threads use at
+once is attached once for all of them; a thread that attached nothing runs every layer on every column.
 """
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils.output_capturing import _active_collector
 
 from skipdecode.cost import depth_mismatch
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
 from skipdecode.schedule import SkipSchedule
-
-_GATE = "_skipdecode_gate"  # in a layer's __dict__: (gate, index of the layer)
 
 # columns at hand -> for each layer, how many of them it runs, counted from the first
 ColumnPlan = Callable[[int], tuple[int, ...]]
@@ -39,6 +45,10 @@ def whole_columns(num_layers: int, layers: tuple[int, ...]) -> ColumnPlan:
 class LayerGate:
     """Says to every layer of one attached model how many columns it runs, and counts what was run.
 
+    Args:
+        layers: of the model, bottom first.
+        plan, keep_in_graph: as the attributes.
+
     Attributes:
         plan: what the next forward pass obeys.
         keep_in_graph: whether a layer without columns runs the first one for nothing, so that it gets a gradient: 0.
@@ -46,28 +56,40 @@ class LayerGate:
         layer_columns_skipped: layer-columns passed by so far.
     """
 
-    def __init__(self, plan: ColumnPlan, *, keep_in_graph: bool = False) -> None:
+    def __init__(self, layers: nn.ModuleList, plan: ColumnPlan, *, keep_in_graph: bool = False) -> None:
         self.plan = plan
         self.keep_in_graph = keep_in_graph
         self.layer_columns = 0
         self.layer_columns_skipped = 0
+        self.index_of: dict[nn.Module, int] = {layer: index for index, layer in enumerate(layers)}
         self._returns_tuple = False  # as layer 0, which always runs, last answered
 
-    def call(self, index: int, run: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
-        """Call layer `index`, whose own call is `run` and whose arguments have `names`, on the columns that it runs."""
-        hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop(names[0]), args)
+    @contextmanager
+    def obeyed(self) -> Iterator[None]:
+        """While it lasts, the layers that this thread calls obey this gate."""
+        token = _OBEYED.set((*_OBEYED.get(), self))
+        try:
+            yield
+        finally:
+            _OBEYED.reset(token)
+
+    def call(self, layer: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `layer`, whose own call is `run`, on the columns that it runs."""
+        names = None if args and not args[1:] else _argument_names(layer)  # GPT-2 passes some by position
+        hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop(names[0]), args)  # type: ignore[index]
         columns = hidden_states.shape[1]  # hidden_states: [batch, columns, hidden]
-        cutoff = self.plan(columns)[index]
+        cutoff = self.plan(columns)[self.index_of[layer]]
         self.layer_columns += cutoff
         self.layer_columns_skipped += columns - cutoff
         if cutoff == columns:
             output = run(hidden_states, *args, **kwargs)
             self._returns_tuple = isinstance(output, tuple)
             return output
+        _refuse_captured_outputs(kwargs)
         for_nothing = cutoff == 0 and self.keep_in_graph and torch.is_grad_enabled()
         if cutoff == 0 and not for_nothing:
             return (hidden_states,) if self._returns_tuple else hidden_states
-        kwargs.update(zip(names[1:], args, strict=False))  # GPT-2 passes some by position
+        kwargs.update(zip(names[1:] if names else (), args, strict=False))
         if for_nothing:
             cutoff = 1
             # The first column sees itself alone; in a row that is padded there, the mask would let it see nothing.
@@ -82,21 +104,54 @@ class LayerGate:
         return whole if rest is None else (whole, *rest)
 
 
+# The gates that the layers called here obey: a thread, and a task of asyncio, has its own.
+_OBEYED: ContextVar[tuple[LayerGate, ...]] = ContextVar("obeyed_gates", default=())
+# layer -> how many contexts, of all threads, have attached it
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_ATTACHING = threading.Lock()
+
+
 @functools.cache
 def _gated_class(layer_class: Any) -> Any:
-    """The layer's class with a gate before its call; the instance says which gate, and which layer it is."""
-    names = list(inspect.signature(layer_class.forward).parameters)[1:]  # after self
+    """The layer's class with a gate before its call, for a call that has one to obey."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gate, index = self.__dict__[_GATE]
-        return gate.call(index, functools.partial(layer_class.__call__, self), names, *args, **kwargs)
+        run = functools.partial(layer_class.__call__, self)
+        for gate in _OBEYED.get():
+            if self in gate.index_of:
+                return gate.call(self, run, args, kwargs)
+        if getattr(self, "_is_replica", False):  # of torch.nn.DataParallel, whose threads know of no context
+            raise ConfigError("DataParallel runs copies that no schedule reaches: start a process a device (torchrun)")
+        return run(*args, **kwargs)
 
-    gated: Any = type(layer_class.__name__, (layer_class,), {"__call__": call, "__module__": layer_class.__module__})
+    def reduce(self: Any, protocol: Any) -> Any:
+        """What copies and pickles make of the layer: one of its own class."""
+        _, _, *state = layer_class.__reduce_ex__(self, protocol)
+        return (object.__new__, (layer_class,), *state)
+
+    body = {"__call__": call, "__reduce_ex__": reduce, "__module__": layer_class.__module__}
+    gated: Any = type(layer_class.__name__, (layer_class,), body)
     # transformers wraps `forward` of every new subclass for checkpointing; the outermost wrapper alone checkpoints.
     # The recomputation may come when the layer has its own class again, so the wrapper must be that of its own class.
     if "forward" in vars(gated):
         del gated.forward
     return gated
+
+
+def _argument_names(layer: Any) -> list[str]:
+    return list(inspect.signature(layer.forward).parameters)
+
+
+def _refuse_captured_outputs(kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError where hidden states or attentions are to be handed out, of which each layer has to give one."""
+    wanted = set(_active_collector.get() or ()) & {"hidden_states", "attentions"}
+    if kwargs.get("output_attentions"):  # BLOOM hands it down
+        wanted.add("attentions")
+    if wanted:
+        raise ConfigError(
+            f"output_{min(wanted)} is asked for under a schedule that skips: a layer that is passed by, or runs some "
+            "columns alone, has none to give for the others"
+        )
 
 
 def _first_columns(name: str, value: Any, cutoff: int, columns: int) -> Any:
@@ -132,22 +187,29 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
 def gated_layers(
     model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan, *, keep_in_graph: bool = False
 ) -> Iterator[LayerGate]:
-    """Put every decoder layer of `model` behind a gate that obeys `plan`, and take the gate away at the end."""
+    """Put every decoder layer of `model` behind a gate that obeys `plan`, and take the gate away at the end.
+
+    Yields the gate; passes within its `obeyed()` go through it.
+    """
     layers = decoder_layers(model)
     check_schedule(schedule, layers)
-    gate = LayerGate(plan, keep_in_graph=keep_in_graph)
-    if any(_GATE in layer.__dict__ for layer in layers):
+    gate = LayerGate(layers, plan, keep_in_graph=keep_in_graph)
+    if any(gate.index_of.keys() & other.index_of.keys() for other in _OBEYED.get()):
         raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
-    classes: list[Any] = [type(layer) for layer in layers]
+    with _ATTACHING:
+        for layer in gate.index_of:
+            if not _ATTACHED.get(layer):
+                layer_class: Any = type(layer)
+                layer.__class__ = _gated_class(layer_class)
+            _ATTACHED[layer] = _ATTACHED.get(layer, 0) + 1
     try:
-        for index, layer in enumerate(layers):
-            layer.__dict__[_GATE] = (gate, index)
-            layer.__class__ = _gated_class(classes[index])
         yield gate
     finally:
-        for layer, layer_class in zip(layers, classes, strict=True):
-            layer.__class__ = layer_class
-            layer.__dict__.pop(_GATE, None)
+        with _ATTACHING:
+            for layer in gate.index_of:
+                _ATTACHED[layer] -= 1
+                if not _ATTACHED[layer]:
+                    layer.__class__ = type(layer).__bases__[0]
 
 
 @contextmanager
@@ -158,7 +220,7 @@ def skip_layers(
 
     The batch must be laid out in columns: prompts padded on the left to `prompt_columns`, completions starting in
     column `prompt_columns`, padded on the right. Works with gradient checkpointing, peft-wrapped models and
-    inference mode.
+    inference mode. It holds for the thread that enters it: another one that uses the model meanwhile runs every layer.
 
     Args:
         model: a causal language model of transformers, wrapped or not.
@@ -174,15 +236,16 @@ def skip_layers(
         The gate, which counts the layer-columns that were run.
 
     Raises:
-        ConfigError: for a schedule of another depth, a family that isn't known, or a model attached already; in a
-            forward pass, for fewer columns than the prompt's.
+        ConfigError: for a schedule of another depth, a family that isn't known, or a model that this thread has
+            attached already; in a forward pass, for fewer columns than the prompt's, and where hidden states or
+            attentions are asked for.
     """
-    if not isinstance(prompt_columns, int) or isinstance(prompt_columns, bool) or prompt_columns < 1:
+    if not isinstance(prompt_columns, Integral) or isinstance(prompt_columns, bool) or prompt_columns < 1:
         raise ConfigError(f"prompt_columns is {prompt_columns!r}: it must be an integer of at least 1")
 
     @functools.lru_cache(maxsize=8)
     def plan(columns: int) -> tuple[int, ...]:
         return schedule.column_cutoffs(prompt_columns, columns)
 
-    with gated_layers(model, schedule, plan, keep_in_graph=keep_in_graph) as gate:
+    with gated_layers(model, schedule, plan, keep_in_graph=keep_in_graph) as gate, gate.obeyed():
         yield gate

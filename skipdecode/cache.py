@@ -1,5 +1,7 @@
 """A key/value cache of the size that a schedule needs, known before the first token is decoded (law 6)."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,3 +108,37 @@ class PlannedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of memory that all layers hold; they are allocated by the prefill and don't grow afterwards."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PlannedLayer))
+
+
+@contextmanager
+def sized_by(cache: Any, layers: Sequence[int]) -> Iterator[None]:
+    """While it lasts, a cache answers for a layer that doesn't run with one of the same kind that does.
+
+    transformers makes one mask for each kind of attention and sizes it by the first layer of the kind
+    (`transformers.masking_utils`). Where a schedule skips that one, its columns stay behind, and those that run would
+    get a mask for fewer columns than they hold. A planned cache has one kind of layers, the first of which always runs.
+
+    Args:
+        cache: a Cache of transformers, or None.
+        layers: those that run, ascending.
+    """
+    kinds = [getattr(layer, "is_sliding", False) for layer in cache.layers] if cache is not None else []
+    if len(set(kinds)) < 2:
+        yield
+        return
+    running = {kinds[layer]: layer for layer in reversed(layers)}
+
+    def of_running(method: Any) -> Any:
+        def answer(*args: Any, layer_idx: int | None = None) -> Any:
+            *before, layer = args if layer_idx is None else (*args, layer_idx)
+            return method(*before, layer if layer in layers else running.get(kinds[layer], layer))
+
+        return answer
+
+    for name in ("get_mask_sizes", "get_query_offset"):
+        setattr(cache, name, of_running(getattr(cache, name)))
+    try:
+        yield
+    finally:
+        for name in ("get_mask_sizes", "get_query_offset"):
+            delattr(cache, name)

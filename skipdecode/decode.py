@@ -1,11 +1,13 @@
 """Decoding under a schedule: prefill and steps, behind `model.generate(custom_generate=skip_generate)`."""
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import (
     Cache,
     GenerationConfig,
@@ -13,27 +15,57 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from skipdecode.attach import LayerGate, gated_layers, whole_columns
+from skipdecode.attach import LayerGate, check_schedule, gated_layers, whole_columns
 from skipdecode.block import Step
-from skipdecode.cache import PlannedCache
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.cache import PlannedCache, sized_by
+from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.graphs import StaticSteps, static_steps
+from skipdecode.graphs import StaticSteps, keep_static_steps, static_steps
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import check_speedup
 
-_SOLVED: weakref.WeakKeyDictionary[Any, dict[float, SkipSchedule]] = weakref.WeakKeyDictionary()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# model -> what its schedules follow from, and the schedules by speedup
+_SOLVED: weakref.WeakKeyDictionary[Any, tuple[Any, dict[float, SkipSchedule]]] = weakref.WeakKeyDictionary()
 
 
+class _SignatureWithTokenizer(inspect.Signature):
+    """The signature of `skip_generate`, which gets `generate` to use the tokenizer that it was called with.
+
+    `generate` reads `stop_strings` with the tokenizer that it will hand to the decoding loop. A callable is handed what
+    its signature names, but for the tokenizer, which has been taken out before generate looks (transformers 5.17 to
+    5.23, `_extract_generation_mode_kwargs`). This puts it back when generate looks.
+    """
+
+    @property
+    def parameters(self) -> Any:
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is not None and caller.f_code is GenerationMixin._extract_generation_mode_kwargs.__code__:
+            found = caller.f_locals
+            if "tokenizer" in found.get("generation_mode_kwargs", ()):
+                found["kwargs"].setdefault("tokenizer", found["generation_mode_kwargs"]["tokenizer"])
+        return super().parameters
+
+
+def _given_a_tokenizer(function: _Function) -> _Function:
+    signature = _SignatureWithTokenizer(list(inspect.signature(function).parameters.values()))
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+@_given_a_tokenizer
 def skip_generate(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -46,6 +78,7 @@ def skip_generate(
     speedup: float | None = None,
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode greedily or by sampling while step i runs `schedule.layers_at(i)` alone.
@@ -57,7 +90,11 @@ def skip_generate(
 
     The cache is planned (`PlannedCache`, law 6) unless generate is given one, by `past_key_values` or by
     `cache_implementation`. With a planned cache, steps are lean (`skipdecode.lean`) where the model is made of plain
-    parts, and go through its own forward pass elsewhere.
+    parts and the call asks for nothing else, and go through its own forward pass elsewhere.
+
+    The schedule is for the passes of this loop. What a logits processor or a stopping criterion runs of the model by
+    itself, such as the pass without a prompt of `guidance_scale`, runs every layer. Several threads may decode with one
+    model, at speeds of their own.
 
     Args:
         schedule: which layers each generated token runs; or its fields as plain values.
@@ -71,26 +108,29 @@ def skip_generate(
             ones find them.
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
+        tokenizer: for generate's `stop_strings` and `token_healing`.
 
     Returns:
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
 
     Raises:
         ConfigError: without a schedule or a speedup or with both; for a schedule of another depth, or a speedup of a
-            model that wasn't trained to skip; for beam search, `use_cache=False`, a cache that already holds tokens,
-            attention or hidden state outputs, more tokens than the model has positions, or weights that are copies
-            where steps can't be lean.
+            model that wasn't trained to skip; for beam search and the other ways of decoding that aren't greedy or
+            sampling, `use_cache=False`, a cache that already holds tokens or is offloaded, attention or hidden state
+            outputs, prompt tuning, more tokens than the model has positions, or weights that are copies where steps
+            can't be lean.
     """
     schedule = resolve_schedule(model, schedule, speedup)
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
-    streamer = streamer or _streamer_of_generate()
+    streamer = streamer or _dropped_by_generate("streamer")
     with gated_layers(model, schedule, prompt_plan) as gate:
-        return decode_loop(
+        steps = _steps(
+            model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+        )
+        output = decode_loop(
             model,
-            _steps(
-                model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
-            ),
+            steps,
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -98,6 +138,8 @@ def skip_generate(
             synced_gpus=synced_gpus,
             streamer=streamer,
         )
+        steps.end()
+        return output
 
 
 class _ForwardSteps:
@@ -122,12 +164,15 @@ class _ForwardSteps:
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
-        self._gate.plan = self._plans[self._schedule.budget(i)]
-        inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
-        return self._run(inputs)
+        budget = self._schedule.budget(i)
+        self._gate.plan = self._plans[budget]
+        with sized_by(self.cache, self._schedule.layers_for(budget)):
+            inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
+            return self._run(inputs)
 
     def _run(self, inputs: Any) -> torch.Tensor:
-        outputs = self._model(**inputs, return_dict=True)
+        with self._gate.obeyed():
+            outputs = self._model(**inputs, return_dict=True)
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
@@ -135,6 +180,9 @@ class _ForwardSteps:
     @property
     def cache(self) -> Any:
         return self._kwargs.get("past_key_values")
+
+    def end(self) -> None:
+        """Say that no step follows."""
 
 
 class _LeanSteps(_ForwardSteps):
@@ -169,6 +217,10 @@ class _LeanSteps(_ForwardSteps):
             return self._static.run(input_ids[:, -1], layers, self._step_of(i))
         return self._decoder(input_ids[:, -1], layers, self.cache, self._step_of(i))
 
+    def end(self) -> None:
+        if self._static is not None:
+            keep_static_steps(self._decoder, self._static)
+
 
 def _steps(
     model: GenerativeModel,
@@ -189,8 +241,12 @@ def _steps(
         reason: str | None = "a cache was given"
     elif kinds - {"full_attention", "sliding_attention"}:
         reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
+    elif inner.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        # Without a mask, what it doesn't attend to is what its own cache has dropped.
+        reason = f"its attention {inner.config._attn_implementation!r} takes no mask"
     else:
-        reason = "several processes share it" if synced_gpus else why_not_lean(inner)
+        shared = "several processes share it" if synced_gpus else None
+        reason = shared or _more_than_a_token(model_kwargs) or why_not_lean(inner)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
@@ -199,27 +255,59 @@ def _steps(
         return _ForwardSteps(model, gate, schedule, model_kwargs)
     decoder = lean_decoder(inner, weights)
     mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask is None:  # generate drops one that hides nothing
+        mask = input_ids.new_ones(len(input_ids), _prompt_columns(input_ids, model_kwargs))
     static = None
     if (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs) and not decoder.windowed:
-        shape = (*input_ids.shape, bool(mask.all()))  # rows of one length share their places
+        shape = (*mask.shape, bool(mask.all()))  # rows of one length share their places
         static = static_steps(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
         model_kwargs["past_key_values"] = static.cache
-    step_of = decoder.steps(mask, steps)
+    step_of = decoder.steps(mask, steps, model_kwargs.get("position_ids"))
     return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, step_of=step_of, static=static)
 
 
-def _streamer_of_generate() -> BaseStreamer | None:
-    """The streamer that `generate` was called with.
+# What of generate's arguments a lean step obeys, or may leave out because it is about the prompt or the cache.
+_UNDERSTOOD = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 
-    `generate` hands it to its own decoding loops but drops it on the way to a callable (transformers 5.17 to 5.23,
-    `_extract_generation_mode_kwargs`), after having put the prompt into it: a reader would wait for ever.
+
+def _more_than_a_token(model_kwargs: dict[str, Any]) -> str | None:
+    """Why a call's steps need the model's own forward pass: what it is given beside tokens, their places and a mask."""
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _UNDERSTOOD:
+            return f"{name} was given"
+    for name in ("attention_mask", "position_ids"):
+        value = model_kwargs.get(name)
+        if value is not None and value.dim() != 2:
+            return f"{name} has {value.dim()} dimensions"
+    return None
+
+
+def _prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+    """How many columns the prompt fills in the cache."""
+    embeds = model_kwargs.get("inputs_embeds")
+    return int(input_ids.shape[1] if embeds is None else embeds.shape[1])
+
+
+def _dropped_by_generate(name: str) -> Any:
+    """What `generate` was called with under a name: `streamer` or `assistant_model`.
+
+    `generate` hands them to its own decoding loops but drops them on the way to a callable (transformers 5.17 to 5.23,
+    `_extract_generation_mode_kwargs`), a streamer after having put the prompt into it: a reader would wait for ever.
     """
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not generate:
         frame = frame.f_back
-    return frame.f_locals.get("streamer") if frame is not None else None
+    return frame.f_locals.get(name) if frame is not None else None
 
 
 def resolve_schedule(
@@ -231,21 +319,26 @@ def resolve_schedule(
     if isinstance(schedule, Mapping):
         return SkipSchedule.from_dict(schedule)
     if schedule is not None:
+        check_schedule(schedule, decoder_layers(model))
         return schedule
     if speedup is None:
         raise ConfigError(
             "schedule is missing: model.generate(..., custom_generate=skip_generate, schedule=...), "
             "or speedup=... for a checkpoint that was trained to skip"
         )
+    check_speedup(speedup)
     inner = unwrap(model)
-    solved = _SOLVED.setdefault(inner, {})
-    if speedup not in solved:
-        solved[speedup] = _schedule_of(inner, speedup)
-    return solved[speedup]
+    # What a schedule follows from; what is kept for another is forgotten.
+    origin = (copy.deepcopy(getattr(inner.config, CONFIG_KEY, None)), len(decoder_layers(inner)), inner.dtype)
+    known, solved = _SOLVED.get(inner, (None, {}))
+    if known != origin:
+        _SOLVED[inner] = (origin, solved := {})
+    if float(speedup) not in solved:
+        solved[float(speedup)] = _schedule_of(inner, float(speedup))
+    return solved[float(speedup)]
 
 
 def _schedule_of(model: Any, speedup: float) -> SkipSchedule:
-    check_speedup(speedup)
     config = SkipConfig.of(model.config)
     if config is None:
         if speedup == 1:
@@ -272,22 +365,40 @@ def _check_request(
 ) -> None:
     if (generation_config.num_beams or 1) > 1:
         raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
+    mode = generation_config.get_generation_mode(_dropped_by_generate("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked = mode.value.replace("_", " ")
+        raise ConfigError(f"{asked} is asked for: skip_generate decodes greedily or samples")
+    prepare = vars(unwrap(model)).get("prepare_inputs_for_generation")
+    if isinstance(wrapper := getattr(prepare, "__self__", None), nn.Module):
+        unwrap(wrapper)  # peft calls its base model's generate with this one set; prompt tuning is refused
     if not model_kwargs.get("use_cache", True):
         raise ConfigError("use_cache is False: skip_generate needs the cache")
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, Cache) and cache.get_seq_length() > 0:
         raise ConfigError("past_key_values already holds tokens: skip_generate starts from a prompt and an empty cache")
+    if getattr(cache, "offloading", False):
+        raise ConfigError("the cache is offloaded: it fetches the next layer's keys and values, whether or not it runs")
     if generation_config.output_attentions or generation_config.output_hidden_states:
         raise ConfigError("output_attentions and output_hidden_states are not given: layers differ from step to step")
+    _check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs)
+
+
+def _check_positions(
+    model: GenerativeModel, input_ids: torch.Tensor, max_length: int | None, model_kwargs: dict[str, Any]
+) -> None:
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
-    max_length = stopping_criteria.max_length
-    if positions is not None:
-        mask = model_kwargs.get("attention_mask")
-        prompt = int(mask.sum(dim=-1).max()) if mask is not None else input_ids.shape[1]
-        # The last new token is never an input, so it needs no position.
-        needed = prompt + (max_length - input_ids.shape[1] - 1 if max_length is not None else 0)
-        if needed > positions:
-            raise ConfigError(
-                f"the longest prompt has {prompt} tokens, {needed} positions are needed and the model has {positions}: "
-                "shorten the prompt or lower max_new_tokens"
-            )
+    if positions is None:
+        return
+    mask, places = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if places is not None:
+        prompt = int(places.max()) + 1
+    else:
+        prompt = int(mask.sum(dim=-1).max()) if mask is not None else _prompt_columns(input_ids, model_kwargs)
+    # The last new token is never an input, so it needs no position.
+    needed = prompt + (max_length - input_ids.shape[1] - 1 if max_length is not None else 0)
+    if needed > positions:
+        raise ConfigError(
+            f"the longest prompt has {prompt} tokens, {needed} positions are needed and the model has {positions}: "
+            "shorten the prompt or lower max_new_tokens"
+        )

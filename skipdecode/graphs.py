@@ -68,10 +68,14 @@ class StaticSteps:
         schedule: what will be decoded.
         steps: decode steps at most.
         prompt_columns: of the prompts, at most.
+
+    Attributes:
+        key: what a later call has to have in common with the first to use them again; None where none may.
     """
 
     def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
+        self.key: Any = None
         self._decoder = decoder
         self._columns = prompt_columns + steps
         self._tokens: torch.Tensor | None = None
@@ -131,7 +135,8 @@ class StaticSteps:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             forward()
         return graph.replay, result
 
@@ -143,7 +148,10 @@ _KEPT: weakref.WeakKeyDictionary[LeanDecoder, OrderedDict[Any, StaticSteps]] = w
 def static_steps(
     decoder: LeanDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
 ) -> StaticSteps:
-    """Steps for generations of one shape, from an earlier call where there was one.
+    """Steps for a generation of one shape, from an earlier call where there was one.
+
+    They are this call's alone, so that two threads never write into the same buffers; `keep_static_steps` lets the next
+    call have them.
 
     Args:
         decoder, schedule, steps: as in StaticSteps.
@@ -156,11 +164,23 @@ def static_steps(
         return StaticSteps(decoder, schedule, steps, columns)
     kept = _KEPT.setdefault(decoder, OrderedDict())
     key = (schedule, steps, rows, columns, full)
-    if key in kept:
-        kept.move_to_end(key)
-        kept[key].cache.reset()
-    else:
-        while len(kept) >= KEPT:
-            kept.popitem(last=False)
-        kept[key] = StaticSteps(decoder, schedule, steps, columns)
-    return kept[key]
+    found = kept.pop(key, None)
+    if found is None:
+        _forget_all_but(kept, KEPT - 1)
+        found = StaticSteps(decoder, schedule, steps, columns)
+        found.key = key
+    found.cache.reset()
+    return found
+
+
+def keep_static_steps(decoder: LeanDecoder, steps: StaticSteps) -> None:
+    """Let the next call of the same shape have them, once a generation has ended well."""
+    if steps.key is not None:
+        kept = _KEPT.setdefault(decoder, OrderedDict())
+        kept[steps.key] = steps
+        _forget_all_but(kept, KEPT)
+
+
+def _forget_all_but(kept: OrderedDict[Any, StaticSteps], count: int) -> None:
+    while len(kept) > count:
+        kept.popitem(last=False)

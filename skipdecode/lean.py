@@ -8,15 +8,21 @@ of the weights are a family's only contribution (`skipdecode.families`); models 
 """
 
 import math
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from skipdecode.block import LeanBlock, Step, make_norm
 from skipdecode.cache import PlannedCache
@@ -57,19 +63,25 @@ class LeanDecoder:
         self._final_norm = make_norm(norm) if norm is not None else None
         self._head = make_linear(model.get_output_embeddings())
 
-    def steps(self, attention_mask: torch.Tensor, count: int) -> Callable[[int], Step]:
+    def steps(
+        self, attention_mask: torch.Tensor, count: int, position_ids: torch.Tensor | None = None
+    ) -> Callable[[int], Step]:
         """Everything that `count` decode steps after a prompt need, prepared at once.
 
         Args:
             attention_mask: of the prompt [batch, prompt columns].
             count: steps at most.
+            position_ids: of the prompt [batch or 1, prompt columns]; steps go on from the last. By default the tokens
+                that the mask shows are counted.
 
         Returns:
             A function from a step's number to the Step.
         """
         batch, prompt = attention_mask.shape
         padded = not bool(attention_mask.all())
-        lengths = attention_mask.sum(dim=-1, keepdim=True) if padded else attention_mask.sum(dim=-1, keepdim=True)[:1]
+        lengths = attention_mask.sum(dim=-1, keepdim=True) if position_ids is None else position_ids[:, -1:] + 1
+        if bool((lengths == lengths[:1]).all()):
+            lengths = lengths[:1]
         places = lengths + torch.arange(max(count, 1), device=attention_mask.device)  # [batch or 1, count]
         bias = self._bias(attention_mask, places, padded)
         rotary: Any = None
@@ -131,12 +143,82 @@ class LeanDecoder:
         return self._head(hidden)
 
 
-# model -> kind of weights -> (what the model's weights were, its decoder)
-_DECODERS: weakref.WeakKeyDictionary[nn.Module, dict[Weights, tuple[Any, LeanDecoder]]] = weakref.WeakKeyDictionary()
+# Values of each parameter that are looked at for changes.
+SAMPLED = 32
+# Attributes of modules that a decoder reads once.
+_READ_ONCE = ("scaling", "eps", "variance_epsilon", "layer_idx", "use_parallel_residual", "do_layer_norm_before")
+_READ_ONCE_OF_CONFIG = ("num_attention_heads", "num_key_value_heads", "sliding_window", "layer_types")
+
+
+class _State:
+    """What a decoder was made of: modules, their settings, and where and what the values of the weights are.
+
+    Counters and addresses alone don't tell: fused optimisers, `parameter.data` and parameters made in inference mode
+    change values without moving `_version`, as do adapters that are put on and merged into the same model. So
+    `SAMPLED` values of each parameter, evenly spread, are compared too. A change that moves no counter and touches none
+    of them isn't seen, such as a single row of an embedding that is written through `.data`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules, self._settings, self._places = _look(model)
+        self._views = [_spread_values(p) for p in _parameters(self._modules)]
+        self._values = self._sample()
+
+    def still_holds(self, model: PreTrainedModel) -> bool:
+        found = _look(model)
+        return found == (self._modules, self._settings, self._places) and torch.equal(self._sample(), self._values)
+
+    def _sample(self) -> torch.Tensor:
+        return torch.cat(self._views).view(torch.uint8)  # bytes, as NaN is not equal to itself
+
+
+def _look(model: PreTrainedModel) -> tuple[list[nn.Module], Any, Any]:
+    """A model's modules but for itself, their settings, and the addresses and versions of its weights."""
+    modules = list(_modules(model))[1:]
+    config = text_config(model.config)
+    settings = [tuple(getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG)]
+    for module in modules:
+        found = module.__dict__
+        settings.append(tuple([found.get(name) for name in _READ_ONCE]))
+    places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(modules)]
+    return modules, settings, places
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As `model.modules()`, in less time; what stands in two places comes twice."""
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            yield module
+            waiting.extend(module._modules.values())
+
+
+def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter
+
+
+def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
+    """At most `SAMPLED` values of a parameter, evenly spread, in its own memory."""
+    values = parameter.detach()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    step = max(1, span // SAMPLED)
+    return values.as_strided((min(span, SAMPLED),), (step,), values.storage_offset() + (step - 1) // 2)
+
+
+# model -> what it was when its decoders were made, and those for each kind of weights
+_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[_State, dict[Weights, LeanDecoder]]] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
 
 
 def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> LeanDecoder:
-    """The model's LeanDecoder, made when it is first asked for and again when weights have changed.
+    """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
+
+    What is looked at: which modules there are and what their settings are, where each parameter lies, its version, and
+    32 of its values (`_State` says what that can't see).
 
     Args:
         model, weights: as in LeanDecoder; None for what `choose_weights` says.
@@ -146,16 +228,19 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
     """
     weights = choose_weights(model) if weights is None else weights
     if weights not in get_args(Weights):
-        raise unknown("weights", weights, get_args(Weights))
+        raise unknown("weights", str(weights), get_args(Weights))
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
-    state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
-    decoders = _DECODERS.setdefault(model, {})
-    for kind in [kind for kind, (known, _) in decoders.items() if known != state]:
-        del decoders[kind]  # its copies are freed before the next are made
-    if weights not in decoders:
-        decoders[weights] = (state, LeanDecoder(model, weights))
-    return decoders[weights][1]
+    with _MAKING:  # of two threads that ask at once, one makes it
+        known = _DECODERS.pop(model, None)
+        if known is None or not known[0].still_holds(model):
+            known = None  # copies are freed before the next are made
+            known = (_State(model), {})
+        state, decoders = known
+        if weights not in decoders:
+            decoders[weights] = LeanDecoder(model, weights)
+        _DECODERS[model] = (state, decoders)
+        return decoders[weights]
 
 
 def choose_weights(model: PreTrainedModel) -> Weights:
@@ -164,10 +249,14 @@ def choose_weights(model: PreTrainedModel) -> Weights:
     """
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return "model"
-    supported = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-    if not supported.get(model.dtype, False):
+    if model.dtype == torch.bfloat16:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        supported = model.dtype == torch.float32
+    if not supported:
         return "model"
-    if "packed" in _DECODERS.get(model, {}):
+    _, decoders = _DECODERS.get(model, (None, {}))
+    if "packed" in decoders:
         return "packed"
     needed = sum(p.numel() * p.element_size() for p in model.parameters())
     return "packed" if needed < _free_memory() / 2 else "model"
@@ -197,19 +286,84 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
-            return f"{name or 'the model'} has hooks"
-        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
-            return f"{name} is a {type(module).__name__}"
-    parameters = list(model.parameters())
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
+    return _changed_computation(model, config) or _unusual_weights(model)
+
+
+def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
+    """Whose computation isn't that of torch's and transformers' own classes, if anyone's."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return "global hooks are registered"
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if getattr(getattr(model, name), "__func__", None) is not getattr(type(model), name):
+            return f"its {name} is replaced"
+    attention = config._attn_implementation or "eager"
+    if attention not in _KNOWN_ATTENTION:
+        return f"its attention is {attention!r}"
+    functions = [ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)]
+    modeling = sys.modules.get(type(model).__module__)
+    functions += [value for value in vars(modeling).values() if isinstance(value, FunctionType)]
+    for function in functions:
+        if function is not None and not _is_libraries(function):
+            return f"{getattr(function, '__name__', function)!r} of its attention or its module is replaced"
+    kinds = set()
+    for module in _modules(model):
+        found = module.__dict__
+        hooks = (*found["_forward_hooks"].values(), *found["_forward_pre_hooks"].values())
+        if (hooks and not all(map(_only_watches, hooks))) or "_hf_hook" in found:
+            return f"{_name_of(module, model)} has hooks"
+        if "forward" in found or "__call__" in found:
+            return f"the forward of {_name_of(module, model)} is replaced"
+        if found["training"]:
+            return f"{_name_of(module, model)} is in training mode"
+        kind = type(module)
+        if kind in kinds:
+            continue
+        kinds.add(kind)
+        if not kind.__module__.startswith(("torch.nn.modules.", "transformers.")):
+            return f"{_name_of(module, model)} is a {kind.__name__}"
+        if not _is_libraries(kind.forward):
+            return f"the forward of {kind.__name__} is replaced"
+    return None
+
+
+def _unusual_weights(model: PreTrainedModel) -> str | None:
+    parameters = list(_parameters(_modules(model)))
     if len({(p.device, p.dtype) for p in parameters}) > 1:
         return "its weights are on several devices or of several types"
     if any(hasattr(p, "ds_id") for p in parameters):
         return "its weights are sharded"
-    if getattr(model.config, "quantization_config", None) is not None or not model.dtype.is_floating_point:
+    if any(type(p) is not nn.Parameter for p in parameters):
+        return "its weights are tensors of another kind"
+    if getattr(model.config, "quantization_config", None) is not None or not parameters[0].is_floating_point():
         return "its weights are quantised"
     return None
+
+
+# All of them compute softmax(q k / scale) v, and a lean step need not say which.
+_KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _is_libraries(function: Any) -> bool:
+    """Whether a function is torch's, transformers' or Python's own, or wraps for Hub kernels; also what it wraps."""
+    while function is not None:
+        home = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if home not in ("torch", "transformers", "kernels") and home not in sys.stdlib_module_names:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _only_watches(hook: Any) -> bool:
+    """Whether a hook leaves values as they are: those that collect hidden states, or that gradients are wanted."""
+    name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
+    asks_for_gradients = name.startswith("make_inputs_require_grad") and home.split(".")[0] in ("transformers", "peft")
+    return home == "transformers.utils.output_capturing" or asks_for_gradients
+
+
+def _name_of(module: nn.Module, model: PreTrainedModel) -> str:
+    return next(name for name, other in model.named_modules() if other is module) or "the model"
 
 
 def _parts(model: PreTrainedModel) -> BlockParts | None:

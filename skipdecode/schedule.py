@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,8 +104,10 @@ class SkipSchedule:
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
                 raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
+            value = int(value)
+            object.__setattr__(self, name, value)  # numpy's are no integers to JSON
             most = LONGEST_HORIZON if name == "horizon" else MOST_LAYERS
             if value > most:
                 raise ConfigError(f"{name} is {value}: it must be at most {most}")
@@ -138,8 +141,9 @@ class SkipSchedule:
             return
         if self.decay not in DEFAULT_RATES:
             raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes none; leave it out")
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= LARGEST_RATE:
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate <= LARGEST_RATE:
             raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0, and at most {LARGEST_RATE}")
+        object.__setattr__(self, "decay_rate", float(rate))
         if self.decay == "step" and (rate < 2 or rate != int(rate)):
             raise ConfigError(f"decay_rate is {rate!r}: decay 'step' takes a whole number of plateaus, 2 or more")
         if self.decay == "exponential" and rate > 100:

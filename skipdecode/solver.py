@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ def solve_schedule(
 
 def check_speedup(speedup: float) -> None:
     """Raises ConfigError where a target is no number of at least 1."""
-    if isinstance(speedup, bool) or not isinstance(speedup, int | float) or not math.isfinite(speedup) or speedup < 1:
+    if isinstance(speedup, bool) or not isinstance(speedup, Real) or not math.isfinite(speedup) or speedup < 1:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
 
 

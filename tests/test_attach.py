@@ -1,6 +1,10 @@
 """Attaching changes what runs and nothing else, whatever wraps the model."""
 
+import contextlib
+import copy
+import pickle
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from naive_opt import naive_logits, up_to_end
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import END, TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_family, tiny_opt
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
@@ -62,7 +66,6 @@ def test_the_model_is_as_before_afterwards_also_after_an_error() -> None:
         _ = 1 / 0
     assert torch.equal(model(ids, attention_mask=mask).logits, before)
     assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
-    assert all("_skipdecode_gate" not in layer.__dict__ for layer in decoder_layers(model))
 
 
 def test_a_forward_that_somebody_else_replaced_still_runs_on_the_prefix() -> None:
@@ -239,3 +242,132 @@ def test_a_cache_that_holds_tokens_is_refused_in_teacher_forcing() -> None:
     twice = torch.cat([mask, mask], 1)
     with pytest.raises(ConfigError, match="past_key_values"), skip_layers(model, SCHEDULE, prompt_columns=6):
         model(ids, attention_mask=twice, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("prompt", ["full", "max"])
+def test_outputs_that_skipped_layers_do_not_have_are_refused(model_type: str, prompt: Any) -> None:
+    model = tiny_opt("opt", 6) if model_type == "opt" else tiny_family(model_type)
+    ids, mask = whole_batch()
+    with skip_layers(model, SkipSchedule(6, 4, 2, horizon=5, prompt=prompt), prompt_columns=6), torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        for name in ("output_attentions", "output_hidden_states"):
+            if (model_type, name) == ("bloom", "output_hidden_states"):
+                states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+                assert {state.shape for state in states} == {(2, 14, 32)}  # BLOOM's loop gathers them itself
+                assert len(states) == 7
+                continue
+            with pytest.raises(ConfigError, match=f"{name} is asked for under a schedule that skips"):
+                model(ids, attention_mask=mask, **{name: True})
+        assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+    with skip_layers(model, SkipSchedule.full_depth(6), prompt_columns=6), torch.no_grad():
+        whole = model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True)
+        own = whole.hidden_states, whole.attentions
+    whole = model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True)
+    for ours, theirs in zip(own, (whole.hidden_states, whole.attentions), strict=True):
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_copies_made_while_a_schedule_is_attached_are_free_of_it() -> None:
+    model = tiny_opt.__wrapped__("opt", 6)
+    ids, mask = whole_batch()
+    expected = model(ids, attention_mask=mask).logits
+    with skip_layers(model, SCHEDULE, prompt_columns=6):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert not torch.equal(model(ids, attention_mask=mask).logits, expected)
+        for made in copies:
+            assert torch.equal(made(ids, attention_mask=mask).logits, expected)
+    copies += [copy.deepcopy(model)]
+    for made in copies:
+        assert {type(layer) for layer in decoder_layers(made)} == {OPTDecoderLayer}
+        assert torch.equal(made(ids, attention_mask=mask).logits, expected)
+        with skip_layers(made, SCHEDULE, prompt_columns=6), skip_layers(model, SCHEDULE, prompt_columns=6):
+            assert torch.equal(made(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
+
+
+def test_the_threads_of_data_parallel_are_told_that_no_schedule_reaches_them() -> None:
+    model = tiny_opt("opt", 6)
+    with skip_layers(model, SCHEDULE, prompt_columns=6):
+        replica = decoder_layers(model)[2]._replicate_for_data_parallel()
+        with pytest.raises(ConfigError, match="DataParallel"):
+            replica(torch.randn(2, 14, 32))
+
+
+def test_a_schedule_holds_for_the_thread_that_attached_it() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    other = SkipSchedule(6, 2, 1, horizon=3)
+    expected = [model(ids, attention_mask=mask).logits.detach()]
+    for schedule in (SCHEDULE, other):
+        with skip_layers(model, schedule, prompt_columns=6):
+            expected.append(model(ids, attention_mask=mask).logits.detach())
+    for _ in range(20):
+        inside, outside = threading.Barrier(3), threading.Barrier(3)
+        found: dict[int, list[torch.Tensor]] = {}
+
+        def work(n: int, inside: Any = inside, outside: Any = outside, found: Any = found) -> None:
+            with skip_layers(model, (SCHEDULE, other)[n - 1], prompt_columns=6) if n else contextlib.nullcontext():
+                inside.wait()
+                found[n] = [model(ids, attention_mask=mask).logits.detach() for _ in range(3)]
+                outside.wait()
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for n in range(3):
+            assert all(torch.equal(logits, expected[n]) for logits in found[n])
+    assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
+
+
+def test_texts_of_threads_at_different_speeds_are_those_of_one_thread() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    ways: list[dict[str, Any]] = [
+        {},
+        *(
+            {"custom_generate": skip_generate, "schedule": schedule, **change}
+            for schedule in (SCHEDULE, SkipSchedule(6, 2, 1, horizon=3))
+            for change in ({}, {"weights": "int8"}, {"cache_implementation": "dynamic"}, {"cuda_graphs": True})
+        ),
+    ]
+    alone = [model.generate(**request, **way) for way in ways]
+    failed: list[Any] = []
+
+    def work(start: int) -> None:
+        for n in range(3 * len(ways)):
+            way = (start * 4 + n) % len(ways)
+            try:
+                if not torch.equal(model.generate(**request, **ways[way]), alone[way]):
+                    failed.append(way)
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
+
+
+def test_a_stopping_criterion_may_decode_with_the_same_model() -> None:
+    model = tiny_opt("opt", 6)
+    ids, mask = whole_batch()
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    request |= {"custom_generate": skip_generate, "cuda_graphs": True}
+    expected = model.generate(**request, schedule=SCHEDULE)
+    inner: list[torch.Tensor] = []
+
+    class DecodesItself(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            inner.append(model.generate(**request, schedule=SCHEDULE))
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    output = model.generate(**request, schedule=SCHEDULE, stopping_criteria=StoppingCriteriaList([DecodesItself()]))
+    assert torch.equal(output, expected)
+    assert all(torch.equal(found, expected) for found in inner)

@@ -130,6 +130,7 @@ def test_changed_weights_are_noticed() -> None:
     ("spoil", "reason"),
     [
         (lambda m: m.train(), "training mode"),
+        (lambda m: m.transformer.h[3].attn.train(), "transformer.h.3.attn is in training mode"),
         (lambda m: setattr(m.config, "add_cross_attention", True), "add_cross_attention=True"),
         (lambda m: m.transformer.h[2].half(), "of several types"),
         (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),

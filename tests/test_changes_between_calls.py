@@ -1,0 +1,247 @@
+"""Whatever changes a model between two calls, the second decodes with what the model is then."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import OPT_KINDS, TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from skipdecode import SkipSchedule, skip_generate
+from skipdecode.lean import lean_decoder, why_not_lean
+
+FULL = SkipSchedule.full_depth(6)
+
+
+def fresh(name: str) -> PreTrainedModel:
+    """A model that no other test has changed."""
+    return tiny_opt.__wrapped__(name, 6) if name in OPT_KINDS else tiny_family.__wrapped__(name)
+
+
+def both(model: Any, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [batch, steps, vocabulary] of a text of skip_generate at full depth, and transformers' own."""
+    ids, mask = ragged_prompts([3, 7], 4)
+    request = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    request |= {"input_ids": ids, "attention_mask": mask, "output_logits": True}
+    ours = model.generate(**request, custom_generate=skip_generate, schedule=FULL, **changes)
+    theirs = model.generate(**request)
+    return torch.stack(ours.logits, 1), torch.stack(theirs.logits, 1)
+
+
+def assert_same(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(*pair, atol=2e-4, rtol=2e-4)
+
+
+def with_gradients(model: PreTrainedModel) -> None:
+    ids, mask = ragged_prompts([9, 9], 8)
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+
+
+def fused(optimizer: type[torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
+    def change(model: PreTrainedModel) -> None:
+        with_gradients(model)
+        optimizer(model.parameters(), lr=0.1, fused=True).step()  # type: ignore[call-arg]
+
+    return change
+
+
+def averaged(model: PreTrainedModel) -> None:
+    """As an exponential moving average puts its weights into a model."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 0.5)
+
+
+def added(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)
+
+
+def adapted_and_merged(model: PreTrainedModel) -> None:
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+    assert adapted.merge_and_unload() is model
+
+
+def replaced(model: PreTrainedModel) -> None:
+    layer: Any = model.get_submodule("model.decoder.layers")[2]
+    layer.fc1 = nn.Linear(layer.fc1.in_features, layer.fc1.out_features).eval()
+
+
+CHANGES = {
+    "AdamW": fused(torch.optim.AdamW),
+    "SGD": fused(torch.optim.SGD),
+    "Adagrad": fused(torch.optim.Adagrad),
+    "copy_": averaged,
+    "add_": added,
+    "merged adapter": adapted_and_merged,
+    "another module": replaced,
+}
+
+
+@pytest.mark.parametrize("weights", ["model", "packed", "int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_decoded_with(change: str, weights: Any) -> None:
+    model = fresh("opt")
+    before, own = both(model, weights=weights)
+    CHANGES[change](model)
+    after, changed = both(model, weights=weights)
+    assert (changed - own).abs().max() > 1e-3  # the change can show the fault
+    if weights == "int8":
+        assert_same((after, both(fresh_copy(model), weights=weights)[0]))
+    else:
+        assert_same((after, changed))
+    assert not torch.equal(before, after)
+
+
+def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
+    copy = type(model)(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
+def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
+    model = fresh(name)
+    both(model)
+    averaged(model)
+    assert why_not_lean(model) is None
+    assert_same(both(model))
+
+
+def test_weights_made_in_inference_mode_are_decoded_with_as_they_are() -> None:
+    with torch.inference_mode():
+        model = fresh("opt")
+    both(model)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    assert_same(both(model))
+
+
+def test_an_unchanged_model_keeps_its_copies_also_where_weights_are_not_numbers() -> None:
+    model = fresh("opt")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = float("nan")
+    first = lean_decoder(model, "packed")
+    assert lean_decoder(model, "packed") is first
+    assert lean_decoder(model, "model") is lean_decoder(model, "model")
+    assert lean_decoder(model, "packed") is first
+
+
+def layer(model: Any) -> Any:
+    return model.get_submodule("model.layers")[3]
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        return (output[0] * 0.5, *output[1:]) if isinstance(output, tuple) else output * 0.5
+
+    return run
+
+
+def replace_forward(part: str) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = layer(model).get_submodule(part)
+        monkeypatch.setattr(module, "forward", scaled(module.forward), raising=False)
+
+    return change
+
+
+def replace_forward_of_class(part: str) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    def change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        kind = type(layer(model).get_submodule(part))
+        monkeypatch.setattr(kind, "forward", scaled(kind.forward))
+
+    return change
+
+
+def register_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    AttentionInterface.register("halved", scaled(sdpa_attention_forward))
+    model.set_attn_implementation("halved")
+
+
+def register_attention_and_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    AttentionInterface.register("halved and masked", scaled(sdpa_attention_forward))
+    AttentionMaskInterface.register("halved and masked", sdpa_mask)
+    model.set_attn_implementation("halved and masked")
+
+
+def register_known_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", scaled(sdpa_attention_forward))
+
+
+def hook_all_modules(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if isinstance(module, type(layer(model).mlp)) else output
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    monkeypatch.setattr(model, "_handle", handle, raising=False)
+
+
+def scale_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in model.get_submodule("model.layers"):
+        block.self_attn.scaling = 3.0
+
+
+def change_activation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer(model).mlp.act_fn = nn.ReLU()
+
+
+def change_window(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.config.sliding_window = 3
+    for block in model.get_submodule("model.layers"):
+        block.self_attn.sliding_window = 3
+
+
+COMPUTATIONS: dict[str, Any] = {
+    **{f"forward of {part or 'layer'}": replace_forward(part) for part in ("mlp", "self_attn", "mlp.up_proj")},
+    "forward of a norm": replace_forward("input_layernorm"),
+    "forward of a class": replace_forward_of_class("mlp"),
+    "forward of the norms' class": replace_forward_of_class("input_layernorm"),
+    "registered attention": register_attention,
+    "registered attention and mask": register_attention_and_mask,
+    "known attention, registered again": register_known_attention,
+    "global hook": hook_all_modules,
+    "scaling": scale_attention,
+    "activation": change_activation,
+    "window": change_window,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_a_changed_computation_is_decoded_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("mistral")
+    own = both(model)[1]
+    try:
+        COMPUTATIONS[name](model, monkeypatch)
+        ours, theirs = both(model)
+    finally:
+        if hasattr(model, "_handle"):
+            model._handle.remove()
+    assert (theirs - own).abs().max() > 1e-3  # the change can show the fault
+    assert_same((ours, theirs))
+
+
+def test_a_layer_whose_own_forward_is_replaced_is_decoded_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("llama")
+    block: Any = layer(model)
+    monkeypatch.setattr(block, "forward", scaled(block.forward), raising=False)
+    assert_same(both(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_transformers_leaves_in_a_model_does_not_slow_it_down(name: str) -> None:
+    model = fresh(name)
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model(torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    assert why_not_lean(adapted.merge_and_unload()) is None
+    assert_same(both(model))

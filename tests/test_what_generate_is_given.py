@@ -1,0 +1,295 @@
+"""Every argument of generate either means what it means to transformers' own loops, or is refused."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from naive_opt import naive_greedy
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from test_changes_between_calls import fresh
+from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_family, tiny_opt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
+
+from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.families import FAMILIES, register_family
+
+SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
+FULL = SkipSchedule.full_depth(6)
+FAMILY_NAMES = ["opt", "gpt2", "bloom", "gpt_neox", "llama", "mistral", "phi"]
+
+
+def tiny(name: str) -> PreTrainedModel:
+    return tiny_opt("opt", 6) if name == "opt" else tiny_family(name)
+
+
+def text(model: Any, schedule: SkipSchedule | None, **request: Any) -> torch.Tensor:
+    """What follows; transformers' own where there is no schedule."""
+    request = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, **request}
+    if schedule is not None:
+        request |= {"custom_generate": skip_generate, "schedule": schedule}
+    output: torch.Tensor = model.generate(**request)
+    return output
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [3, 6]], ids=["without padding", "with padding"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_prompt_of_embeddings_is_continued_as_one_of_tokens(name: str, lengths: list[int]) -> None:
+    model = tiny(name)
+    ids, mask = ragged_prompts(lengths, 6)
+    embeds = model.get_input_embeddings()(ids).detach()
+    for schedule in (SCHEDULE, FULL):
+        expected = text(model, schedule, input_ids=ids, attention_mask=mask)[:, 6:]
+        assert torch.equal(text(model, schedule, inputs_embeds=embeds, attention_mask=mask), expected)
+        assert torch.equal(
+            text(model, schedule, inputs_embeds=embeds, input_ids=ids, attention_mask=mask)[:, 6:], expected
+        )
+    if lengths == [6, 6]:
+        assert torch.equal(text(model, SCHEDULE, inputs_embeds=embeds), text(model, SCHEDULE, input_ids=ids)[:, 6:])
+    assert torch.equal(text(model, FULL, inputs_embeds=embeds, attention_mask=mask), expected)
+    assert torch.equal(expected, text(model, None, inputs_embeds=embeds, attention_mask=mask))
+
+
+def test_the_positions_of_embeddings_are_counted() -> None:
+    model = tiny("opt")
+    embeds = model.get_input_embeddings()(ragged_prompts([90], 1)[0]).detach()
+    with pytest.raises(ConfigError, match="the longest prompt has 90 tokens, 99 positions are needed"):
+        text(model, FULL, inputs_embeds=embeds)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "dynamic"}], ids=["planned", "dynamic"])
+def test_position_ids_go_on_after_the_prompt(name: str, cache: dict[str, Any]) -> None:
+    model = tiny(name)
+    ids, _ = ragged_prompts([6, 6], 6)
+    places = torch.tensor([[0, 2, 4, 6, 8, 10], [5, 6, 7, 8, 9, 30]])
+    theirs = text(model, None, input_ids=ids, position_ids=places)
+    assert not torch.equal(theirs, text(model, None, input_ids=ids))
+    assert torch.equal(text(model, FULL, input_ids=ids, position_ids=places, **cache), theirs)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "dynamic"}], ids=["planned", "dynamic"])
+def test_token_types_go_on_after_the_prompt(cache: dict[str, Any]) -> None:
+    model = tiny("gpt2")
+    ids, mask = ragged_prompts([3, 6], 6)
+    types = torch.full_like(ids, 17)
+    theirs = text(model, None, input_ids=ids, attention_mask=mask, token_type_ids=types)
+    assert not torch.equal(theirs, text(model, None, input_ids=ids, attention_mask=mask))
+    assert torch.equal(text(model, FULL, input_ids=ids, attention_mask=mask, token_type_ids=types, **cache), theirs)
+
+
+def mixed(model_type: str) -> PreTrainedModel:
+    """A model whose layers attend by turns to all columns and to those of a window."""
+    kinds = ["full_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    if model_type in ("olmo3", "exaone4"):  # the first layer slides
+        kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=[*kinds, "sliding_attention"],
+        use_sliding_window=True,
+        sliding_window=5,
+        pad_token_id=1,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+    return randomised(config, seed=2)
+
+
+@pytest.fixture
+def more_families() -> Any:
+    known = dict(FAMILIES)
+    for name in ("olmo3", "exaone4"):
+        register_family(name, "model.layers")
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(known)
+
+
+@pytest.mark.parametrize("placement", ["top", "bottom", "ends"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "olmo3", "exaone4"])
+def test_every_cache_gives_layers_of_mixed_kinds_the_columns_that_they_hold(
+    model_type: str, placement: Any, more_families: None
+) -> None:
+    model = mixed(model_type)
+    ids, mask = ragged_prompts([4, 9], 6)
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 14}
+    for prompt in ("full", "max"):
+        schedule = SkipSchedule(6, 4, 2, horizon=5, placement=placement, prompt=prompt)
+        planned = text(model, schedule, **request)
+        for cache in (
+            {"cache_implementation": "dynamic"},
+            {"cache_implementation": "static"},
+            {"past_key_values": DynamicCache(config=model.config)},
+            {"past_key_values": StaticCache(config=model.config, max_cache_len=23)},
+            {"past_key_values": DynamicCache()},
+        ):
+            assert torch.equal(text(model, schedule, **request, **cache), planned), cache
+            given = cache.get("past_key_values")
+            assert given is None or not {"get_mask_sizes", "get_query_offset"} & set(vars(given))
+    assert torch.equal(text(model, FULL, **request), text(model, None, **request))
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_prompts_that_were_tuned_are_refused(tuning: Any) -> None:
+    model = get_peft_model(fresh("llama"), tuning)
+    ids, mask = ragged_prompts([3, 6], 6)
+    with pytest.raises(ConfigError, match="prompt tuning adds virtual columns"):
+        text(model, SCHEDULE, input_ids=ids, attention_mask=mask)
+
+
+def test_adapters_decode_under_a_schedule_and_leave_the_model_as_it_was() -> None:
+    model = fresh("llama")
+    ids, mask = ragged_prompts([3, 6], 6)
+    before = text(model, SCHEDULE, input_ids=ids, attention_mask=mask)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+    changed = text(adapted, SCHEDULE, input_ids=ids, attention_mask=mask)
+    assert not torch.equal(before, changed)
+    assert torch.equal(text(adapted.unload(), SCHEDULE, input_ids=ids, attention_mask=mask), before)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "mistral"])
+def test_guidance_is_the_same_for_every_kind_of_step_and_at_full_depth_generates(name: str) -> None:
+    model = tiny(name)
+    ids, mask = ragged_prompts([6], 6)
+    request = {"input_ids": ids, "attention_mask": mask, "guidance_scale": 1.7, "max_new_tokens": 14}
+    lean = text(model, SCHEDULE, **request)
+    assert not torch.equal(lean, text(model, SCHEDULE, **{**request, "guidance_scale": None}))
+    assert torch.equal(lean, text(model, SCHEDULE, **request, cache_implementation="dynamic"))
+    assert torch.equal(text(model, FULL, **request), text(model, None, **request))
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are letters, and some pairs of them."""
+    words = [*"_!.?", *(chr(ord("a") + n) for n in range(26)), *(chr(ord("A") + n) for n in range(26))]
+    words += ["ab", "cd", "ef", "gh", "Ab"]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="?", pad_token="!", eos_token="?", unk_token="_"
+    )
+
+
+def test_stop_strings_stop_with_the_tokenizer_that_generate_was_given() -> None:
+    model = tiny("opt")
+    ids, mask = ragged_prompts([3, 6], 6)
+    tokenizer = letters()
+    plain = text(model, FULL, input_ids=ids, attention_mask=mask, max_new_tokens=20)
+    stop = tokenizer.convert_ids_to_tokens(int(plain[0, 10]))
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 20, "stop_strings": [stop]}
+    request |= {"tokenizer": tokenizer, "eos_token_id": END}
+    theirs = text(model, None, **request)
+    assert torch.equal(text(model, FULL, **request), theirs)
+    assert theirs.shape[1] <= plain.shape[1]
+    assert set(theirs[0, 11:].tolist()) <= {1}  # the row stopped there
+    skipped = text(model, SCHEDULE, input_ids=ids[1:], max_new_tokens=20)
+    stop = tokenizer.convert_ids_to_tokens(int(skipped[0, 9]))
+    first = skipped[0, 6:].tolist().index(int(skipped[0, 9]))
+    stopped = text(model, SCHEDULE, input_ids=ids[1:], max_new_tokens=20, stop_strings=stop, tokenizer=tokenizer)
+    assert torch.equal(stopped, skipped[:, : 6 + first + 1])
+
+
+def test_tokens_at_the_end_of_a_prompt_are_healed() -> None:
+    model = tiny("opt")
+    tokenizer = letters()
+    ids = torch.tensor([[10, 12, 4]])  # it ends in "a", which is the start of "ab"
+    request = {"input_ids": ids, "token_healing": True, "tokenizer": tokenizer}
+    assert torch.equal(text(model, FULL, **request), text(model, None, **request))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is asked for"),
+        ({"dola_layers": "low"}, "dola generation is asked for"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation is asked for"),
+        ({"assistant_model": tiny_opt("opt", 2)}, "assisted generation is asked for"),
+        ({"schedule": "3x"}, "schedule is a str: pass a SkipSchedule"),
+        ({"schedule": 3}, "schedule is a int: pass a SkipSchedule"),
+        ({"schedule": None, "speedup": [3]}, r"speedup is \[3\]: it must be a number of at least 1"),
+        ({"schedule": None, "speedup": "3"}, "speedup is '3': it must be a number of at least 1"),
+        ({"schedule": None, "speedup": math.nan}, "speedup is nan: it must be a number of at least 1"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(change: dict[str, Any], message: str) -> None:
+    ids, mask = ragged_prompts([6], 6)
+    request = {"schedule": SCHEDULE, **change}
+    with pytest.raises(ConfigError, match=message):
+        tiny("opt").generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=3, custom_generate=skip_generate, **request
+        )
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model = fresh("opt")
+    schedule = SkipSchedule(*(np.int64(n) for n in (6, 4, 2)), horizon=np.int32(5))
+    assert schedule == SCHEDULE
+    assert all(type(value) in (int, str, type(None)) for value in schedule.to_dict().values())
+    ids, mask = ragged_prompts([3, 6], 6)
+    request = {"input_ids": ids, "attention_mask": mask}
+    expected = text(model, SCHEDULE, **request)
+    assert torch.equal(text(model, schedule, **request), expected)
+    model.config.skipdecode = {"format": 2, "schedules": {"2": SCHEDULE.to_dict()}, "solver": {}, "task": {}}
+    for speedup in (np.int64(2), np.float32(2.0), 2):
+        assert torch.equal(
+            model.generate(
+                **request,
+                custom_generate=skip_generate,
+                speedup=speedup,
+                max_new_tokens=10,
+                do_sample=False,
+                eos_token_id=None,
+            ),
+            expected,
+        )
+
+
+def test_a_speedup_is_solved_again_when_the_models_schedules_change() -> None:
+    model = fresh("opt")
+    ids, _ = ragged_prompts([6], 6)
+
+    def at_twice() -> torch.Tensor:
+        return text(model, None, input_ids=ids, custom_generate=skip_generate, speedup=2)
+
+    texts = []
+    for schedule in (SCHEDULE, SkipSchedule(6, 3, 1, horizon=5)):
+        model.config.skipdecode = {"format": 2, "schedules": {"2": schedule.to_dict()}, "solver": {}, "task": {}}
+        texts.append(at_twice())
+        assert torch.equal(texts[-1], text(model, schedule, input_ids=ids))
+    model.config.skipdecode["schedules"]["2"]["max_layers"] = 2
+    assert torch.equal(at_twice(), text(model, SkipSchedule(6, 2, 1, horizon=5), input_ids=ids))
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "dynamic"}], ids=["planned", "dynamic"])
+def test_autocast_computes_as_transformers_does(cache: dict[str, Any]) -> None:
+    model = tiny("llama")
+    ids, mask = ragged_prompts([3, 6], 6)
+    request = {"input_ids": ids, "attention_mask": mask}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(text(model, FULL, **request, **cache), text(model, None, **request))
+    assert torch.equal(text(model, FULL, **request, **cache), text(model, None, **request))
+
+
+def test_the_naive_loop_agrees_on_a_prompt_of_embeddings() -> None:
+    model = tiny("opt")
+    ids, mask = ragged_prompts([7, 7], 6)
+    embeds = model.get_input_embeddings()(ids).detach()
+    found = text(model, SCHEDULE, inputs_embeds=embeds, max_new_tokens=12)
+    assert found.tolist() == naive_greedy(model, ids, mask, SCHEDULE, 12, end_token=-1)
