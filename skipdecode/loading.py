@@ -12,6 +12,7 @@ from transformers.utils import cached_file, logging
 
 from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
+from skipdecode.reach import without_network
 from skipdecode.seal import SEAL, check_seal
 
 _ADAPTERS_CONFIG = "adapter_config.json"
@@ -68,7 +69,11 @@ def load_model(
         raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
     if looks_local:
         _check_files(path)
+    else:
+        kwargs |= without_network(name, **{key: kwargs[key] for key in _WHERE if key in kwargs})
     options = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code, "use_safetensors": True, **kwargs}
+    if kwargs.get("local_files_only"):
+        options["adapter_kwargs"] = {"local_files_only": True, **kwargs.get("adapter_kwargs", {})}
     if looks_local and not (path / "config.json").is_file():
         model = load_model(_adapted(path), dtype, trust_remote_code=trust_remote_code, **kwargs)
         info = _quietly(name, lambda: model.load_adapter(str(path), use_safetensors=True).to_dict())
@@ -194,6 +199,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     """
     if Path(name).is_dir():
         check_seal(Path(name))
+    kwargs |= without_network(name, **kwargs)
     try:
         if _is_bare_opt(Path(name)):
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)

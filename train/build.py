@@ -14,6 +14,7 @@ from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
 from skipdecode.loading import check_trust, load_model, load_tokenizer
+from skipdecode.reach import without_network
 from train.recipe import Recipe
 from train.shallow import shrink_config, shrink_model
 
@@ -62,7 +63,9 @@ def _changes(recipe: Recipe) -> dict[str, Any]:
 
 def _pretrained_config(name: str, trust_remote_code: bool, changes: dict[str, Any]) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, **without_network(name)
+        )
     except (OSError, ValueError) as error:
         check_trust(name, error)
         raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error

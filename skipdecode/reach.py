@@ -1,0 +1,63 @@
+"""Whether the Hub can be reached, asked once: each file that is asked for without a network is tried for a minute."""
+
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.hub import cached_file, is_offline_mode
+
+from skipdecode.errors import ConfigError
+
+_HUB = "https://huggingface.co"
+_QUIETLY: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+_PATIENCE = 5.0  # seconds
+
+
+def without_network(name: str, **where: Any) -> dict[str, Any]:
+    """What `from_pretrained` is to be told where a name is a repository and the Hub doesn't answer: the cache alone.
+
+    Args:
+        name: of a model, or its folder.
+        where: such as `cache_dir` and `revision`, as in `from_pretrained`.
+
+    Raises:
+        ConfigError: where the Hub doesn't answer and the cache doesn't hold it.
+    """
+    address = os.environ.get("HF_ENDPOINT") or _HUB
+    if Path(name).is_dir() or is_offline_mode() or where.get("local_files_only") or _answers(address):
+        return {}
+    if not any(cached_file(name, file, **_QUIETLY, **where) for file in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{name!r} is no folder, there is no copy of it in the cache, and the Hub can't be reached ({address})"
+        )
+    return {"local_files_only": True}
+
+
+@cache
+def _answers(address: str) -> bool:
+    """Whether anything answers at an address, whatever it says."""
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PATIENCE).close()
+        except urllib.error.HTTPError as error:  # an answer, unless it is a proxy's that reaches nobody
+            if error.code >= 500:
+                return
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):  # others may trust certificates that Python doesn't
+                return
+        except OSError:
+            return
+        answered.append(True)
+
+    # In a thread, since looking up a name has no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return bool(answered)
