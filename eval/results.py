@@ -107,10 +107,14 @@ class Report:
     def load(cls, path: Path) -> "Report":
         """The report of a `report.json`. Raises ConfigError where it can't be read."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
+            return cls.of(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Report":
+        """The report of what stands in a `report.json`. Raises KeyError or TypeError for something else."""
+        return cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
 
     def to_markdown(self) -> str:
         """The tables, every score with its interval, and below them what they were measured with."""

@@ -37,7 +37,11 @@ def main() -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Check, show, ask, send."""
-    from train.publish import describe, pack, send  # here: they take seconds, and a mistyped option should not
+    from transformers.utils import logging  # here: they take seconds, and a mistyped option should not
+
+    from train.publish import describe, pack, send
+
+    logging.disable_progress_bar()
 
     if options.evaluation is not None:
         _take(options.evaluation, options.checkpoint / "eval", options.checkpoint)
@@ -69,7 +73,8 @@ def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
         return
     target.mkdir(exist_ok=True)
     for name in (FILE_NAME, "report.md", "frontier.png"):
-        shutil.copyfile(evaluation / name, target / name)
+        (target / name).unlink(missing_ok=True)
+        shutil.copyfile(evaluation / name, target / name, follow_symlinks=False)  # a link is refused as one
 
 
 if __name__ == "__main__":

@@ -30,11 +30,13 @@ class SkipConfig:
         schedules: target speedup -> the schedule that training drew for it.
         solver: the keyword arguments of `solve_schedule` that made them; any other target is solved with the same.
         task: name and options of the task that the checkpoint was trained on; plain values.
+        base_model: name on the Hub of the model that training started from; None for a folder, and for random weights.
     """
 
     schedules: Mapping[float, SkipSchedule] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
     task: Mapping[str, Any] = field(default_factory=dict)
+    base_model: str | None = None
 
     def schedule_for(self, cost: Cost, speedup: float) -> SkipSchedule:
         """The schedule of a target: the one trained under where there is one, else one solved the same way."""
@@ -52,6 +54,7 @@ class SkipConfig:
             "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in self.schedules.items()},
             "solver": dict(self.solver),
             "task": dict(self.task),
+            "base_model": self.base_model,
         }
 
     @classmethod
@@ -61,7 +64,7 @@ class SkipConfig:
             if values["format"] != _FORMAT:
                 raise ConfigError(f"{where} has format {values['format']}: this version reads format {_FORMAT}")
             schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
-            return cls(schedules=schedules, solver=values["solver"], task=values["task"])
+            return cls(schedules, values["solver"], values["task"], values.get("base_model"))
         except ConfigError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

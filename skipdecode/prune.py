@@ -132,7 +132,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    SkipConfig({speedup: smaller}, remembered.solver, remembered.task).save(partial)
+    replace(remembered, schedules={speedup: smaller}).save(partial)
     write_custom_generate(partial)
     seal(partial)
     if target.exists():

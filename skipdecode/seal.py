@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -28,19 +28,25 @@ def decisive_files(folder: Path) -> list[Path]:
 
 def seal(folder: Path, files: Sequence[Path] | None = None) -> None:
     """Write down the files of a folder (default: the decisive ones), after each is on the disk and not in a buffer."""
-    sealed = {}
+    sealed: dict[str, bytes | Path] = {}
     for file in decisive_files(folder) if files is None else sorted(files):
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-        sealed[file.relative_to(folder).as_posix()] = [file.stat().st_size, checksum(file)]
+        sealed[file.relative_to(folder).as_posix()] = file
     partial = folder / f"{SEAL}.partial"
     partial.write_text(seal_text(sealed), encoding="utf-8")
     os.replace(partial, folder / SEAL)
 
 
-def seal_text(sealed: dict[str, list[int]]) -> str:
-    """The seal of files of these sizes and checksums, by their names."""
-    return json.dumps(sealed, indent=1) + "\n"
+def seal_text(sealed: Mapping[str, bytes | Path]) -> str:
+    """The seal of these contents, or files, by their names."""
+    values = {
+        name: [len(content), zlib.crc32(content)]
+        if isinstance(content, bytes)
+        else [content.stat().st_size, checksum(content)]
+        for name, content in sealed.items()
+    }
+    return json.dumps(values, indent=1) + "\n"
 
 
 def damage(folder: Path, *, decisive: bool = False, partly_here: bool = False) -> str | None:

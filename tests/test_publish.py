@@ -2,29 +2,39 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 from hub_server import Hub, Repository, serve_hub
+from safetensors.torch import load_file, save_file
 from small_runs import train_small
 
+import skipdecode
+from eval.results import Report
 from skipdecode import ConfigError
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.seal import SEAL
 from train.card import MARK, write_card
+from train.leaks import find_path, find_secret
 from train.publish import Parcel, pack, send
+from train.recipe import load_recipe
 
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
-    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py"),
+    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py", SEAL),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 }
+# Those that name the folder of the run, which is outside of the working directory.
+CLEANED = ("recipe.yaml", "eval/report.json", "eval/report.md")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,8 @@ def arrived(hub: Hub, folder: Path) -> None:
     files = hub.repositories[NAME].files
     assert set(files) == EXPECTED
     for name, content in files.items():
-        assert content == (folder / name).read_bytes(), name
+        if name not in CLEANED:
+            assert content == (folder / name).read_bytes(), name
 
 
 def test_the_command_sends_the_checkpoint_and_nothing_else(run: Path, hub: Hub) -> None:
@@ -103,7 +114,7 @@ def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
     send(pack(run, NAME), tag="v2")
     assert hub.sent == sent + len(b"\x89PNG another")
     arrived(hub, run)
-    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text() + "\n")
+    (run / "schedules.png").write_bytes(b"\x89PNG a third")
     with pytest.raises(ConfigError, match="the tag 'v2' of me/small is that of commit"):
         send(pack(run, NAME), tag="v2")
 
@@ -150,15 +161,26 @@ def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: (run / "model.safetensors").unlink(), "model.safetensors can't be read"),
-        (lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99), "model.safetensors can't be read"),
+        (lambda run: (run / "model.safetensors").unlink(), "is damaged: model.safetensors is missing"),
+        (
+            lambda run: (run / "model.safetensors").write_bytes(b"\x00" * 99),
+            "is damaged: model.safetensors has 99 bytes",
+        ),
+        (lambda run: shutil.copy(run / "config.json", run / "x.safetensors"), "x.safetensors was added"),
         (lambda run: (run / "tokenizer.json").write_text("{"), "is damaged: tokenizer.json has 1 bytes"),
         (lambda run: (run / "config.json").unlink(), "is no finished run: it has no config.json"),
         (lambda run: (run / "recipe.yaml").unlink(), "a card is written from its config.json and recipe.yaml"),
         (lambda run: without_schedules(run), "its config.json has no schedules"),
         (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "holds what looks like a token of the Hub"),
         (lambda run: add(run, "eval/report.md", "\nWANDB_API_KEY=" + "0a" * 20), "a key of Weights & Biases"),
-        (lambda run: (run / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+        (lambda run: put_metadata(run, {"note": "glpat-" + "a1B2" * 5}), "model.safetensors holds what looks like a"),
+        (
+            lambda run: put_metadata(run, {"from": "/home/me/models/base"}),
+            "model.safetensors names /home/me/models/base",
+        ),
+        (lambda run: link(run, "recipe.yaml"), "recipe.yaml is a link to "),
+        (lambda run: link(run, "eval"), "is a link to "),
+        (lambda run: (run / "README.md").write_text("kept in /home/me/models/base."), "names /home/me/models/base"),
     ],
 )
 def test_what_should_not_be_sent_is_refused(run: Path, hub: Hub, change: Any, message: str) -> None:
@@ -203,19 +225,118 @@ def test_the_card_says_what_the_folder_says(run: Path) -> None:
 
 
 def test_the_card_names_the_hub_alone_as_a_start(run: Path) -> None:
+    """As training found it: a folder that is gone since looks like a name."""
     recipe = (run / "recipe.yaml").read_text().replace("shape: opt-tiny", "shape: null")
-    for start, linked in ((str(run), False), ("facebook/opt-125m", True)):
+    config = SkipConfig.load(run)
+    assert config is not None
+    for start, linked in ((str(run), False), ("clients/secret-base", False), ("facebook/opt-125m", True)):
         (run / "recipe.yaml").write_text(recipe.replace("name_or_path: null", f"name_or_path: {start}"))
+        replace(config, base_model=start if linked else None).save(run)
         text = write_card(run, NAME).read_text()
         assert (f"](https://huggingface.co/{start})" in text) == linked
         assert (huggingface_hub.ModelCard(text).data.base_model == start) == linked
         assert linked or start not in text
 
 
+def test_paths_of_this_machine_leave_as_relative_ones(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "my home"
+    run = shutil.copytree(trained, home / "outputs" / "run")
+    recipe = (run / "recipe.yaml").read_text().replace(str(trained), str(run))
+    recipe = recipe.replace("\n  path: null", "\n  path: /home/me/secret data/e2e")
+    (run / "recipe.yaml").write_text(recipe.replace("project: skipdecode", "project: /home/me/client/x"))
+    report = (run / "eval" / "report.json").read_text().replace(str(trained), str(run))
+    values = json.loads(report) | {"command": shlex.join(["python", "-m", "eval", "--data-dir", "/home/me/client/e2e"])}
+    values["unavailable"] = {"meteor": "no data in /home/me/nltk_data/corpora"}
+    (run / "eval" / "report.json").write_text(json.dumps(values))
+    (run / "eval" / "report.md").write_text(Report.load(run / "eval" / "report.json").to_markdown())
+    config = json.loads((run / "config.json").read_text()) | {"_name_or_path": str(home / "base")}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / SEAL).unlink()
+    monkeypatch.chdir(home)
+    contents = pack(run, NAME).contents
+    for name, content in contents.items():
+        if isinstance(content, bytes):
+            for private in (b"my home", b"secret data", b"/home/me", b"client", str(tmp_path).encode()):
+                assert private not in content, (name, private)
+    sent = tmp_path / "sent"
+    for name, content in contents.items():
+        (sent / name).parent.mkdir(parents=True, exist_ok=True)
+        (sent / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    skipdecode.load(str(sent))  # its seal is of what was sent
+    assert load_recipe(str(sent / "recipe.yaml")).output.dir == "outputs/run"
+    assert load_recipe(str(sent / "recipe.yaml")).data.path == "e2e"
+    assert Report.load(sent / "eval" / "report.json").checkpoint == "outputs/run"
+    assert str(home) in (run / "recipe.yaml").read_text()  # which the run goes on from
+
+
+SECRETS = {
+    "OpenAI": "sk-proj-" + "aB3_" * 12,
+    "GitHub": "github_pat_" + "11ABCDE0Y0" * 3,
+    "GitHub OAuth": "gho_" + "a1B2c3D4e5F6" * 3,
+    "Slack": "xoxb-1234567890-" + "aB3" * 8,
+    "Google": "AIza" + "SyA1b2C" * 5,
+    "GitLab": "glpat-" + "aB3dE" * 4,
+    "W&B": "0123456789abcdef" * 2 + "01234567",
+    "database": "postgres://me:hunter2@db.example.com/x",
+    "AWS": "AKIA" + "ABCDEFGH12345678",
+    "private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
+}
+
+
+@pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
+def test_a_secret_is_seen_in_each_of_its_forms(secret: str) -> None:
+    assert find_secret(f"notes: {secret}\n") is not None
+    assert find_secret(json.dumps({"notes": [secret]})) is not None
+
+
+def test_what_is_assigned_to_a_password_is_a_secret() -> None:
+    assert find_secret("password: correct-horse-1\n", "recipe.yaml") is not None
+    assert find_secret('{"password": "correct-horse-1"}\n', "config.json") is not None
+
+
+def test_an_honest_checkpoint_raises_no_alarm(shared_data: Path) -> None:
+    """A vocabulary of 50,000 real words; those of the runs above are packed and sent."""
+    for file in (shared_data / "opt").iterdir():
+        assert find_secret(file.read_text(encoding="utf-8")) is None
+    assert (
+        find_secret((Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8"), "README.md")
+        is None
+    )
+    for text in (
+        "and/or /r/AskReddit/x",
+        "https://huggingface.co/me/x",
+        "12/3/4 tokens/s",
+        "/usr/bin/env python",
+        "a ~/b",
+    ):
+        assert find_path(text.replace("~/b", "")) is None, text
+
+
+def test_a_recipe_reads_no_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN_OF_MINE", "hunter2")
+    for value in ("${oc.env:TOKEN_OF_MINE}", "x-${oc.env:TOKEN_OF_MINE,y}", "${oc.${tracking.project}:TOKEN_OF_MINE}"):
+        with pytest.raises(ConfigError, match="reads no environment variable") as caught:
+            load_recipe("quickstart", [f"tracking.name={value}", "tracking.project=env"])
+        assert "hunter2" not in str(caught.value)
+
+
 def without_schedules(run: Path) -> None:
     values = json.loads((run / "config.json").read_text())
     del values["skipdecode"]
     (run / "config.json").write_text(json.dumps(values))
+    (run / SEAL).unlink()
+
+
+def link(run: Path, name: str) -> None:
+    (run / name).rename(run.parent / "elsewhere")
+    (run / name).symlink_to(run.parent / "elsewhere")
+
+
+def put_metadata(run: Path, metadata: dict[str, str]) -> None:
+    file = run / "model.safetensors"
+    save_file(load_file(file), file, {"format": "pt", **metadata})
     (run / SEAL).unlink()
 
 

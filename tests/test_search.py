@@ -22,6 +22,7 @@ from eval.search_trials import FULL_DEPTH, Batch, TrialLog, Turn, better_half, p
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.seal import SEAL
 
 VALIDATION, TOKENS = 20, 10
 DATA = f"data.options={{train_size: 60, validation_size: {VALIDATION}, test_size: 6}}"
@@ -233,7 +234,7 @@ def test_validation_data_that_was_trained_on_is_said_and_none_is_an_error(
         f'"name[Place {n}], area[riverside]","Place {n} is by the river, {word}."' for n in range(8) for word in "ab"
     ]
     (data / "devset.csv").write_text("\n".join(["mr,ref", *rows]) + "\n")
-    trained = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    trained = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns(SEAL))
     config = SkipConfig.load(trained)
     assert config is not None
 

@@ -57,41 +57,37 @@ def write_card(folder: Path, repository: str | None = None) -> Path:
     values = {
         "mark": MARK,
         "repository": repository or folder.resolve().name,
-        "base": _base(recipe, config),
-        "base_model": recipe.model.name_or_path if _on_hub(recipe) else None,
+        "base": _base(recipe, remembered, config),
+        "base_model": remembered.base_model,
         "num_layers": CostModel.of(config).num_layers,
         "speeds": f"any speed from {slowest} to {fastest}" if slowest != fastest else slowest,
         "fastest": fastest,
         "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
-        "training": _training(recipe),
+        "training": _training(recipe, remembered),
         "drawn": _drawn(recipe, remembered),
         "prompt_layers": "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget",
         "data": _DATA.get(recipe.data.task, (f"The task {recipe.data.task}.", None))[0],
         **(_frontier(report, folder) if report is not None else {"rows": []}),
     }
     card = ModelCard.from_template(
-        _metadata(recipe, report, values["repository"]), template_path=str(TEMPLATE), **values
+        _metadata(recipe, remembered, report, values["repository"]), template_path=str(TEMPLATE), **values
     )
     write_whole(path, str(card).strip() + "\n")
     return path
 
 
-def _base(recipe: Recipe, config: Any) -> str:
+def _base(recipe: Recipe, remembered: SkipConfig, config: Any) -> str:
     if recipe.model.name_or_path is None:
         return f"A model of the kind {config.model_type}, trained from scratch,"
-    if not _on_hub(recipe):
+    if remembered.base_model is None:
         return f"A model of the kind {config.model_type}"
-    return f"[{recipe.model.name_or_path}](https://huggingface.co/{recipe.model.name_or_path})"
+    return f"[{remembered.base_model}](https://huggingface.co/{remembered.base_model})"
 
 
-def _on_hub(recipe: Recipe) -> bool:
-    return recipe.model.name_or_path is not None and not Path(recipe.model.name_or_path).exists()
-
-
-def _training(recipe: Recipe) -> str:
+def _training(recipe: Recipe, remembered: SkipConfig) -> str:
     length = f"{recipe.train.epochs:g} epochs" if recipe.train.max_steps is None else f"{recipe.train.max_steps} steps"
-    known = recipe.model.name_or_path if _on_hub(recipe) else "a checkpoint of its author's"
+    known = remembered.base_model or "a checkpoint of its author's"
     start = "from random weights" if recipe.model.name_or_path is None else f"from {known}"
     how = f"LoRA of rank {recipe.lora.r}" if recipe.lora.r is not None else "every weight"
     return f"Trained {start} for {length} at a learning rate of {recipe.optim.learning_rate:g}, {how}."
@@ -127,7 +123,7 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
     }
 
 
-def _metadata(recipe: Recipe, report: Report | None, repository: str) -> ModelCardData:
+def _metadata(recipe: Recipe, remembered: SkipConfig, report: Report | None, repository: str) -> ModelCardData:
     dataset = _DATA.get(recipe.data.task, ("", None))[1]
     results = []
     for row in report.rows if report is not None else []:
@@ -143,7 +139,7 @@ def _metadata(recipe: Recipe, report: Report | None, repository: str) -> ModelCa
             )
         )
     return ModelCardData(
-        base_model=recipe.model.name_or_path if _on_hub(recipe) else None,
+        base_model=remembered.base_model,
         datasets=[dataset] if dataset is not None else None,
         eval_results=results or None,
         model_name=repository,

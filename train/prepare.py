@@ -83,6 +83,9 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     if len(example) <= LONGEST_EXAMPLE:
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
+    start = recipe.model.name_or_path
+    if start is not None and not Path(start).exists():  # it was loaded: it is on the Hub
+        skip_config = replace(skip_config, base_model=start)
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
     trained = add_adapters(model, recipe.lora)

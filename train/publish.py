@@ -1,21 +1,25 @@
 """Sending a finished run's checkpoint to the Hub: what of it, checked, and nothing else."""
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
-from safetensors import SafetensorError, safe_open
+from omegaconf import OmegaConf
 
+from eval.files import read_yaml
+from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from skipdecode.errors import first_line
-from skipdecode.loading import load_tokenizer
+from skipdecode.loading import load
+from skipdecode.seal import SEAL, decisive_files, seal_text
 from train.card import CARD, write_card
+from train.leaks import find_path, find_secret, without_paths
 
 # All that is ever sent: what loads the model, what says what it is, and how well it does. Not the optimiser's state,
 # the tracker's files or checkpoints within the run; not predictions, which may quote a data set that isn't ours.
@@ -27,13 +31,9 @@ SENT = (
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 )
 # What an earlier version of the repository may hold and this one not: left there, it would be loaded.
-REPLACED = ["*.safetensors", "*.safetensors.index.json", "custom_generate/*"]
-_SECRETS = {
-    "a token of the Hub": re.compile(r"\bhf_[A-Za-z0-9]{30,}\b"),
-    "a key of Weights & Biases": re.compile(r"(?i)(?:wandb|api)[-_]?(?:api)?[-_]?key\W{1,4}[0-9a-f]{40}\b"),
-    "a key of a cloud": re.compile(r"\b(?:AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36})\b"),
-    "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
-}
+REPLACED = ("*.safetensors", "*.safetensors.index.json", "custom_generate/*")
+# Their words are the vocabulary's, and look like anything.
+_VOCABULARIES = ("tokenizer.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,21 @@ class Parcel:
     Attributes:
         folder: the checkpoint's.
         repository: where to.
-        files: relative to the folder, as they will be called there.
-        bytes: of all.
+        contents: name there -> the content, or of weights the file. Not all is as the folder has it: paths of this
+            machine are relative, and the seal is of what is sent.
     """
 
     folder: Path
     repository: str
-    files: tuple[str, ...]
-    bytes: int
+    contents: Mapping[str, bytes | Path]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.contents.items()
+        }
 
 
 def check_name(repository: str) -> None:
@@ -64,51 +71,60 @@ def check_name(repository: str) -> None:
 
 
 def pack(folder: Path, repository: str) -> Parcel:
-    """Check a checkpoint's folder, write its card and its `custom_generate`, and list what will be sent.
+    """Check a checkpoint's folder, write its card and its `custom_generate`, and gather what will be sent.
 
     Raises ConfigError for a name that the Hub doesn't take; where weights, tokenizer or schedules are missing or
-    damaged; and for a file with something in it that looks like a secret.
+    damaged; and for a link, and a file with something in it that looks like a secret.
     """
     check_name(repository)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds adapters apart: train with lora.merge=true to publish a whole checkpoint")
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} is no finished run: it has no config.json")
-    _check_weights(folder)
-    load_tokenizer(str(folder))
+    load(str(folder))
     write_custom_generate(folder)
     write_card(folder, repository)
     files = sorted({path.relative_to(folder).as_posix() for pattern in SENT for path in folder.glob(pattern)})
-    for name in files:
-        _check_secrets(folder / name)
-    return Parcel(folder, repository, tuple(files), sum((folder / name).stat().st_size for name in files))
+    unsent = [file.name for file in folder.glob("*.safetensors") if file.name not in files]
+    if unsent:
+        raise ConfigError(f"{folder / unsent[0]} has no name that is sent (model-*.safetensors): take it away")
+    contents: dict[str, bytes | Path] = {name: _content(folder, name) for name in files}
+    sealed = {name: content for name, content in contents.items() if (folder / name) in decisive_files(folder)}
+    contents[SEAL] = seal_text(sealed).encode()
+    return Parcel(folder, repository, contents)
 
 
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} is damaged ({type(error).__name__}: {error})") from error
-    for name in names:
-        try:
-            with safe_open(folder / name, "pt") as weights:
-                empty = not list(weights.keys())
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{folder / name} can't be read: {first_line(error)}") from error
-        if empty:
-            raise ConfigError(f"{folder / name} holds no weights")
+def _content(folder: Path, name: str) -> bytes | Path:
+    """What is sent of a file. Raises ConfigError for what should not be sent."""
+    path = folder / name
+    if path.resolve() != folder.resolve() / name:
+        raise ConfigError(f"{path} is a link to {path.resolve()}: put the file itself there to send it")
+    if path.suffix == ".safetensors":
+        with path.open("rb") as stream:  # names and metadata, behind their length in 8 bytes
+            text = stream.read(int.from_bytes(stream.read(8), "little")).decode("utf-8", errors="replace")
+    else:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8", errors="replace")
+    secret = find_secret(text, name if name not in _VOCABULARIES else None)
+    if secret is not None:
+        raise ConfigError(f"{path} holds what looks like {secret}: nothing was sent; take it out first")
+    if name not in _VOCABULARIES and find_path(text) is not None:
+        text = _relative(path, text)
+        raw = text.encode()
+        if find_path(text) is not None:
+            raise ConfigError(f"{path} names {find_path(text)}, a path of this machine: nothing was sent; take it out")
+    return path if path.suffix == ".safetensors" else raw
 
 
-def _check_secrets(path: Path) -> None:
-    if path.suffix in (".safetensors", ".png", ".model"):
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for what, pattern in _SECRETS.items():
-        if pattern.search(text):
-            raise ConfigError(f"{path} holds what looks like {what}: nothing was sent; take it out first")
+def _relative(path: Path, text: str) -> str:
+    """The text of a file that training and evaluation write, with the paths of this machine made relative."""
+    if path.suffix == ".json":
+        return json.dumps(without_paths(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+    if path.suffix == ".yaml":
+        return OmegaConf.to_yaml(OmegaConf.create(without_paths(read_yaml(path))))
+    if path.name == "report.md":
+        return Report.of(without_paths(json.loads(path.with_name(FILE_NAME).read_text(encoding="utf-8")))).to_markdown()
+    return text
 
 
 def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, message: str | None = None) -> str:
@@ -132,13 +148,12 @@ def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, messag
     name = parcel.repository
     try:
         _make_repository(api, name, public)
-        commit = api.upload_folder(
-            repo_id=name,
-            folder_path=parcel.folder,
-            allow_patterns=list(parcel.files),
-            delete_patterns=REPLACED,
-            commit_message=message or "Checkpoint with its schedules",
-        )
+        old = [file for file in api.list_repo_files(name) if any(fnmatch(file, pattern) for pattern in REPLACED)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationDelete(file) for file in old if file not in parcel.contents
+        ]
+        operations += [CommitOperationAdd(file, content) for file, content in parcel.contents.items()]
+        commit = api.create_commit(name, operations, commit_message=message or "Checkpoint with its schedules")
         if tag is not None:
             _tag(api, name, tag, commit.oid)
     except HfHubHTTPError as error:
@@ -170,5 +185,5 @@ def _tag(api: HfApi, name: str, tag: str, commit: str) -> None:
 
 def describe(parcel: Parcel) -> Sequence[str]:
     """What will be sent, a line each."""
-    lines = [f"{(parcel.folder / name).stat().st_size:>14,}  {name}" for name in parcel.files]
-    return [*lines, f"{parcel.bytes:>14,}  bytes in all, to {parcel.repository}"]
+    lines = [f"{size:>14,}  {name}" for name, size in parcel.sizes.items()]
+    return [*lines, f"{sum(parcel.sizes.values()):>14,}  bytes in all, to {parcel.repository}"]

@@ -194,6 +194,16 @@ class Recipe(Section):
         return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
 
 
+def _no_environment(*_: str) -> str:
+    raise ConfigError(
+        "a recipe reads no environment variable (oc.env): its value would stand in recipe.yaml, which is published; "
+        "write it out, as in section.key=$NAME on the command line"
+    )
+
+
+OmegaConf.register_resolver("oc.env", _no_environment, replace=True)
+
+
 def recipe_names() -> list[str]:
     """The recipes that `--recipe NAME` finds."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))

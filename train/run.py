@@ -55,6 +55,8 @@ def run(recipe: Recipe, name: str) -> Path:
         check_name(recipe.publish.repository)
         if recipe.lora.r is not None and not recipe.lora.merge:
             raise ConfigError("publish.repository wants a whole checkpoint: lora.merge=false keeps adapters apart")
+        if recipe.model.trust_remote_code:
+            raise ConfigError("publish.repository wants a checkpoint without code: model.trust_remote_code is true")
     folder = Path(str(recipe.output.dir))
     if is_first_process():  # which alone writes there, soon
         check_folder(folder, recipe)
