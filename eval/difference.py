@@ -5,9 +5,13 @@ from typing import Any
 
 
 def difference(before: Any, now: Any, *, apart_from: Collection[str] = ()) -> str:
-    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs."""
+    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs.
+
+    `apart_from` are keys that may differ, as `optim.learning_rate`, or with all below them, as `optim`.
+    """
     old, new = _flat(before), _flat(now)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in apart_from]
+    looked_at = [key for key in {**old, **new} if not {key, key.partition(".")[0]} & set(apart_from)]
+    changed = [key for key in looked_at if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed)
 
 

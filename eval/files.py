@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,5 +56,28 @@ def check_writable(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that it is there whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError as error:  # which names no file where the disk is full
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.replace(partial, path)
+
+
+def check_new_files(field: str, *paths: Path) -> None:
+    """Raises ConfigError where a file is there already, or can't be written."""
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"{field}: {path} is there already: name another file")
+        check_writable(path)
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and those above it, as far as they aren't there, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, as far as nothing is in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

@@ -20,7 +20,7 @@ def print_profiles(decoders: Sequence[Decoder], ids: torch.Tensor, new_tokens: i
             decoder.run(ids, 1)
         with profile(activities=activities) as whole:
             decoder.run(ids, new_tokens)
-        console.print(f"\n{decoder.name}, batch {len(ids)}: a decode step, by operation", highlight=False)
+        console.print(f"\n{decoder.name}, batch {len(ids)}: a decode step, by operation")
         table = Table()
         for head in ("operation", "calls", "microseconds", "share"):
             table.add_column(head, justify="left" if head == "operation" else "right")

@@ -81,9 +81,7 @@ class Request:
         return DEFAULT_SPEEDUPS if self.reference is None and not self.calm_thresholds else (1.0,)
 
     def check_output(self) -> None:
-        """Raises ConfigError for an output that can't be a folder, or holds a report."""
-        if self.output.is_file():
-            raise ConfigError(f"--output {self.output} is a file: name a folder")
+        """Raises ConfigError for an output that holds a report."""
         if (self.output / FILE_NAME).exists():
             raise ConfigError(f"--output {self.output} already holds a report: name another folder, or remove it")
 

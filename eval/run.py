@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example
+from eval.console import bar_columns, make_console
 from eval.decoding import Decoded, batch_count, take_turns
 from eval.frontier import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import line_up
 from eval.loading import Loaded, identity, load_request
+from eval.lock import only_writer
 from eval.machine import describe_machine, versions
 from eval.request import Request
 from eval.results import Report, headline, make_row, write_predictions
@@ -32,13 +34,18 @@ def evaluate(request: Request) -> Report:
 
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
+    with only_writer(request.output, "--output"):
+        return _evaluate(request)
+
+
+def _evaluate(request: Request) -> Report:
     request.check_output()
     others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
     loaded = load_request(request)
     metrics = choose_metrics(loaded.task.metrics, request.metrics, request.bert)
     _check_metrics(request, loaded, metrics, others)
     journal = Journal(request.output / FILE_NAME, identity(request, loaded))
-    progress = Console(stderr=True)
+    progress = make_console(stderr=True)
     if len(journal):
         progress.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
     systems = line_up(request, loaded, journal, progress)
@@ -121,7 +128,7 @@ def _time(
 
 def _last(results: Iterator[list[Decoded]], title: str, batches: int, console: Console) -> list[Decoded]:
     """The final results, with a progress bar on the way."""
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("batches"))
+    columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("batches"))
     final: list[Decoded] = []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task(title, total=batches)
@@ -184,11 +191,9 @@ def _write(
 
 
 def _show(report: Report, folder: Path) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a file or a pipe has no width to fit the table into
+    console = make_console(width=160)
     for table in report.to_tables():
         console.print(table)
     for line in report.notes():
-        console.print(line, style="dim", highlight=False, markup=False)
-    console.print(f"picture: {folder / 'frontier.png'}", highlight=False, soft_wrap=True)
+        console.print(line, style="dim")
+    console.print(f"picture: {folder / 'frontier.png'}", soft_wrap=True)

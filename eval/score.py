@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from data import TASKS
 from eval.bertscore import BertModel, bert_model, load_scorer
 from eval.bootstrap import SIGNIFICANT
-from eval.files import check_writable, write_whole
+from eval.console import make_console
+from eval.files import check_new_files, write_whole
 from eval.predictions import Prediction, matched, read_predictions
 from eval.scores import Scores, choose_metrics, score
 from skipdecode.command import run_command
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     options = parser.parse_args(arguments)
-    return run_command(lambda: _run(options))
+    return run_command(lambda: _run(options), left=lambda: f"{options.output} was not written")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -44,11 +44,9 @@ def _run(options: argparse.Namespace) -> None:
         raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
     if options.task is not None and options.task not in TASKS:
         raise unknown("task", options.task, TASKS)
-    if options.output.is_dir() or options.output.exists():
-        raise ConfigError(f"--output: {options.output} is there already: name another file")
     if not options.output.resolve().parent.is_dir():
         raise ConfigError(f"--output {options.output}: there is no folder {options.output.parent}")
-    check_writable(options.output)
+    check_new_files("--output", options.output)
     bert = bert_model(options.bertscore_model, options.bertscore_layers)
     task = TASKS[options.task].metrics if options.task is not None else ()
     metrics = choose_metrics(task, options.metrics, bert)
@@ -57,7 +55,7 @@ def _run(options: argparse.Namespace) -> None:
     if bert is not None:
         load_scorer(bert)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=make_console(stderr=True)) as progress:
         progress.add_task(f"scoring {len(found):,} predictions")
         baseline = _score(others, metrics, bert) if others is not None else None
         scores = _score(list(found.values()), metrics, bert, baseline)
@@ -65,10 +63,10 @@ def _run(options: argparse.Namespace) -> None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
     write_whole(options.output, json.dumps(_as_json(scores, baseline, options), indent=2, ensure_ascii=False) + "\n")
-    console = Console()
+    console = make_console()
     console.print(_table(scores, baseline))
     for name, reason in scores.unavailable.items():
-        console.print(f"{name} is not there: {reason}", style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{name} is not there: {reason}", style="dim", soft_wrap=True)
 
 
 def _score(

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from data import Example, Task, load_task
+from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.files import YAML_ERRORS
 from eval.lineup import calibrated_cost
 from eval.loading import load_checkpoint
+from eval.lock import only_writer
 from eval.machine import describe_machine, versions
 from eval.paired import METRICS, estimate
 from eval.search_picture import draw_search
@@ -112,9 +113,12 @@ def search(request: SearchRequest) -> SearchReport:
 
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)  # a file or a pipe has no width to fit the table into
+    with only_writer(request.output, "--output"):
+        return _try_schedules(request)
+
+
+def _try_schedules(request: SearchRequest) -> SearchReport:
+    console = make_console(width=200)
     plan = find_plan(request)
     remembered = SkipConfig.load(request.checkpoint)
     name, options = _task_named(request, remembered)
@@ -125,7 +129,7 @@ def search(request: SearchRequest) -> SearchReport:
         plan.check_data(checksum, request.output)
     trained_on = _trained_on(request, remembered, name, options, examples)
     if trained_on:
-        Console(stderr=True).print(warning(trained_on, len(examples)), style="bold red", highlight=False)
+        make_console(stderr=True).print(warning(trained_on, len(examples)), style="bold red")
     if plan is None:
         plan = _plan(request, remembered or SkipConfig(solver={"horizon": task.horizon}), data, checksum)
         plan.save(request.output)
@@ -134,11 +138,11 @@ def search(request: SearchRequest) -> SearchReport:
     draw_search(request.output / PICTURE, report)
     report.save(request.output)
     console.print(report.to_table())
-    console.print(report.verdict(), style="bold", highlight=False, markup=False)
+    console.print(report.verdict(), style="bold")
     for line in report.notes():
-        console.print(line, style="dim", highlight=False, markup=False)
-    console.print(f"winner: {request.output / WINNER_FILE}", highlight=False, soft_wrap=True)
-    console.print(f"picture: {request.output / PICTURE}", highlight=False, soft_wrap=True)
+        console.print(line, style="dim")
+    console.print(f"winner: {request.output / WINNER_FILE}", soft_wrap=True)
+    console.print(f"picture: {request.output / PICTURE}", soft_wrap=True)
     return report
 
 

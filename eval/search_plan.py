@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.files import write_whole
+from eval.lock import LOCK
 from eval.paired import METRICS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.errors import unknown
@@ -120,10 +121,8 @@ def find_plan(request: SearchRequest) -> Plan | None:
     Raises ConfigError where it holds something else, with what differs from an earlier request.
     """
     folder = request.output
-    if folder.is_file():
-        raise ConfigError(f"--output {folder} is a file: {_ADVICE}")
-    left = f"{FILE_NAME}.partial"  # of a process that was killed while it wrote
-    if not folder.exists() or all(file.name == left for file in folder.iterdir()):
+    left = {f"{FILE_NAME}.partial", LOCK}  # of a process that was killed while it wrote
+    if not folder.exists() or all(file.name in left for file in folder.iterdir()):
         return None
     if not (folder / FILE_NAME).exists():
         raise ConfigError(f"--output {folder} holds files that are no search's: {_ADVICE}")

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import Example, Task
+from eval.console import bar_columns, make_console
 from eval.decoding import decode_test_set
 from eval.paired import Items, corpus_score, sentence_statistics
 from skipdecode import ConfigError, SkipSchedule
@@ -212,5 +212,5 @@ def _work(rungs: Sequence[Sequence[list[int]]], schedules: int) -> int:
 
 
 def _progress() -> Progress:
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("schedules x batches"))
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+    columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("schedules x batches"))
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=make_console(stderr=True))

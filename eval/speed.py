@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
-from eval.files import check_writable, write_whole
+from eval.console import make_console
+from eval.files import check_new_files, write_whole
 from eval.machine import copy_bytes_per_second, describe_machine, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
 from eval.profiles import print_profiles
@@ -55,7 +55,7 @@ class Entry:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status, as `run_command` does."""
     options = _parser().parse_args(arguments)
-    return run_command(lambda: _benchmark(options))
+    return run_command(lambda: _benchmark(options), left=lambda: f"{options.output} was not written")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ def _benchmark(options: argparse.Namespace) -> None:
     model = _model(options, device)
     _check_positions(model, options)
     options.weights = options.weights or [choose_weights(model)]
-    console = Console() if Console().is_terminal else Console(width=200)
+    console = make_console(width=200)
     peers = _peers(options.peers, model, options.weights, device)
     rows: list[SpeedRow] = []
     unreachable: list[str] = []
@@ -144,8 +144,8 @@ def _benchmark(options: argparse.Namespace) -> None:
     for table in report.to_tables():
         console.print(table)
     for line in report.notes():
-        console.print(line, style="dim", highlight=False, markup=False)
-    console.print(f"picture: {options.output.with_suffix('.png')}", highlight=False, soft_wrap=True)
+        console.print(line, style="dim")
+    console.print(f"picture: {options.output.with_suffix('.png')}", soft_wrap=True)
     if options.profile:
         decoders = [entry.decoder for entry in profiled]
         print_profiles(decoders, _prompts(model, options, options.batch_size[0]), options.new_tokens, console)
@@ -166,10 +166,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {values}: name each once")
     if options.output.suffix != ".json":
         raise ConfigError(f"--output {options.output}: name a .json file; a .md and a .png are written beside it")
-    for suffix in (".json", ".md", ".png"):
-        if options.output.with_suffix(suffix).exists():
-            raise ConfigError(f"--output: {options.output.with_suffix(suffix)} is there already: name another file")
-    check_writable(options.output)
+    check_new_files("--output", *(options.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
 
 
 def _check_positions(model: GenerativeModel, options: argparse.Namespace) -> None:
@@ -241,7 +238,7 @@ def _prompts(model: GenerativeModel, options: argparse.Namespace, batch_size: in
 def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, options: argparse.Namespace) -> list[float]:
     """Time every entry once in each repeat, in an order that rotates. Returns bytes per second of copies in between."""
     copies = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=make_console(stderr=True)) as progress:
         bar = progress.add_task(f"batch {ids.shape[0]}", total=(options.repeats + 1) * len(entries))
         for repeat in range(options.repeats + 1):
             turn = repeat % len(entries)

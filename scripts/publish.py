@@ -37,6 +37,13 @@ def main() -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Check, show, ask, send."""
+    from eval.lock import only_writer  # here: it takes seconds, and a mistyped option should not
+
+    with only_writer(options.checkpoint, "the checkpoint"):
+        return _publish(options)
+
+
+def _publish(options: argparse.Namespace) -> int:
     from transformers.utils import logging  # here: they take seconds, and a mistyped option should not
 
     from train.publish import describe, pack, send

@@ -19,7 +19,7 @@ from train.build import build_task, checkpoint_activations
 from train.exits import run_exits
 from train.live_memory import StepSettings, simulate_step
 from train.objective import DepthBands, Objective, unpack_batch
-from train.prepare import prepare
+from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe
 
 LAYERS = 6
@@ -161,7 +161,7 @@ def test_a_pass_that_drops_layers_is_refused() -> None:
 def test_schedules_that_skip_are_refused_beside_exits(overrides: list[str], tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, "optim.exits=all", *overrides])
     with pytest.raises(ConfigError, match=r"optim\.exits is 'all'.*schedule\.speedups=\[1\]"):
-        prepare(recipe, build_task(recipe), tmp_path)
+        prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,13 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -18,10 +19,28 @@ from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.recipe import DEEPSPEED
 
+T = TypeVar("T")
+
 
 def is_first_process() -> bool:
     """Whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def on_first_process(work: Callable[[], T]) -> T:
+    """What `work` gives in the first process, on all of them; where it can't, they all raise its error."""
+    outcome: list[Any] = [None, None]
+    if is_first_process():
+        try:
+            outcome[0] = work()
+        except (ConfigError, OSError) as error:
+            outcome[1] = error
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 def leave_group_at_exit() -> None:

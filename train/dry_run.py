@@ -19,11 +19,12 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from data.rows import row_lengths
 from train.build import build_task
 from train.distributed import is_first_process
+from train.evaluation import check_evaluation
 from train.live_memory import Kernels
 from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
-from train.prepare import describe_schedules, make_trainer, prepare
+from train.output import check_folder
+from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
 from train.recipe import Recipe
-from train.run import check_folder
 from train.sampling import Draw, ScheduleSampler
 from train.work import mean_work, step_work
 
@@ -75,7 +76,9 @@ def dry_run(recipe: Recipe) -> DryRun:
     folder = Path(str(recipe.output.dir))
     check_folder(folder, recipe)
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"wandb": "off"})})
-    prepared = prepare(recipe, build_task(recipe), folder)
+    task = build_task(recipe)
+    prepared = prepare(recipe, task, make_arguments(recipe, folder))
+    check_evaluation(recipe, task, prepared)
     distils = bool(recipe.optim.distillation)
     candidates = costliest_steps(prepared.sampler, distils)
     batch = _widest(prepared.encoded.rows, recipe.train.per_device_batch_size)

@@ -60,8 +60,8 @@ class Prepared:
         return rows_a_step(self.arguments)
 
 
-def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
-    """Build what a recipe names, for a run into `folder`, which is not touched.
+def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepared:
+    """Build what a recipe names, for a run with the arguments of `make_arguments`.
 
     Raises ConfigError for settings and data that can't be used.
     """
@@ -69,7 +69,6 @@ def prepare(recipe: Recipe, task: Task, folder: Path) -> Prepared:
     splits: tuple[Split, ...] = ("train", "validation") if validate_rows else ("train",)
     for split in splits:
         task.files(split)  # one that isn't there is missed before a large model is loaded
-    arguments = _arguments(recipe, folder)  # before the model: ZeRO-3 reads pretrained weights straight into shards
     with whole_weights(arguments) if recipe.model.shape is not None else nullcontext():
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     validation = None
@@ -199,7 +198,12 @@ def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, spli
     )
 
 
-def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    """The Trainer's arguments for a run into `folder`, which is not touched; they bring its processes together.
+
+    They come before the model: ZeRO-3 reads pretrained weights straight into shards. Raises ConfigError for settings
+    that can't be used here.
+    """
     optim, section = recipe.optim, recipe.train
     if section.precision == "fp16" and not torch.accelerator.is_available():
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")

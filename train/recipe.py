@@ -1,5 +1,6 @@
 """Recipes: one YAML file a complete run, made of typed sections."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +140,15 @@ class EvaluationSection(Section):
     limit: int | None = Field(None, ge=1, description="examples; null: all")
     batch_size: int = Field(8, ge=1, description="rows that decode together")
     max_new_tokens: int | None = Field(None, ge=1, description="null: the task's default")
+
+    @field_validator("speedups")
+    @classmethod
+    def _targets(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and (
+            not value or len(set(value)) < len(value) or not all(1 <= v < math.inf for v in value)
+        ):
+            raise ValueError("expected different targets of 1 or more, such as [1, 2, 4]")
+        return value
 
 
 class DeepSpeedSection(Section):

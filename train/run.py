@@ -1,44 +1,38 @@
 """A training run, from a resolved recipe to a finished checkpoint."""
 
-import gc
 import os
 import shutil
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-import torch
-from accelerate.utils import broadcast_object_list
-from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
-from eval.difference import difference
+from eval.console import make_console
 from eval.files import write_whole
-from eval.request import Request
-from eval.results import FILE_NAME, Report
-from eval.run import evaluate
+from eval.lock import only_writer
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from skipdecode.seal import seal
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
-from train.card import CARD, EVALUATION, write_card
+from train.card import EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
 from train.data_order import check_rows_a_step
-from train.distributed import check_world_size, is_first_process
-from train.prepare import Prepared, introduce, make_trainer, prepare
+from train.distributed import check_world_size, is_first_process, on_first_process
+from train.evaluation import check_evaluation, evaluate_run
+from train.output import RECIPE_FILE, check_folder, is_finished
+from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
 from train.publish import check_name, describe, pack, send
 from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile, TimeEstimate
 from train.trainer import SkipTrainer
-from train.weights_and_biases import SCHEDULES_FILE, tracked
-
-RECIPE_FILE = "recipe.yaml"
-# What may change in an unfinished run: how a step's rows are divided, while they are as many.
-MAY_CHANGE = ("train.per_device_batch_size", "train.gradient_accumulation_steps")
+from train.weights_and_biases import SCHEDULES_FILE, Mode, choose_mode, tracked
 
 
 def run(recipe: Recipe, name: str) -> Path:
@@ -50,7 +44,7 @@ def run(recipe: Recipe, name: str) -> Path:
         ConfigError: before anything is written, for settings and data that can't be used.
         RunStopped: where the run can't go on, after what can be saved is.
     """
-    console = Console(stderr=True, quiet=not is_first_process())
+    console = make_console(stderr=True, quiet=not is_first_process())
     if recipe.publish.repository is not None:
         check_name(recipe.publish.repository)
         if recipe.lora.r is not None and not recipe.lora.merge:
@@ -58,15 +52,20 @@ def run(recipe: Recipe, name: str) -> Path:
         if recipe.model.trust_remote_code:
             raise ConfigError("publish.repository wants a checkpoint without code: model.trust_remote_code is true")
     folder = Path(str(recipe.output.dir))
-    if is_first_process():  # which alone writes there, soon
-        check_folder(folder, recipe)
+    finished = is_finished(folder)
+    if finished and not is_first_process():
+        return folder  # what is left to do, the first process does alone
     task = build_task(recipe)
-    prepared = None if _is_finished(folder) else prepare(recipe, task, folder)
-    checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
-    folder.mkdir(parents=True, exist_ok=True)
-    if is_first_process():
-        write_whole(folder / RECIPE_FILE, recipe.to_yaml())
-    with tracked(recipe, name, folder) as tracker:
+    arguments = None if finished else make_arguments(recipe, folder)  # which brings the processes together
+    with ExitStack() as held:
+        mode = on_first_process(lambda: _enter(recipe, folder, held, console))
+        prepared = None if arguments is None else prepare(recipe, task, arguments)
+        checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
+        if prepared is not None:
+            on_first_process(partial(check_evaluation, recipe, task, prepared))
+        if is_first_process():
+            write_whole(folder / RECIPE_FILE, recipe.to_yaml())
+        tracker = held.enter_context(tracked(recipe, name, folder, mode, console))
         if prepared is not None:
             introduce(console, name, prepared)
             if is_first_process():
@@ -75,25 +74,32 @@ def run(recipe: Recipe, name: str) -> Path:
             _train(recipe, task, prepared, checkpoint, folder, console)
             prepared = None  # the evaluation needs the memory
         if recipe.evaluation.speedups is not None and is_first_process():
-            tracker.evaluation(folder / EVALUATION, _evaluate(recipe, task, folder))
+            tracker.evaluation(folder / EVALUATION, evaluate_run(recipe, task, folder))
         if is_first_process() and (folder / "config.json").exists():
             write_card(folder)
             _publish(recipe.publish, folder, console)
         tracker.checkpoint(folder)
-    console.print(f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds")
+    console.print(
+        f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds", soft_wrap=True
+    )
     return folder
+
+
+def _enter(recipe: Recipe, folder: Path, held: ExitStack, console: Console) -> Mode:
+    """Take the folder for as long as `held` lasts, and say how the run will be tracked."""
+    held.enter_context(only_writer(folder, "output.dir"))
+    check_folder(folder, recipe, console)
+    return choose_mode(recipe.tracking, console)
 
 
 def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str | None:
     """The checkpoint to continue from. Raises ConfigError where this run isn't one that can."""
     # One rank looks, and all continue from the same.
-    chosen = [last_complete_checkpoint(folder, console) if is_first_process() else None]
-    if prepared.arguments.world_size > 1:
-        broadcast_object_list(chosen)
-    if chosen[0] is not None:
-        check_world_size(chosen[0], prepared.arguments.world_size)
-        check_rows_a_step(chosen[0], prepared.arguments)
-    return chosen[0]
+    chosen = on_first_process(lambda: last_complete_checkpoint(folder, console))
+    if chosen is not None:
+        check_world_size(chosen, prepared.arguments.world_size)
+        check_rows_a_step(chosen, prepared.arguments)
+    return chosen
 
 
 def _train(
@@ -102,36 +108,12 @@ def _train(
     stop = StopOnSignal()
     trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
     if checkpoint is not None:
-        console.print(f"continuing from {checkpoint}")
+        console.print(f"continuing from {checkpoint}", soft_wrap=True)
     trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):
         _finish(trainer, recipe, task, prepared.tokenizer, folder)
-
-
-def _is_finished(folder: Path) -> bool:
-    return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
-
-
-def check_folder(folder: Path, recipe: Recipe) -> None:
-    """A folder may be new, empty, or hold the cut-off run of the same recipe; anything else is refused."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    advice = "choose another with output.dir=FOLDER, or remove it"
-    if not folder.is_dir():
-        raise ConfigError(f"output.dir {folder} is a file: {advice}")
-    unevaluated = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
-    without_card = (folder / "config.json").exists() and not (folder / CARD).exists()
-    if _is_finished(folder) and not unevaluated and not without_card:
-        raise ConfigError(f"output.dir {folder} already holds a finished run: {advice}")
-    if not (folder / RECIPE_FILE).exists():
-        if [file.name for file in folder.iterdir()] == [f"{RECIPE_FILE}.partial"]:
-            return  # killed while it was written
-        raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")
-    before = OmegaConf.to_container(OmegaConf.load(folder / RECIPE_FILE))
-    if changed := difference(before, recipe.model_dump(), apart_from=MAY_CHANGE):
-        raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
 
 
 def _finish(trainer: SkipTrainer, recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -170,23 +152,3 @@ def _limit_new_tokens(folder: Path, most: int) -> None:
     config = GenerationConfig.from_pretrained(folder)
     config.max_new_tokens = most
     config.save_pretrained(folder)
-
-
-def _evaluate(recipe: Recipe, task: Task, folder: Path) -> Report:
-    gc.collect()  # the trainer and its optimiser
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    section = recipe.evaluation
-    return evaluate(
-        Request(
-            checkpoint=str(folder),
-            trust_remote_code=recipe.model.trust_remote_code,
-            output=folder / EVALUATION,
-            speedups=tuple(section.speedups or ()),
-            task=task.name,
-            data_dir=recipe.data.path,
-            limit=section.limit,
-            batch_size=section.batch_size,
-            max_new_tokens=section.max_new_tokens,
-        )
-    )

@@ -28,6 +28,7 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        state.compute_steps(args, state.max_steps)  # as the recipe says now, where the checkpoint's said otherwise
         for path in (self.folder / METRICS_FILE, self.folder / VALIDATION_FILE):
             if state.is_world_process_zero and path.exists():
                 # A resumed run logs the steps after its checkpoint again.

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from data import Task
 from data.rows import row_lengths
+from eval.console import bar_columns, make_console
 from eval.files import ROOT
 from skipdecode import CostModel
 from skipdecode.families import text_config
 from train.build import build_task
-from train.prepare import Prepared, prepare, recipe_sampler
+from train.prepare import Prepared, make_arguments, prepare, recipe_sampler
 from train.recipe import Recipe, load_recipe
 from train.sampling import ScheduleSampler
 from train.shallow import shrink_config
@@ -49,7 +49,7 @@ class Variants:
     @cached_property
     def prepared(self) -> Prepared:
         """The recipe's own model, tokenizer, rows and schedules."""
-        return prepare(self.recipe(), self.task, Path("unused"))
+        return prepare(self.recipe(), self.task, make_arguments(self.recipe(), Path("unused")))
 
     def cost(self, overrides: Sequence[str] = ()) -> CostModel:
         """What a decode step of a variant costs: that of the recipe's model, or of a shallow one made of it."""
@@ -102,8 +102,8 @@ def run_jobs(jobs: Mapping[str, Callable[[], None]], at_a_time: int) -> list[str
         The names of those that failed.
     """
     failed: list[str] = []
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(at_a_time) as pool:
+    columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
+    with Progress(*columns, console=make_console(stderr=True)) as progress, ThreadPoolExecutor(at_a_time) as pool:
         bar = progress.add_task("variants", total=len(jobs))
         names = {pool.submit(job): name for name, job in jobs.items()}
         for future in as_completed(names):

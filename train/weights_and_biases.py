@@ -1,16 +1,25 @@
 """A run in Weights & Biases: the Trainer's own callback logs the figures of steps, this the rest."""
 
 import json
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+from rich.console import Console
 
 from eval.results import Report
+from skipdecode import ConfigError
+from skipdecode.errors import first_line
 from train.distributed import is_first_process
-from train.recipe import Recipe
+from train.recipe import Recipe, TrackingSection
 
+Mode: TypeAlias = Literal["online", "offline", "off"]
+
+SECONDS = 9  # that W&B has to take a key, so that with the start of its process they are ten
+_TIMEOUT = "WANDB_HTTP_TIMEOUT"  # where `wandb.login` finds how long it may wait
 ID_FILE = "wandb_id"  # a run that is resumed stays one run there
 SCHEDULES_FILE = "schedules.png"
 SAMPLES = 8  # prompts whose predictions are shown
@@ -69,21 +78,63 @@ class Tracker:
         self._run.log_artifact(artifact)
 
 
+def choose_mode(section: TrackingSection, console: Console) -> Mode:
+    """How a run is tracked: with "auto" online where W&B takes the key that is set, within SECONDS, else offline.
+
+    Raises ConfigError where it must be online and can't.
+    """
+    if section.wandb in ("off", "offline"):
+        return section.wandb
+    import wandb
+
+    reason = "no key is set: `wandb login` sets one"
+    before = os.environ.get(_TIMEOUT)
+    os.environ.setdefault(_TIMEOUT, str(SECONDS))
+    try:
+        if wandb.login(prompt=False, verify=True):
+            return "online"
+    except wandb.errors.Error as error:
+        reason = f"W&B can't be reached, or doesn't take the key ({first_line(error)})"
+        if section.wandb == "auto":
+            console.print(f"{reason}: the run is tracked offline, for `wandb sync`", soft_wrap=True)
+    finally:
+        if before is None:
+            del os.environ[_TIMEOUT]
+    if section.wandb == "online":
+        raise ConfigError(f"tracking.wandb is 'online': {reason}; or train with tracking.wandb=offline")
+    return "offline"
+
+
 @contextmanager
-def tracked(recipe: Recipe, name: str, folder: Path) -> Iterator[Tracker]:
+def tracked(recipe: Recipe, name: str, folder: Path, mode: Mode, console: Console) -> Iterator[Tracker]:
     """A W&B run in `folder` for the time of the context, in the first process, unless it is off.
 
-    It ends as failed where the context does.
+    It ends as failed where the context does. Raises ConfigError where W&B refuses a run that must be online.
     """
-    mode = recipe.tracking.wandb
     if mode == "off" or not is_first_process():
         yield Tracker(None)
         return
     import wandb
 
-    if mode == "auto":
-        mode = "online" if wandb.api.api_key else "offline"
-    run = wandb.init(
+    try:
+        run = _start(recipe, name, folder, mode)
+    except wandb.errors.Error as error:
+        if recipe.tracking.wandb != "auto":
+            raise ConfigError(f"tracking.wandb is {mode!r}, and W&B refuses: {first_line(error)}") from error
+        console.print(f"W&B refuses the run ({first_line(error)}): it is tracked offline", soft_wrap=True)
+        run = _start(recipe, name, folder, "offline")
+    try:
+        yield Tracker(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()
+
+
+def _start(recipe: Recipe, name: str, folder: Path, mode: Literal["online", "offline"]) -> Any:
+    import wandb
+
+    return wandb.init(
         mode=mode,
         project=recipe.tracking.project,
         name=recipe.tracking.name or name,
@@ -93,12 +144,6 @@ def tracked(recipe: Recipe, name: str, folder: Path) -> Iterator[Tracker]:
         config=recipe.model_dump(),
         settings=wandb.Settings(silent=mode == "offline"),
     )
-    try:
-        yield Tracker(run)
-    except BaseException:
-        run.finish(exit_code=1)
-        raise
-    run.finish()
 
 
 def _run_id(folder: Path) -> str:

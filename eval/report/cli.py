@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
     options = parser.parse_args(arguments)
-    return run_command(lambda: _write(options))
+    return run_command(lambda: _write(options), left=lambda: f"{options.output} was not written")
 
 
 def _write(options: argparse.Namespace) -> None:

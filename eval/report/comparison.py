@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
+from eval.console import make_console
 from eval.predictions import Prediction
 from eval.report.bounds import bounds_of
 from eval.report.positions import ORDERS, Bin, bin_width, by_position
@@ -170,7 +171,8 @@ def _lines(run: Run, bounds: Sequence[float | None], width: int) -> list[Line]:
         own = [(point, predictions) for point, predictions in pairs if point.checkpoint == checkpoint]
         name = line_name(run, own[0][0])
         positions: list[Positions] = []
-        for point, predictions in track(own, f"{name}: positions", console=Console(stderr=True), transient=True):
+        title = escape(f"{name}: positions")
+        for point, predictions in track(own, title, console=make_console(stderr=True), transient=True):
             positions += _positions(point.label, predictions, references, width)
         lines.append(
             Line(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
-from rich.console import Console
 
-from eval.files import write_whole
+from eval.console import make_console
+from eval.files import check_new_files, write_whole
 from eval.report.comparison import Comparison, Line, Text, compare
 from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map
@@ -68,11 +68,9 @@ def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (),
     """
     if output.suffix != ".html":
         raise ConfigError(f"--output {output}: name a .html file; a .md and a .json are written beside it")
-    for suffix in (".html", ".md", ".json"):
-        if output.with_suffix(suffix).exists():
-            raise ConfigError(f"--output: {output.with_suffix(suffix)} is there already: name another file")
     if samples < 0:
         raise ConfigError(f"--samples is {samples}: it must be at least 0")
+    check_new_files("--output", *(output.with_suffix(suffix) for suffix in (".html", ".md", ".json")))
     stems = [file.stem for file in speed]
     names = [file.stem if stems.count(file.stem) == 1 else str(file) for file in speed]
     benchmarks = {name: SpeedReport.load(file) for name, file in zip(names, speed, strict=True)}
@@ -84,7 +82,7 @@ def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (),
     write_whole(output.with_suffix(".json"), comparison.to_json())
     write_whole(output.with_suffix(".md"), markdown)
     write_whole(output, page)
-    Console().print(f"page: {output}", highlight=False, soft_wrap=True, markup=False)
+    make_console().print(f"page: {output}", soft_wrap=True)
     return comparison
 
 

@@ -1,0 +1,69 @@
+"""One process at a time writes into a folder."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from eval.files import missing_folders, remove_empty
+from skipdecode.errors import ConfigError
+
+LOCK = ".lock"
+PATIENCE = 10.0  # seconds: a process that was killed holds its lock until the last of its memory is given back
+
+
+@contextmanager
+def only_writer(folder: Path, field: str) -> Iterator[None]:
+    """Be the only process that writes into `folder`, which is made where it isn't there, for the time of the context.
+
+    The lock is the kernel's (flock): it ends with the process, however that ends. On NFS the server keeps it, so it
+    holds between machines, and that of a machine that died ends when the server notices. A file system without flock
+    has a file in its place, which a killed process leaves behind: the next one on the same machine takes it over, on
+    another machine it has to be removed by hand.
+
+    A folder that was made here goes again where nothing was written into it.
+
+    Raises:
+        ConfigError: naming `field`, where another process writes there, and where nothing can be written.
+    """
+    if folder.is_file():
+        raise ConfigError(f"{field} {folder} is a file: name a folder")
+    made = missing_folders(folder)
+    lock = FileLock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=PATIENCE)
+        if not isinstance(lock, SoftFileLock):  # as it turns itself into where there is no flock
+            (folder / LOCK).write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+    except Timeout as error:
+        raise ConfigError(
+            f"{field} {folder}: another run is writing here ({_holder(folder / LOCK)}): wait for its end, or name "
+            "another folder"
+        ) from error
+    except OSError as error:
+        _release(lock, made)
+        raise ConfigError(f"{field} {folder} can't be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        _release(lock, made)
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, as its first two lines say."""
+    with suppress(OSError, ValueError):
+        process, host, *_ = path.read_text(encoding="utf-8").splitlines()
+        return f"process {process} on {host}"
+    return f"it holds {path}"
+
+
+def _release(lock: BaseFileLock, made: list[Path]) -> None:
+    """Give the lock back, without a trace, and remove the folders that were made for it if nothing else is in them."""
+    if lock.is_locked and not isinstance(lock, SoftFileLock):  # which removes its file itself
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()  # while it is held: who opened it before sees that it is gone
+    lock.release()
+    remove_empty(made)

@@ -1,0 +1,97 @@
+"""What would be refused after training is refused before it; what the weights don't depend on may change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import SMALL, metrics, train_small
+
+import train.cli
+import train.run
+import train.tracking
+from skipdecode import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["evaluation.speedups=[0.5]"],
+            "evaluation.speedups is [0.5]: Value error, expected different targets",
+        ),
+        (["evaluation.speedups=[1,1]"], "evaluation.speedups is [1, 1]"),
+        (["evaluation.speedups=[]"], "evaluation.speedups is []"),
+        (["evaluation.speedups=[.nan]"], "evaluation.speedups"),
+        (["evaluation.speedups=[1,90]"], "the evaluation after training can't be done: speedup is 90"),
+        (
+            ["evaluation.speedups=[1]", "evaluation.max_new_tokens=250"],
+            "the model has 256 positions and max_new",
+        ),
+    ],
+)
+def test_an_evaluation_that_can_not_be_done_is_refused_before_training(
+    overrides: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "run"
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ")
+    assert message in said
+    assert not folder.exists()
+
+
+def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"prompt": f"say {n}\n", "completion": f"it is {n}"} for n in range(40)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "own.yaml"
+    columns = "options: {prompt_column: prompt, completion_column: completion}"
+    recipe.write_text(
+        f"model: {{shape: opt-tiny}}\ndata: {{task: text, path: {tmp_path / 'data'}, {columns}}}\n"
+        "schedule: {speedups: [1, 2]}\n"
+    )
+    small = [override for override in SMALL if not override.startswith("data.")]
+    words = [*small, f"output.dir={tmp_path / 'run'}", "evaluation.speedups=[1]"]
+    assert train.cli.main(["--recipe", str(recipe), *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "error: the evaluation after training can't be done: split 'test' of text has no file" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_weights_do_not_depend_on_may_change_until_a_run_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """In a cut-off run, and in a finished one whose evaluation is missing; in a folder whose name looks like markup."""
+    straight = train_small(tmp_path / "straight", "train.max_steps=6", "model.config.dropout=0.1")
+    folder = tmp_path / "a[/b]c:smile:[lr=1e-4]"
+    original = train.tracking.MetricsFile.on_log
+
+    def cut_off(self: Any, args: Any, state: Any, *others: Any, **options: Any) -> None:
+        original(self, args, state, *others, **options)
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.tracking.MetricsFile, "on_log", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            train_small(folder, "train.max_steps=6", "model.config.dropout=0.1")
+    changes = ["train.logging_steps=3", "train.save_steps=2", "train.save_total_limit=9", "tracking.name=other"]
+    capsys.readouterr()
+    train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *changes)
+    said = capsys.readouterr().err
+    assert "going on with other settings: train.logging_steps was 1, is 3" in said
+    assert f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds\n" in said
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 6]
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 4, 6)]
+    expected = load_file(straight / "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    evaluation = ["evaluation.speedups=[1]", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
+    train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *evaluation)
+    assert [row["label"] for row in json.loads((folder / "eval" / "report.json").read_text())["rows"]] == ["1x"]
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match="already holds a finished run"):
+        train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *evaluation)

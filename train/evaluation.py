@@ -1,0 +1,63 @@
+"""The evaluation that follows training: checked before it, done after it."""
+
+import gc
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from data import Task
+from eval.decoding import encode_test_set
+from eval.request import Request
+from eval.results import Report
+from eval.run import evaluate
+from skipdecode import ConfigError, CostModel
+from train.card import EVALUATION
+from train.prepare import Prepared
+from train.recipe import Recipe
+
+
+def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
+    """Raise ConfigError where the evaluation that the recipe asks for would be refused after training."""
+    section = recipe.evaluation
+    if section.speedups is None:
+        return
+    try:
+        examples = list(islice(task.stream("test"), section.limit))
+        if not examples:
+            raise ConfigError(f"the test split of {task.name} is empty")
+        encode_test_set(
+            prepared.model,
+            prepared.tokenizer,
+            examples,
+            max_prompt_tokens=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
+            max_new_tokens=section.max_new_tokens or task.max_new_tokens,
+        )
+        cost = CostModel.of(prepared.model)
+        for speedup in section.speedups:
+            prepared.skip_config.schedule_for(cost, speedup)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the evaluation after training can't be done: {error} (evaluation.speedups=null trains without)"
+        ) from error
+
+
+def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
+    """Evaluate the finished checkpoint in a run's folder."""
+    gc.collect()  # the trainer and its optimiser
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    section = recipe.evaluation
+    return evaluate(
+        Request(
+            checkpoint=str(folder),
+            trust_remote_code=recipe.model.trust_remote_code,
+            output=folder / EVALUATION,
+            speedups=tuple(section.speedups or ()),
+            task=task.name,
+            data_dir=recipe.data.path,
+            limit=section.limit,
+            batch_size=section.batch_size,
+            max_new_tokens=section.max_new_tokens,
+        )
+    )

@@ -1,0 +1,52 @@
+"""The folder that a run goes into: a new one, or that of a run which it continues."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from eval.difference import difference
+from eval.files import read_yaml
+from eval.lock import LOCK
+from eval.results import FILE_NAME
+from skipdecode import ConfigError
+from train.card import CARD, EVALUATION
+from train.recipe import Recipe
+
+RECIPE_FILE = "recipe.yaml"
+# What may change until a run is finished: what the weights don't depend on, and how a step's rows are divided, while
+# they are as many.
+_MAY_CHANGE = {"evaluation", "tracking", "publish", "output", "data.num_proc", "data.cache_dir"}
+_MAY_CHANGE |= {"train.logging_steps", "train.save_total_limit"}
+_MAY_CHANGE |= {"train.per_device_batch_size", "train.gradient_accumulation_steps"}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds the checkpoint that a run ends with."""
+    return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
+
+
+def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -> None:
+    """A folder may be new, empty, or hold the cut-off run of the same recipe; anything else is refused.
+
+    What the weights don't depend on may have changed in the recipe, of which the console is told.
+    """
+    advice = "choose another with output.dir=FOLDER, or remove it"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output.dir {folder} is a file: {advice}")
+    names = {file.name for file in folder.iterdir()} if folder.exists() else set()
+    if names <= {LOCK, f"{RECIPE_FILE}.partial"}:  # of a run that was killed as it began
+        return
+    unevaluated = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
+    without_card = (folder / "config.json").exists() and not (folder / CARD).exists()
+    if is_finished(folder) and not unevaluated and not without_card:
+        raise ConfigError(f"output.dir {folder} already holds a finished run: {advice}")
+    if RECIPE_FILE not in names:
+        raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")
+    before, now = read_yaml(folder / RECIPE_FILE), recipe.model_dump()
+    # A validation draws random numbers, so where there is one, when it is counts.
+    free = _MAY_CHANGE if recipe.train.validate_rows else {*_MAY_CHANGE, "train.save_steps"}
+    changed = difference(before, now, apart_from=free)
+    if changed:
+        raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
+    if console is not None and (changed := difference(before, now)):
+        console.print(f"going on with other settings: {changed}")
