@@ -72,6 +72,7 @@ def load_model(
     else:
         kwargs |= without_network(name, **{key: kwargs[key] for key in _WHERE if key in kwargs})
     options = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code, "use_safetensors": True, **kwargs}
+    options["ignore_mismatched_sizes"] = True  # they are listed then, and refused below
     if kwargs.get("local_files_only"):
         options["adapter_kwargs"] = {"local_files_only": True, **kwargs.get("adapter_kwargs", {})}
     if looks_local and not (path / "config.json").is_file():
@@ -173,6 +174,12 @@ def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -
         instead = f", and holds {left[0]} instead" if left else ""
         raise ConfigError(
             f"{name!r} lacks {len(missing)} of its weights, such as {missing[0]}{instead}: take a good copy of it"
+        )
+    if info["mismatched_keys"]:
+        key, found, expected = min(info["mismatched_keys"])
+        raise ConfigError(
+            f"{name!r} holds {key} of shape {tuple(found)} where its config.json says {tuple(expected)}: take a good "
+            "copy of it"
         )
     if deeper:
         raise ConfigError(
