@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORLD = SCRATCH / "world"
 ARGUMENTS = {
     "SMALL": [*SMALL, "train.max_steps=4"],
-    "LONG": ["x" * 300],
+    "TEXT": ["--recipe", "text.yaml", *(word for word in SMALL if not word.startswith("data.")), "train.max_steps=4"],
     "output.dir=LONG": ["output.dir=" + "x" * 300],
     "LONGPROMPT": ["word " * 500],
 }
@@ -99,9 +99,9 @@ def read_trials() -> list[Trial]:
     inputs = yaml.safe_load((ROOT / "scripts" / "bad_inputs.yaml").read_text(encoding="utf-8"))
     faults = yaml.safe_load((ROOT / "scripts" / "faults.yaml").read_text(encoding="utf-8"))
     return [
-        Trial(area, f"{values['command']} {words}".strip(), says, one_line=True)
+        Trial(area, f"{values['command']} {words}".strip(), says, changes=changes, one_line=True)
         for area, values in inputs.items()
-        for words, says in values["inputs"]
+        for words, says, *changes in values["inputs"]
     ] + [Trial("fault", **values) for values in faults]
 
 

@@ -52,7 +52,7 @@ def make_world(folder: Path) -> None:
     _right([*evaluation, "--checkpoint", "run", "--output", "evaluated"], folder)
     _right([*evaluation, "--checkpoint", "shallow", "--output", "other-evaluated"], folder)
     _cut_off([*small, "output.dir=unfinished", "train.max_steps=9", "train.save_steps=3"], folder)
-    save_checkpoint(folder / "foreign", 6)
+    save_checkpoint(folder / "foreign", 12, max_position_embeddings=256)
     _checkpoints(folder)
     _data(folder)
     _files(folder)
@@ -76,7 +76,7 @@ def _cut_off(words: list[str], folder: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> None:
-    save_checkpoint(folder / "untrained", 6)
+    save_checkpoint(folder / "untrained", 6, max_position_embeddings=256)
     _change_json(folder / "untrained" / "config.json", lambda values: values.pop("skipdecode"))
     remote = shutil.copytree(folder / "untrained", folder / "remote")
     own = {"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.TheirModel"}
@@ -117,6 +117,8 @@ def _files(folder: Path) -> None:
         "a-file": "somebody's\n",
         "secret.txt": "nobody else's\n",
         "prompts.txt": "one\ntwo\n",
+        "text.yaml": "model: {shape: opt-tiny}\nschedule: {speedups: [1, 2]}\ndata: {task: text, path: text, options: "
+        "{prompt_column: prompt, completion_column: completion}}\n",
         "empty.yaml": "",
         "list.yaml": "- 1\n- 2\n",
         "broken.yaml": "model: {shape: opt-tiny\n",
