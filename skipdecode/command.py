@@ -36,6 +36,10 @@ def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = 
     except OSError as error:
         status = 1 if error.errno in _FULL else 2
         line = f"{'stopped' if status == 1 else 'error'}: {_reason(error)}"
+    except Exception as error:  # tokenizers and safetensors have no OSError, and say its number
+        if not any(f"(os error {number})" in str(error) for number in _FULL):
+            raise
+        line, status = f"stopped: {first_line(error)}", 1
     if left is not None and line is not None and not line.startswith("error"):
         line = f"{line}: {left()}"
     if line is not None:

@@ -39,6 +39,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl
         (OSError("Can't reach the Hub\nor anything"), 2, "error: Can't reach the Hub or anything"),
         (FULL, 1, "stopped: No space left on device: 'somewhere/metrics.jsonl': go on"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "stopped: Disk quota exceeded: go on"),
+        # as tokenizers and safetensors say it
+        (
+            Exception("No space left on device (os error 28)"),
+            1,
+            "stopped: No space left on device (os error 28): go on",
+        ),
         (KeyboardInterrupt(), 130, "interrupted: go on"),
         (BrokenPipeError(), 141, ""),
     ],
