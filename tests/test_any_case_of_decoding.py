@@ -1,0 +1,49 @@
+"""Law 5 for whatever is asked for: family, schedule, batch, padding, cache, weights, sampling, and updates between."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decoding_cases import LAYERS, Case, cases, check, decode, draw_prompts, fresh_model, run_case, whole_pass
+from decoding_threads import FAST, SLOW, decode_side_by_side
+from hypothesis import event, given, settings
+from naive_opt import naive_logits
+from tiny_models import OPT_KINDS, ragged_prompts
+
+from skipdecode import SkipSchedule
+
+CASE = Case("opt", FAST, (5, 3), 0, 12, True, False, "planned", None, None, None, None)
+
+
+# The same cases in each run: scripts/fuzz_decoding.py draws others.
+@settings(max_examples=500, derandomize=True, database=None)
+@given(cases())
+def test_every_case_decodes_what_the_reference_chooses(case: Case) -> None:
+    event(f"near ties: {run_case(case)}")
+
+
+@pytest.mark.parametrize("kind", sorted(OPT_KINDS))
+@pytest.mark.parametrize("prompt", ["full", "max"])
+def test_the_reference_is_the_masked_model(kind: str, prompt: str) -> None:
+    schedule = SkipSchedule(LAYERS, 4, 2, horizon=5, prompt=prompt)  # type: ignore[arg-type]
+    ids, mask = ragged_prompts([14], 3)
+    with torch.no_grad():
+        masked = naive_logits(fresh_model(kind), ids, mask, 5, schedule)
+    torch.testing.assert_close(
+        whole_pass(fresh_model(kind), ids[0].tolist(), schedule, 5), masked[0], atol=2e-4, rtol=0
+    )
+
+
+def test_a_text_of_another_schedule_or_of_other_weights_is_noticed() -> None:
+    prompts = draw_prompts(CASE)
+    texts = decode(CASE, fresh_model("opt"), prompts)
+    check(CASE, fresh_model("opt"), prompts, texts)
+    with pytest.raises(AssertionError, match="below the best"):
+        check(replace(CASE, schedule=SLOW), fresh_model("opt"), prompts, texts)
+    with pytest.raises(AssertionError, match="below the best"):
+        check(CASE, fresh_model("opt-350m"), prompts, texts)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3, slides first"])
+def test_threads_that_decode_with_one_model_get_their_own_texts(name: str) -> None:
+    decode_side_by_side(name, 60, 0, [FAST, SLOW, None])
