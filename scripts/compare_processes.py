@@ -1,0 +1,136 @@
+"""The same steps, whatever processes share them: a short run divided in six ways, and how far their losses are apart.
+
+    python scripts/compare_processes.py --data-dir E2E_FOLDER
+    python scripts/compare_processes.py --data-dir E2E_FOLDER schedule.sampling=sandwich optim.distillation=0.5 \\
+        optim.depth_weight_power=1
+
+A step's rows are one process's batch, two parts that it accumulates, or two processes' halves: plain (DDP), or sharded
+by DeepSpeed at stages 1, 2 and 3 (pip install 'skipdecode[deepspeed]'). Each way trains e2e-tiny through train.py with
+the same recipe, on CPU or on as many GPUs, one way after the other: a few minutes on two cores.
+
+A line of the table is a way and its largest difference, in any step, from any other way: in the loss, in the gradient
+norm as a share of it, in the loss of a band of depth and in the validation losses. Where the same rows are in the same
+steps, and all are divided by the same numbers, these come from rounding alone; another row in one step makes 1e-3 or
+more. Exit status 1 where a loss is more than --within (1e-4) apart, 0 where none is.
+
+The learning rate is 1e-5: AdamW moves a weight whose gradient is nothing but rounding as far as any other, so that at
+e2e-tiny's own, 3e-3, rounding in the seventh digit of a loss grows to 1e-3 in 40 steps. Dropout is off in e2e-tiny and
+must be: each process draws its own. In bf16 rounding is far more than 1e-4.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import track
+
+from skipdecode import ConfigError
+from skipdecode.command import run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+# Processes, parts that each accumulates, and DeepSpeed's config.
+WAYS = {
+    "1 process": (1, 1, None),
+    "1 process, 2 parts": (1, 2, None),
+    "2 processes": (2, 1, None),
+    "2 processes, ZeRO-1": (2, 1, "zero1"),
+    "2 processes, ZeRO-2": (2, 1, "zero2"),
+    "2 processes, ZeRO-3": (2, 1, "zero3"),
+}
+FIGURES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "loss": ("metrics.jsonl", lambda name: name == "loss"),
+    "gradient norm": ("metrics.jsonl", lambda name: name == "grad_norm"),
+    "loss by depth": ("metrics.jsonl", lambda name: name.startswith("loss_layers")),
+    "validation": ("validation.jsonl", lambda name: name.startswith("eval_loss")),
+}
+Steps = dict[tuple[int, str], float]  # by step and name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, type=Path, metavar="FOLDER", help="E2E's CSV files")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimiser steps (default 40)")
+    parser.add_argument("--rows", type=int, default=16, metavar="N", help="of a step, an even number (default 16)")
+    parser.add_argument(
+        "--within", type=float, default=1e-4, metavar="LOSS", help="what may be rounding (default 1e-4)"
+    )
+    parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default all)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for every way")
+    options = parser.parse_intermixed_args()
+    if options.steps < 1 or options.rows < 2 or options.rows % 2:
+        raise ConfigError(f"--steps is {options.steps} and --rows {options.rows}: expected 1 or more, an even number")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in track(options.only or list(WAYS), "ways", console=Console(stderr=True)):
+            train(options, way, Path(folder, way))
+            found[way] = {figure: read(Path(folder, way), figure) for figure in FIGURES}
+    print(f"| {options.rows} rows a step, {options.steps} steps | " + " | ".join(FIGURES) + " |")
+    print("| --- |" + " ---: |" * len(FIGURES))
+    worst = 0.0
+    for way in found:
+        apart = {figure: difference(figure, way, found) for figure in FIGURES}
+        print(f"| {way} | " + " | ".join(f"{value:.1e}" for value in apart.values()) + " |")
+        worst = max(worst, *(value for figure, value in apart.items() if figure != "gradient norm"))
+    print(f"losses are at most {worst:.1e} apart, and may be {options.within:.1e}")
+    return int(not worst <= options.within)
+
+
+def train(options: argparse.Namespace, way: str, folder: Path) -> None:
+    """Train in one way. Raises ConfigError with the last line that the run said where it fails."""
+    processes, parts, deepspeed = WAYS[way]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv_backend", "c10d"]
+    launcher += ["--rdzv_endpoint", "localhost:0"]
+    recipe = [
+        f"data.path={options.data_dir.resolve()}",
+        f"train.max_steps={options.steps}",
+        f"train.save_steps={options.steps}",
+        "train.logging_steps=1",
+        "train.validate_rows=37",  # which fill no batch of either
+        "optim.learning_rate=1e-5",
+        "tracking.wandb=off",
+        *options.overrides,
+        f"train.per_device_batch_size={options.rows // processes // parts}",
+        f"train.gradient_accumulation_steps={parts}",
+        f"deepspeed.config={deepspeed or 'null'}",
+        f"output.dir={folder}",
+    ]
+    command = [sys.executable, *(launcher if processes > 1 else []), "train.py", "--recipe", "e2e-tiny", *recipe]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        said = result.stderr.splitlines()
+        line = next((line for line in reversed(said) if line.startswith(("error:", "stopped:"))), said[-1])
+        raise ConfigError(f"{way} ended with status {result.returncode}: {line.removeprefix('error: ')}")
+
+
+def read(folder: Path, figure: str) -> Steps:
+    file, belongs = FIGURES[figure]
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()
+    ]
+    return {(line["step"], name): value for line in lines for name, value in line.items() if belongs(name)}
+
+
+def difference(figure: str, way: str, found: dict[str, dict[str, Steps]]) -> float:
+    """The largest one from any other way; infinite where another one lacks a step or has one more."""
+    mine, largest = found[way][figure], 0.0
+    for other in (steps[figure] for steps in found.values()):
+        if mine.keys() != other.keys():
+            return float("inf")
+        for at, value in mine.items():
+            scale = max(value, other[at]) if figure == "gradient norm" else 1.0
+            largest = max(largest, abs(value - other[at]) / scale)
+    return largest
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
