@@ -38,6 +38,8 @@ def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
     layers = next((values[name] for name in _LAYERS if name in values), 1)
     if isinstance(layers, int) and layers > MOST_LAYERS:  # some families list them, and all would be built
         raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MOST_LAYERS}")
+    for name in set(_SIZES_OF_WEIGHTS) & set(values):  # of which transformers would warn in lines of its own
+        _check_size(name, values[name])
     model_type = values.pop("model_type")
     config: PretrainedConfig = _made(lambda: AutoConfig.for_model(model_type, **values))
     # What a family doesn't know but takes for another key, such as rope_theta, leaves no attribute of its own.
@@ -84,9 +86,7 @@ def _check_values(config: PretrainedConfig) -> None:
     """Raises ConfigError for values that the family's class takes, and that no model can be made or trained with."""
     text = text_config(config)
     for name in (*_SIZES_OF_WEIGHTS, "max_position_embeddings"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name} is {value}: it must be at least 1")
+        _check_size(name, getattr(text, name, None))
     for name, value in text.to_dict().items():
         if name in ("init_std", "initializer_range") and isinstance(value, int | float) and value < 0:
             raise ConfigError(f"{name} is {value}: it must not be below 0")
@@ -95,6 +95,11 @@ def _check_values(config: PretrainedConfig) -> None:
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
     if shared is not None and heads % shared:
         raise ConfigError(f"num_attention_heads is {heads}: it must be a multiple of num_key_value_heads ({shared})")
+
+
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, int) and value < 1:
+        raise ConfigError(f"{name} is {value}: it must be at least 1")
 
 
 def _made(make: Callable[[], Any]) -> Any:

@@ -35,7 +35,7 @@ class ModelSection(Section):
         None, ge=1, description="a shallow model: so many of its layers, evenly spaced, first and last kept; null: all"
     )
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
-    vocab_size: int = Field(512, description="tokens of the tokenizer that is trained for a shape")
+    vocab_size: int = Field(512, ge=1, description="tokens of the tokenizer that is trained for a shape")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
 
 
