@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils.output_capturing import _active_collector
 
 from skipdecode.cost import depth_mismatch
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
+from skipdecode.internals import captured_outputs, is_replica
 from skipdecode.schedule import SkipSchedule
 
 # columns at hand -> for each layer, how many of them it runs, counted from the first
@@ -120,7 +120,7 @@ def _gated_class(layer_class: Any) -> Any:
         for gate in _OBEYED.get():
             if self in gate.index_of:
                 return gate.call(self, run, args, kwargs)
-        if getattr(self, "_is_replica", False):  # of torch.nn.DataParallel, whose threads know of no context
+        if is_replica(self):  # the threads of DataParallel know of no context
             raise ConfigError("DataParallel runs copies that no schedule reaches: start a process a device (torchrun)")
         return run(*args, **kwargs)
 
@@ -144,7 +144,7 @@ def _argument_names(layer: Any) -> list[str]:
 
 def _refuse_captured_outputs(kwargs: dict[str, Any]) -> None:
     """Raise ConfigError where hidden states or attentions are to be handed out, of which each layer has to give one."""
-    wanted = set(_active_collector.get() or ()) & {"hidden_states", "attentions"}
+    wanted = captured_outputs() & {"hidden_states", "attentions"}
     if kwargs.get("output_attentions"):  # BLOOM hands it down
         wanted.add("attentions")
     if wanted:

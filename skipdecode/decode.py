@@ -1,17 +1,15 @@
 """Decoding under a schedule: prefill and steps, behind `model.generate(custom_generate=skip_generate)`."""
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
     Cache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
@@ -28,44 +26,24 @@ from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.graphs import StaticSteps, keep_static_steps, static_steps
+from skipdecode.internals import (
+    attention_name,
+    dropped_by_generate,
+    given_a_tokenizer,
+    is_given_cache,
+    next_arguments,
+)
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import check_speedup
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 # model -> what its schedules follow from, and the schedules by speedup
 _SOLVED: weakref.WeakKeyDictionary[Any, tuple[Any, dict[float, SkipSchedule]]] = weakref.WeakKeyDictionary()
 
 
-class _SignatureWithTokenizer(inspect.Signature):
-    """The signature of `skip_generate`, which gets `generate` to use the tokenizer that it was called with.
-
-    `generate` reads `stop_strings` with the tokenizer that it will hand to the decoding loop. A callable is handed what
-    its signature names, but for the tokenizer, which has been taken out before generate looks (transformers 5.17 to
-    5.23, `_extract_generation_mode_kwargs`). This puts it back when generate looks.
-    """
-
-    @property
-    def parameters(self) -> Any:
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is not None and caller.f_code is GenerationMixin._extract_generation_mode_kwargs.__code__:
-            found = caller.f_locals
-            if "tokenizer" in found.get("generation_mode_kwargs", ()):
-                found["kwargs"].setdefault("tokenizer", found["generation_mode_kwargs"]["tokenizer"])
-        return super().parameters
-
-
-def _given_a_tokenizer(function: _Function) -> _Function:
-    signature = _SignatureWithTokenizer(list(inspect.signature(function).parameters.values()))
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
-
-
-@_given_a_tokenizer
+@given_a_tokenizer
 def skip_generate(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -123,7 +101,7 @@ def skip_generate(
     schedule = resolve_schedule(model, schedule, speedup)
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
-    streamer = streamer or _dropped_by_generate("streamer")
+    streamer = streamer or dropped_by_generate("streamer")
     with gated_layers(model, schedule, prompt_plan) as gate:
         steps = _steps(
             model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
@@ -173,7 +151,7 @@ class _ForwardSteps:
     def _run(self, inputs: Any) -> torch.Tensor:
         with self._gate.obeyed():
             outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, is_encoder_decoder=False)
+        self._kwargs = next_arguments(self._model, outputs, self._kwargs)
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
 
@@ -235,15 +213,15 @@ def _steps(
 ) -> _ForwardSteps:
     """What runs the model, and with which cache."""
     inner = unwrap(model)
-    given = getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False)
+    given = is_given_cache(model_kwargs.get("past_key_values"))
     kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
     if given or generation_config.cache_implementation is not None:
         reason: str | None = "a cache was given"
     elif kinds - {"full_attention", "sliding_attention"}:
         reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
-    elif inner.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+    elif attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
         # Without a mask, what it doesn't attend to is what its own cache has dropped.
-        reason = f"its attention {inner.config._attn_implementation!r} takes no mask"
+        reason = f"its attention {attention_name(inner.config)!r} takes no mask"
     else:
         shared = "several processes share it" if synced_gpus else None
         reason = shared or _more_than_a_token(model_kwargs) or why_not_lean(inner)
@@ -295,19 +273,6 @@ def _prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> in
     """How many columns the prompt fills in the cache."""
     embeds = model_kwargs.get("inputs_embeds")
     return int(input_ids.shape[1] if embeds is None else embeds.shape[1])
-
-
-def _dropped_by_generate(name: str) -> Any:
-    """What `generate` was called with under a name: `streamer` or `assistant_model`.
-
-    `generate` hands them to its own decoding loops but drops them on the way to a callable (transformers 5.17 to 5.23,
-    `_extract_generation_mode_kwargs`), a streamer after having put the prompt into it: a reader would wait for ever.
-    """
-    generate = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not generate:
-        frame = frame.f_back
-    return frame.f_locals.get(name) if frame is not None else None
 
 
 def resolve_schedule(
@@ -365,7 +330,7 @@ def _check_request(
 ) -> None:
     if (generation_config.num_beams or 1) > 1:
         raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
-    mode = generation_config.get_generation_mode(_dropped_by_generate("assistant_model"))
+    mode = generation_config.get_generation_mode(dropped_by_generate("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         asked = mode.value.replace("_", " ")
         raise ConfigError(f"{asked} is asked for: skip_generate decodes greedily or samples")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from skipdecode.internals import linear_of_int8, pack_int8
+
 _TINY = 1e-30  # a row of zeros has no largest value to divide by
 
 
@@ -27,7 +29,7 @@ class Int8Linear:
         weight = weight.detach().float()
         scale = (weight.abs().amax(dim=1) / 127).clamp(min=_TINY)  # [out]
         rounded = torch.round(weight / scale[:, None]).to(torch.int8).contiguous()  # packing reads no strides
-        self._weight = torch.ops.onednn.qlinear_prepack(rounded, [1, weight.shape[1]])
+        self._weight = pack_int8(rounded)
         self._scale = scale
         self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
         self._bias = torch.zeros(1) if bias is None else bias.detach().float()
@@ -39,7 +41,7 @@ class Int8Linear:
         scale = torch.linalg.vector_norm(exact, float("inf"), dim=1, keepdim=True).mul_(1 / 127).clamp_(min=_TINY)
         rounded = torch.addcdiv(self._middle, exact, scale).to(torch.uint8)
         no_post_op: list[Any] = []
-        product = torch.ops.onednn.qlinear_pointwise(
+        product = linear_of_int8()(
             rounded,
             1.0,
             128,

@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, get_args
@@ -19,7 +19,6 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,6 +27,16 @@ from skipdecode.block import LeanBlock, Step, make_norm
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
+from skipdecode.internals import (
+    STEP_METHODS,
+    all_modules,
+    all_parameters,
+    attention_name,
+    has_bfloat16_on_cpu,
+    hooks_of,
+    hooks_on_all,
+    version,
+)
 from skipdecode.projections import MAKERS, Weights
 
 
@@ -161,7 +170,7 @@ class _State:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules, self._settings, self._places = _look(model)
-        self._views = [_spread_values(p) for p in _parameters(self._modules)]
+        self._views = [_spread_values(p) for p in all_parameters(self._modules)]
         self._values = self._sample()
 
     def still_holds(self, model: PreTrainedModel) -> bool:
@@ -174,31 +183,14 @@ class _State:
 
 def _look(model: PreTrainedModel) -> tuple[list[nn.Module], Any, Any]:
     """A model's modules but for itself, their settings, and the addresses and versions of its weights."""
-    modules = list(_modules(model))[1:]
+    modules = list(all_modules(model))[1:]
     config = text_config(model.config)
     settings = [tuple(getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG)]
     for module in modules:
         found = module.__dict__
         settings.append(tuple([found.get(name) for name in _READ_ONCE]))
-    places = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(modules)]
+    places = [(p.data_ptr(), version(p)) for p in all_parameters(modules)]
     return modules, settings, places
-
-
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """As `model.modules()`, in less time; what stands in two places comes twice."""
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None:
-            yield module
-            waiting.extend(module._modules.values())
-
-
-def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter
 
 
 def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -249,11 +241,8 @@ def choose_weights(model: PreTrainedModel) -> Weights:
     """
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return "model"
-    if model.dtype == torch.bfloat16:
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    else:
-        supported = model.dtype == torch.float32
-    if not supported:
+    kind = model.dtype
+    if not (has_bfloat16_on_cpu() if kind == torch.bfloat16 else kind == torch.float32):
         return "model"
     _, decoders = _DECODERS.get(model, (None, {}))
     if "packed" in decoders:
@@ -293,12 +282,12 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
 
 def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
     """Whose computation isn't that of torch's and transformers' own classes, if anyone's."""
-    if _global_forward_hooks or _global_forward_pre_hooks:
+    if hooks_on_all():
         return "global hooks are registered"
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+    for name in STEP_METHODS:
         if getattr(getattr(model, name), "__func__", None) is not getattr(type(model), name):
             return f"its {name} is replaced"
-    attention = config._attn_implementation or "eager"
+    attention = attention_name(config)
     if attention not in _KNOWN_ATTENTION:
         return f"its attention is {attention!r}"
     functions = [ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)]
@@ -308,10 +297,9 @@ def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
         if function is not None and not _is_libraries(function):
             return f"{getattr(function, '__name__', function)!r} of its attention or its module is replaced"
     kinds = set()
-    for module in _modules(model):
+    for module in all_modules(model):
         found = module.__dict__
-        hooks = (*found["_forward_hooks"].values(), *found["_forward_pre_hooks"].values())
-        if (hooks and not all(map(_only_watches, hooks))) or "_hf_hook" in found:
+        if not all(map(_only_watches, hooks_of(module))):
             return f"{_name_of(module, model)} has hooks"
         if "forward" in found or "__call__" in found:
             return f"the forward of {_name_of(module, model)} is replaced"
@@ -329,7 +317,7 @@ def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def _unusual_weights(model: PreTrainedModel) -> str | None:
-    parameters = list(_parameters(_modules(model)))
+    parameters = list(all_parameters(all_modules(model)))
     if len({(p.device, p.dtype) for p in parameters}) > 1:
         return "its weights are on several devices or of several types"
     if any(hasattr(p, "ds_id") for p in parameters):

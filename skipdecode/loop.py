@@ -8,6 +8,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from skipdecode.internals import goes_on, padding_token
+
 # A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
 GenerativeModel: TypeAlias = Any
 
@@ -42,7 +44,7 @@ def decode_loop(
     Returns:
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
     """
-    pad_token: Any = generation_config._pad_token_tensor
+    pad_token = padding_token(generation_config)
     stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     scores: Any = ()
     raw_logits: Any = ()
@@ -68,7 +70,7 @@ def decode_loop(
             unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
             finished = not bool(unfinished.any())
         del logits  # those of a prefill are large
-        if not model._has_unfinished_sequences(finished, synced_gpus, device=input_ids.device):
+        if not goes_on(model, finished, synced_gpus, input_ids.device):
             break
         logits = steps.step(step, input_ids)
         step += 1

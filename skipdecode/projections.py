@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from skipdecode.int8 import Int8Linear
+from skipdecode.internals import linear_of_packed, pack
 
 Weights = Literal["model", "packed", "int8"]
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
@@ -40,8 +41,8 @@ def plain_linear(projection: Any) -> Linear:
 def packed_linear(projection: Any) -> Linear:
     """A projection with a copy of its weights in oneDNN's blocked layout."""
     # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
-    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(projection).contiguous(), 8)
-    bias, run, no_scalars = projection.bias, torch.ops.mkldnn._linear_pointwise, []  # type: ignore[var-annotated]
+    weight = pack(_weight(projection).contiguous(), rows=8)
+    bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]
     return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
 
 

@@ -41,6 +41,27 @@ def test_the_library_needs_torch_and_transformers_alone() -> None:
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
 
 
+def private_names(file: Path) -> set[str]:
+    """Names with an underscore in front that a file takes from what isn't its own, also as a text."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {
+                part for name in (node.module or "", *(alias.name for alias in node.names)) for part in name.split(".")
+            }
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return {name for name in found if name.startswith("_") and name.strip("_") and not name.endswith("__")}
+
+
+def test_the_libraries_private_names_stand_in_one_module() -> None:
+    files = {file.name: private_names(file) for file in (ROOT / "skipdecode").glob("*.py")}
+    assert "_pad_token_tensor" in files.pop("internals.py")
+    assert {name: names for name, names in files.items() if names} == {}
+
+
 def test_nothing_imports_scripts_and_train_py_calls_the_command_line_alone() -> None:
     assert imported(ROOT / "train.py") == {"sys", "train"}
 
