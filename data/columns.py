@@ -39,8 +39,10 @@ def encode_prompts(
     if not examples:
         return []
     most = limit if cut_to is None else min(cut_to, limit)
-    bodies = tokenizer([example.body for example in examples])["input_ids"]
-    ends = tokenizer([example.instruction for example in examples], add_special_tokens=False)["input_ids"]
+    bodies = tokenizer([example.body for example in examples], verbose=False)["input_ids"]  # lengths are ours to judge
+    ends = tokenizer([example.instruction for example in examples], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     prompts: list[Prompt] = []
     for example, body, end in zip(examples, bodies, ends, strict=True):
         length = len(body) + len(end)
@@ -69,7 +71,7 @@ def encode_pairs(
     advice = "raise data.max_prompt_tokens, or shorten the prompt"
     prompts = encode_prompts(tokenizer, examples, max_prompt_tokens, advice)
     targets = [target for example in examples for target in example.targets]
-    completions = iter(tokenizer(targets, add_special_tokens=False)["input_ids"] if targets else [])
+    completions = iter(tokenizer(targets, add_special_tokens=False, verbose=False)["input_ids"] if targets else [])
     columns: dict[str, list[Any]] = {name: [] for name in ROW}
     for example, prompt in zip(examples, prompts, strict=True):
         for number in range(len(example.targets)):

@@ -1,6 +1,7 @@
 """Tasks of one text in and one text out, their rows read one by one from local files or from the Hub."""
 
 import glob
+import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,7 @@ def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
     if builder == "csv":
         options["converters"] = dict.fromkeys(text_columns, str)
     number = 0
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what is wrong with a file is said below
     try:
         rows = datasets.load_dataset(
             builder,

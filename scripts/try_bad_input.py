@@ -240,7 +240,7 @@ def contents(folder: Path) -> dict[str, Any]:
             found[name] = path.read_bytes()
         else:
             found[name] = None
-    return found
+    return {name: value for name, value in found.items() if not name.endswith(".lock")}
 
 
 if __name__ == "__main__":

@@ -312,13 +312,14 @@ def _schedule_of(model: Any, speedup: float) -> SkipSchedule:
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
+    schedule = config.schedule_for(CostModel.of(model), speedup)
     trained = config.trained_range
     if trained is not None and not trained[0] <= speedup <= trained[1]:
         logging.get_logger("transformers.skipdecode").warning(
             f"speedup {speedup:g} lies outside of {trained[0]:g} to {trained[1]:g}, for which this model was trained: "
             "expect worse texts"
         )
-    return config.schedule_for(CostModel.of(model), speedup)
+    return schedule
 
 
 def _check_request(

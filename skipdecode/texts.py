@@ -115,7 +115,7 @@ class Decoder:
         for number, prompt in enumerate(prompts, start=1):
             if any("\ud800" <= mark <= "\udfff" for mark in prompt):
                 raise ConfigError(f"prompt {number} is no text in UTF-8: {prompt[:40]!r}")
-        for number, ids in enumerate(self.tokenizer(list(prompts))["input_ids"], start=1):
+        for number, ids in enumerate(self.tokenizer(list(prompts), verbose=False)["input_ids"], start=1):
             if not ids:
                 raise ConfigError(f"prompt {number} is empty")
             if self._positions is not None and len(ids) + new - 1 > self._positions:

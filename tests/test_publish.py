@@ -98,8 +98,13 @@ def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
     assert set(files) == {name for name in EXPECTED if not name.startswith("eval/")}
     assert files["config.json"] == (folder / "config.json").read_bytes()
     assert set(hub.repositories[NAME].tags) == {"first"}
-    for wrong in (["publish.repository=small"], [f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"]):
-        with pytest.raises(ConfigError, match=r"names no owner|wants a whole checkpoint"):
+    for wrong, message in (
+        (["publish.repository=small"], "names no owner"),
+        ([f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"], "wants a whole checkpoint"),
+        (["publish.tag=v1"], "publish.tag is 'v1': without publish.repository"),
+        (["train.finish_with=best"], "train.finish_with is 'best': it needs train.validate_rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             train_small(tmp_path / "wrong", *wrong)
     assert not (tmp_path / "wrong").exists()
 

@@ -207,6 +207,8 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     optim, section = recipe.optim, recipe.train
     if section.precision == "fp16" and not torch.accelerator.is_available():
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
+    if section.finish_with == "best" and not section.validate_rows:
+        raise ConfigError("train.finish_with is 'best': it needs train.validate_rows, whose loss says which is")
     deepspeed = None if recipe.deepspeed.config is None else prepare_deepspeed(recipe.deepspeed.config)
     try:
         arguments = TrainingArguments(

@@ -45,6 +45,8 @@ def run(recipe: Recipe, name: str) -> Path:
         RunStopped: where the run can't go on, after what can be saved is.
     """
     console = make_console(stderr=True, quiet=not is_first_process())
+    if recipe.publish.tag is not None and recipe.publish.repository is None:
+        raise ConfigError(f"publish.tag is {recipe.publish.tag!r}: without publish.repository nothing is published")
     if recipe.publish.repository is not None:
         check_name(recipe.publish.repository)
         if recipe.lora.r is not None and not recipe.lora.merge:
