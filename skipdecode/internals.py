@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import GenerationMixin
+from transformers.utils.hub import cached_file
 from transformers.utils.output_capturing import _active_collector
 
 Decoding = TypeVar("Decoding", bound=Callable[..., Any])
@@ -99,6 +100,12 @@ def given_a_tokenizer(function: Decoding) -> Decoding:
 def attention_name(config: Any) -> str:
     """How a model computes attention; the public argument `attn_implementation` says what was asked for at loading."""
     return config._attn_implementation or "eager"
+
+
+def is_cached(name: str, file: str, **where: Any) -> bool:
+    """Whether the cache holds a file of a repository. Without the private argument a missing one is an exception."""
+    quietly: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    return cached_file(name, file, **quietly, **where) is not None
 
 
 def captured_outputs() -> set[str]:

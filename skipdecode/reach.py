@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.hub import cached_file, is_offline_mode
+from transformers.utils.hub import is_offline_mode
 
 from skipdecode.errors import ConfigError
+from skipdecode.internals import is_cached
 
 _HUB = "https://huggingface.co"
-_QUIETLY: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
 _PATIENCE = 5.0  # seconds
 
 
@@ -31,7 +31,7 @@ def without_network(name: str, **where: Any) -> dict[str, Any]:
     address = os.environ.get("HF_ENDPOINT") or _HUB
     if Path(name).is_dir() or is_offline_mode() or where.get("local_files_only") or _answers(address):
         return {}
-    if not any(cached_file(name, file, **_QUIETLY, **where) for file in ("config.json", "adapter_config.json")):
+    if not any(is_cached(name, file, **where) for file in ("config.json", "adapter_config.json")):
         raise ConfigError(
             f"{name!r} is no folder, there is no copy of it in the cache, and the Hub can't be reached ({address})"
         )
