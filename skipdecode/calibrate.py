@@ -16,6 +16,7 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
+from skipdecode.solver import check_counts
 
 # Depths that are timed, evenly spaced from all layers down to one.
 DEPTHS = 8
@@ -44,8 +45,9 @@ def measure_cost(
         tread: steps at each depth; the first of them, which may find caches cold, isn't counted.
 
     Raises:
-        ConfigError: for a family that isn't known, and a model of one layer.
+        ConfigError: for a family that isn't known, a model of one layer, and counts below 1.
     """
+    check_counts(batch_size=batch_size, prompt_length=prompt_length, repeats=repeats, tread=tread)
     num_layers = len(decoder_layers(model))
     if num_layers < 2:
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")

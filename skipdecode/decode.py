@@ -99,6 +99,8 @@ def skip_generate(
             can't be lean.
     """
     schedule = resolve_schedule(model, schedule, speedup)
+    if cuda_graphs not in (None, True, False):
+        raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or dropped_by_generate("streamer")

@@ -62,6 +62,8 @@ def load_model(
     Raises:
         ConfigError: where there is none, or that isn't so; where it brings code of its own and isn't trusted.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"the checkpoint's name is {name!r}: name a folder, or a repository of the Hub")
     path = Path(name)
     looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not any((path / file).is_file() for file in ("config.json", _ADAPTERS_CONFIG)):

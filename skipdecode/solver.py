@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -103,13 +103,18 @@ def check_speedup(speedup: float) -> None:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
 
 
+def check_counts(**counts: int) -> None:
+    """Raises ConfigError where one is no integer of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
+
+
 def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:
     check_speedup(speedup)
     if not 0 <= spread <= 1:
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
-    for name, value in (("prompt_length", prompt_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value!r}: it must be at least 1")
+    check_counts(prompt_length=prompt_length, batch_size=batch_size)
 
 
 def _fast_enough(

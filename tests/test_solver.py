@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_opt
 from transformers import AutoConfig
 
-from skipdecode import ConfigError, CostModel, Machine, SkipSchedule, solve_schedule
+from skipdecode import ConfigError, CostModel, Machine, SkipSchedule, load, measure_cost, solve_schedule
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -134,8 +134,22 @@ def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
         ({"speedup": 2, "spread": 1.5}, "spread is 1.5"),
         ({"speedup": 2, "batch_size": 0}, "batch_size is 0"),
         ({"speedup": 2, "decay": "linaer"}, "did you mean 'linear'"),
+        ({"speedup": 2, "batch_size": 1.5}, "batch_size is 1.5: it must be an integer of at least 1"),
+        ({"speedup": 2, "prompt_length": "64"}, "prompt_length is '64': it must be an integer of at least 1"),
     ],
 )
 def test_a_bad_target_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         solve_schedule(OPT_1_3B, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 0}, {"prompt_length": -1}, {"repeats": True}])
+def test_a_calibration_refuses_counts_below_one(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} is .*: it must be an integer of at least 1"):
+        measure_cost(tiny_opt("opt", 2), **change)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_name_is_refused() -> None:
+    for name in (None, "", 5):
+        with pytest.raises(ConfigError, match="the checkpoint's name is"):
+            load(name)  # type: ignore[arg-type]

@@ -82,8 +82,8 @@ def pack(folder: Path, repository: str) -> Parcel:
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} is no finished run: it has no config.json")
     load(str(folder))
-    write_custom_generate(folder)
     write_card(folder, repository)
+    write_custom_generate(folder)
     files = sorted({path.relative_to(folder).as_posix() for pattern in SENT for path in folder.glob(pattern)})
     unsent = [file.name for file in folder.glob("*.safetensors") if file.name not in files]
     if unsent:
