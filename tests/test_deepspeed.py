@@ -51,7 +51,6 @@ CASES = [
     ("zero1", "sampled", []),
     ("zero2", "sampled", PARTS),
     ("zero3", "sampled", []),
-    ("zero3", "skipping prompts", []),
     ("zero2-offload", "sandwich", []),
     ("zero3-offload", "sandwich, skipping prompts", ["train.gradient_checkpointing=true"]),
     (None, "skipping prompts", ["train.gradient_checkpointing=true"]),
@@ -165,7 +164,7 @@ def test_two_processes_train_what_one_does(
     assert size == pytest.approx(alones, rel=0.01)  # a tied head is saved once
 
 
-@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("config", ["zero1", "zero3"])  # what ZeRO-2 shards more than ZeRO-1 is in no checkpoint
 def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     config: str, sharded: Callable[[str | None, str], Path], tmp_path: Path
 ) -> None:
@@ -175,19 +174,18 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     shutil.rmtree(folder / "checkpoint-4")
     for name in ("config.json", "model.safetensors"):
         (folder / name).unlink()
-    (case,) = (overrides for c, w, overrides in CASES if (c, w) == (config, "sampled"))
 
-    # First with a process less, whose shard would be lost.
-    left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", f"deepspeed.config={config}", *case)
-    (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *recipe])
-    assert status == 2
-    error = printed.strip().splitlines()[-1]
-    assert error.startswith("error: ")
-    assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
+    if config == "zero3":  # first with a process less, whose shard would be lost
+        left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", f"deepspeed.config={config}")
+        (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *recipe])
+        assert status == 2
+        error = printed.strip().splitlines()[-1]
+        assert error.startswith("error: ")
+        assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
 
-    printed = train_on_two(folder, f"deepspeed.config={config}", *case, log=tmp_path / "log.txt")
+    printed = train_on_two(folder, f"deepspeed.config={config}", log=tmp_path / "log.txt")
     assert "checkpoint-2" in printed
     steps = {json.loads(line)[0] for line in (tmp_path / "1.jsonl").read_text().splitlines()}
     assert steps == {2, 3}

@@ -46,7 +46,7 @@ def decode(model, ids, mask, schedule, new_tokens):
     return [up_to_end(row, END) for row in output[:, ids.shape[1] :].tolist()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)  # test_any_case_of_decoding.py draws more
 @given(kinds, schedules(), lengths, st.integers(0, 99))
 def test_cached_greedy_decoding_equals_the_naive_loop(kind, schedule, prompt_lengths, seed):
     model = tiny_opt(kind, LAYERS)
@@ -55,7 +55,7 @@ def test_cached_greedy_decoding_equals_the_naive_loop(kind, schedule, prompt_len
     assert decode(model, ids, mask, schedule, new_tokens) == naive_greedy(model, ids, mask, schedule, new_tokens, END)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(kinds, schedules(), lengths, st.integers(0, 99))
 def test_a_batch_decodes_what_its_rows_decode_alone(kind, schedule, prompt_lengths, seed):
     model = tiny_opt(kind, LAYERS)
@@ -67,7 +67,7 @@ def test_a_batch_decodes_what_its_rows_decode_alone(kind, schedule, prompt_lengt
     assert decode(model, ids, mask, schedule, 14) == alone
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(kinds, lengths, st.integers(0, 99))
 def test_full_depth_decodes_what_transformers_decodes(kind, prompt_lengths, seed):
     model = tiny_opt(kind, LAYERS)

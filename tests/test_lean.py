@@ -31,8 +31,8 @@ def generate(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lengths", [[9], [3, 12, 5], [6, 6]], ids=["one row", "ragged", "even"])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
+@pytest.mark.parametrize("lengths", [[3, 12, 5], [6, 6]], ids=["ragged", "even"])
+@pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["skipping", "even placement"])
 def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule: SkipSchedule) -> None:
     model = tiny(name)
     assert why_not_lean(model) is None
