@@ -125,8 +125,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
 
     monkeypatch.setattr(eval.search_trials, "decode_test_set", counting)
     killing = True
-    with pytest.raises(KeyboardInterrupt):
-        main(arguments(checkpoint, tmp_path / "again"))
+    assert main(arguments(checkpoint, tmp_path / "again")) == 130
     assert not (tmp_path / "again" / "search.json").exists()
     killing = False
     with (tmp_path / "again" / "trials.jsonl").open("a") as log:

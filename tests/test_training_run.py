@@ -256,7 +256,7 @@ def test_predictions_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) 
         (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
         (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
         (["schedule.warmup_layers=0"], "schedule.warmup_layers is 0"),
-        (["data.path=/nowhere"], "task 'departures': Departures.__init__() got an unexpected keyword argument 'path'"),
+        (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
         (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
     ],
