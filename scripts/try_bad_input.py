@@ -155,7 +155,7 @@ class Running:
                 self._start()
             return False
         if trial.signal is not None and not self._signalled:
-            due = passed >= trial.when if isinstance(trial.when, float) else there(self.folder, trial.when)
+            due = there(self.folder, trial.when) if isinstance(trial.when, str) else passed >= trial.when
             if due and not self._main.ended():
                 self._main.signal(trial.signal)
                 self._signalled = True

@@ -124,6 +124,14 @@ def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
         send(pack(run, NAME), tag="v2")
 
 
+def test_without_a_network_sending_is_refused_in_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    with pytest.raises(ConfigError, match=r"sending to me/small broke off \(.*refused"):
+        send(pack(run, NAME))
+
+
 def test_interrupted_and_repeated_it_ends_whole(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     hub.breaks = 10**6

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
 from omegaconf import OmegaConf
 
@@ -158,7 +158,7 @@ def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, messag
             _tag(api, name, tag, commit.oid)
     except HfHubHTTPError as error:
         raise ConfigError(f"the Hub refused {name}: {first_line(error)}") from error
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, HTTPError) as error:  # the last where there is no network
         raise ConfigError(f"sending to {name} broke off ({first_line(error)}): the same command goes on") from error
     return str(commit.commit_url)
 
