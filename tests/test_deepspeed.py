@@ -143,8 +143,9 @@ def check_same_weights(mine: Path, reference: Path) -> None:
     found = weights(mine)
     assert found.keys() == expected.keys()
     apart = torch.cat([(value - expected[name]).abs().flatten() for name, value in found.items()])
-    # Adam moves a weight by the learning rate whatever the size of its gradient, even where that is rounding alone.
-    assert float(apart.max()) < LEARNING_RATE
+    # Adam moves a weight by the learning rate whatever the size of its gradient, even where that is rounding alone: in
+    # each of four steps to one side or to the other.
+    assert float(apart.max()) < 2 * 4 * LEARNING_RATE
     assert float(apart.mean()) < 1e-6
     assert float((apart > 1e-5).float().mean()) < 1e-3
 

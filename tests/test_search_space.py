@@ -35,10 +35,10 @@ def budgets(draw: st.DrawFn) -> Budget:
 @settings(max_examples=40)
 @given(
     budget=budgets(),
-    warmups=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
-    decays=st.lists(st.sampled_from(DECAYS), min_size=1, max_size=3).map(tuple),
-    horizons=st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple),
-    placements=st.lists(st.sampled_from(PLACEMENTS), min_size=1, max_size=2).map(tuple),
+    warmups=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True).map(tuple),
+    decays=st.lists(st.sampled_from(DECAYS), min_size=1, max_size=3, unique=True).map(tuple),
+    horizons=st.lists(st.integers(1, 60), min_size=1, max_size=3, unique=True).map(tuple),
+    placements=st.lists(st.sampled_from(PLACEMENTS), min_size=1, max_size=2, unique=True).map(tuple),
     trials=st.integers(2, 8),
     seed=st.integers(0, 2**31),
 )

@@ -81,7 +81,7 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     ("override", "message"),
     [
         ("data.options={holdout: 50}", "holdout is 50: "),
-        ("data.options={holdout: x}", "holdout is 'x': it must be an integer"),
+        ("data.options={holdout: x}", "holdout is 'x': Input should be a valid integer"),
         ("data.path=recipes", "split 'train' of cnndm has no file in recipes"),
         ("data.max_prompt_tokens=6", "at most 6 fit: raise data.max_prompt_tokens"),
         ("data.max_prompt_tokens=400", "need 420 positions, the model has 256"),
