@@ -50,7 +50,6 @@ def fuzz(count: int, draw: random.Random, progress: Progress) -> int:
     last: list[Case] = []
     ties = 0
 
-    @hypothesis.given(cases())
     def right(case: Case) -> None:
         nonlocal ties
         last[:] = [case]
@@ -66,7 +65,7 @@ def fuzz(count: int, draw: random.Random, progress: Progress) -> int:
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         try:
-            hypothesis.seed(draw.getrandbits(32))(settings(right))()
+            hypothesis.seed(draw.getrandbits(32))(settings(hypothesis.given(cases())(right)))()
         except Exception as error:
             progress.stop()
             print(f"wrong: {type(error).__name__}: {error}\nafter about {done} cases; again: --case '", end="")
