@@ -1,11 +1,13 @@
 """Recipes resolve, and a mistake in one is named with what to do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from skipdecode import ConfigError
-from train.recipe import load_recipe, recipe_names
+from train.recipe import RECIPES, load_recipe, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -93,3 +95,11 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message:
     (tmp_path / "bad.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):
         load_recipe(str(tmp_path / "bad.yaml"))
+
+
+def test_a_mistyped_key_waits_for_no_heavy_import() -> None:
+    mistyped = ["--recipe", "quickstart", "train.max_stepz=1"]
+    code = f"import sys, train.cli; train.cli.main({mistyped}); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=RECIPES.parent)
+    assert "did you mean 'train.max_steps'" in said.stderr
+    assert said.stdout == "False\n"

@@ -130,8 +130,9 @@ def _pretrained(
     changes = _changes(recipe)
     trust = section.trust_remote_code
     changed: dict[str, Any] = {"config": _pretrained_config(name, trust, changes)} if changes else {}
-    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
+    # The model first: of code that isn't trusted a tokenizer says less.
     model = load_model(name, getattr(torch, section.dtype), trust_remote_code=trust, **changed)
+    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
     try:
         _check_vocabulary(model.config, tokenizer)
     except ConfigError as error:

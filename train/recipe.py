@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from eval.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
-from train.sampling import Sampling
 
+Sampling = Literal["one", "sandwich"]  # not with the sampler, whose imports take seconds that a mistyped key should not
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
 LARGEST = 2**32 - 1  # of a number in a recipe, as seeds are; NaN and infinity are in no range

@@ -4,15 +4,15 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
+from train.recipe import Sampling
 
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
 RANGE_TARGETS = 31
 
 # one: a schedule a step. sandwich: the slowest, the fastest and one drawn between them, all in the same step.
-Sampling = Literal["one", "sandwich"]
 
 
 class Draw(NamedTuple):
