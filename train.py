@@ -2,7 +2,7 @@
 
 import sys
 
-from train.cli import main
+from skipdecode.command import run_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_module("train.cli"))

@@ -1,8 +1,14 @@
 """The scores of predictions that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
 
+import sys
+
+if __name__ == "__main__":  # first of all, as the imports below take seconds
+    from skipdecode.command import run_module
+
+    sys.exit(run_module("eval.score"))
+
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +119,3 @@ def _table(scores: Scores, against: Scores | None) -> Table:
             cells += [f"{against.values[name]:.2f}", f"{difference:+.2f}", f"{p:.3f}{'*' if p < SIGNIFICANT else ''}"]
         table.add_row(name, *cells)
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

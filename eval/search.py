@@ -1,9 +1,15 @@
 """The best schedule for a budget, found on validation data: `python -m eval.search`."""
 
+import sys
+
+if __name__ == "__main__":  # first of all, as the imports below take seconds
+    from skipdecode.command import run_module
+
+    sys.exit(run_module("eval.search"))
+
 import argparse
 import datetime
 import shlex
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -288,7 +294,3 @@ def _plan(request: SearchRequest, config: SkipConfig, data: Validation, checksum
     )
     predicted = [budget.predicted(schedule) for schedule in schedules]
     return Plan(request.to_dict(), checksum, budget.steps, [s.to_dict() for s in schedules], predicted)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

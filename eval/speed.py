@@ -1,12 +1,18 @@
 """How fast a model decodes under schedules, beside what else a user could pick: `python -m eval.speed`."""
 
+import sys
+
+if __name__ == "__main__":  # first of all, as the imports below take seconds
+    from skipdecode.command import run_module
+
+    sys.exit(run_module("eval.speed"))
+
 import argparse
 import datetime
 import math
 import operator
 import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -297,7 +303,3 @@ def _rows(
             )
         )
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -47,6 +48,11 @@ def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = 
             print(line, file=sys.stderr)
     _give_up_output()
     return status
+
+
+def run_module(name: str) -> int:
+    """Import a module and run its `main()` as `run_command` does, so that Ctrl-C is one line while it imports too."""
+    return run_command(lambda: importlib.import_module(name).main())
 
 
 def _reason(error: OSError) -> str:

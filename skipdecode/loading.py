@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,9 @@ def load_model(
 
 def _quietly(name: str, read: Callable[[], Any]) -> Any:
     """What `read` gives, without transformers' own table of what is wrong. Raises ConfigError where it fails."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        return read()
+        with _warnings_off():
+            return read()
     except ConfigError:
         raise
     except Exception as error:  # no narrower one: damaged weights raise what safetensors has of its own
@@ -109,6 +109,15 @@ def _quietly(name: str, read: Callable[[], Any]) -> Any:
         if "use_safetensors" in str(error):  # a repository of the Hub without them
             raise _pickled(name) from error
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+
+
+@contextmanager
+def _warnings_off() -> Iterator[None]:
+    """What transformers warns of while it loads comes before the one line that says what is wrong."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(before)
 
@@ -214,7 +223,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
             options = {"padding_side": "left", "trust_remote_code": trust_remote_code, **kwargs}
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            with _warnings_off():
+                tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
         check_trust(name, error)
         raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error

@@ -2,6 +2,6 @@
 
 import sys
 
-from eval.report.cli import main
+from skipdecode.command import run_module
 
-sys.exit(main())
+sys.exit(run_module("eval.report.cli"))
