@@ -10,6 +10,7 @@ it can be and printed; the exit status is 1 then, else 0.
 
 import argparse
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -81,7 +82,9 @@ def fuzz_threads(count: int, draw: random.Random, progress: Progress) -> int:
     rounds = [(name, schedules) for schedules in ([FAST, SLOW], [FAST, SLOW, None]) for name in MODELS]
     calls = 0
     for number, (name, schedules) in enumerate(rounds):
-        share = (count - calls) // (len(rounds) - number) // len(schedules) * len(schedules)
+        share = math.ceil((count - calls) / (len(rounds) - number) / len(schedules)) * len(
+            schedules
+        )  # at least `count`
         seed = draw.getrandbits(32)
         try:
             decode_side_by_side(name, share, seed, schedules)
