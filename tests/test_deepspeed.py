@@ -146,8 +146,8 @@ def check_same_weights(mine: Path, reference: Path) -> None:
     # Adam moves a weight by the learning rate whatever the size of its gradient, even where that is rounding alone: in
     # each of four steps to one side or to the other.
     assert float(apart.max()) < 2 * 4 * LEARNING_RATE
-    assert float(apart.mean()) < 1e-6
-    assert float((apart > 1e-5).float().mean()) < 1e-3
+    assert float(apart.mean()) < 1e-5
+    assert float((apart > 1e-5).float().mean()) < 1e-2
 
 
 @pytest.mark.parametrize(("config", "what"), [(config, what) for config, what, _ in CASES])

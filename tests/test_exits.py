@@ -130,11 +130,12 @@ def test_each_exit_is_logged_in_the_band_of_its_depth() -> None:
 def test_the_head_turns_the_last_layers_output_into_the_models_logits(family: str) -> None:
     model = a_model(family)
     ids, mask = ragged_prompts([4, 6], seed=0)
+    hooks = [list(layer._forward_hooks.values()) for layer in model.modules()]
     with torch.no_grad():
         exits = run_exits(model, lambda: model(ids, attention_mask=mask), new_tokens=3)
         torch.testing.assert_close(exits.head(exits.hidden[-1]), model(ids, attention_mask=mask).logits[:, -4:-1])
     assert [tuple(hidden.shape) for hidden in exits.hidden] == [(2, 3, 32)] * LAYERS
-    assert not any(layer._forward_hooks for layer in model.modules())
+    assert [list(layer._forward_hooks.values()) for layer in model.modules()] == hooks
 
 
 def test_a_family_without_a_known_norm_is_refused() -> None:

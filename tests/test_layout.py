@@ -63,7 +63,8 @@ def test_the_libraries_private_names_stand_in_one_module() -> None:
 
 
 def test_nothing_imports_scripts_and_train_py_calls_the_command_line_alone() -> None:
-    assert imported(ROOT / "train.py") == {"sys", "train"}
+    assert imported(ROOT / "train.py") == {"sys", "skipdecode"}
+    assert 'run_module("train.cli")' in (ROOT / "train.py").read_text(encoding="utf-8")
 
 
 def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
