@@ -19,14 +19,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
 
 from skipdecode.cost import depth_mismatch
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers
 from skipdecode.internals import captured_outputs, is_replica
 from skipdecode.schedule import SkipSchedule
@@ -240,8 +239,7 @@ def skip_layers(
             attached already; in a forward pass, for fewer columns than the prompt's, and where hidden states or
             attentions are asked for.
     """
-    if not isinstance(prompt_columns, Integral) or isinstance(prompt_columns, bool) or prompt_columns < 1:
-        raise ConfigError(f"prompt_columns is {prompt_columns!r}: it must be an integer of at least 1")
+    check_counts(prompt_columns=prompt_columns)
 
     @functools.lru_cache(maxsize=8)
     def plan(columns: int) -> tuple[int, ...]:

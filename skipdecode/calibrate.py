@@ -12,11 +12,10 @@ from transformers import StoppingCriteriaList
 from skipdecode.clock import StepClock
 from skipdecode.cost import MeasuredCost
 from skipdecode.decode import skip_generate
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
-from skipdecode.solver import check_counts
 
 # Depths that are timed, evenly spaced from all layers down to one.
 DEPTHS = 8

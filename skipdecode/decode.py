@@ -132,10 +132,8 @@ class _ForwardSteps:
         self._gate = gate
         self._schedule = schedule
         self._kwargs = model_kwargs
-        self._plans = {
-            budget: whole_columns(schedule.num_layers, schedule.layers_for(budget))
-            for budget in range(schedule.min_layers, schedule.max_layers + 1)
-        }
+        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
+        self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
@@ -146,7 +144,7 @@ class _ForwardSteps:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
         budget = self._schedule.budget(i)
         self._gate.plan = self._plans[budget]
-        with sized_by(self.cache, self._schedule.layers_for(budget)):
+        with sized_by(self.cache, self._layers[budget]):
             inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
             return self._run(inputs)
 
@@ -183,7 +181,6 @@ class _LeanSteps(_ForwardSteps):
         self._decoder = decoder
         self._step_of = step_of
         self._static = static
-        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         logits = super().prefill(input_ids)

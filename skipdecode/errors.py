@@ -1,7 +1,8 @@
-"""The one exception that a user's mistake raises."""
+"""The one exception that a user's mistake raises, and what raises it in many places."""
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class ConfigError(ValueError):
@@ -21,6 +22,13 @@ def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError(f"unknown {kind} {value!r}: {hint}Allowed: {', '.join(names)}")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ConfigError where one is no integer of at least 1; those of numpy are integers too."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+            raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, get_args
@@ -224,14 +224,12 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
     with _MAKING:  # of two threads that ask at once, one makes it
-        known = _DECODERS.pop(model, None)
+        known = _DECODERS.get(model)
         if known is None or not known[0].still_holds(model):
-            known = None  # copies are freed before the next are made
-            known = (_State(model), {})
-        state, decoders = known
+            known = _DECODERS[model] = (_State(model), {})  # copies there were are freed before others are made
+        _, decoders = known
         if weights not in decoders:
             decoders[weights] = LeanDecoder(model, weights)
-        _DECODERS[model] = (state, decoders)
         return decoders[weights]
 
 
@@ -277,10 +275,11 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
         return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    return _changed_computation(model, config) or _unusual_weights(model)
+    modules = list(all_modules(model))
+    return _changed_computation(model, config, modules) or _unusual_weights(model, modules)
 
 
-def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
+def _changed_computation(model: PreTrainedModel, config: Any, modules: Iterable[nn.Module]) -> str | None:
     """Whose computation isn't that of torch's and transformers' own classes, if anyone's."""
     if hooks_on_all():
         return "global hooks are registered"
@@ -297,7 +296,7 @@ def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
         if function is not None and not _is_libraries(function):
             return f"{getattr(function, '__name__', function)!r} of its attention or its module is replaced"
     kinds = set()
-    for module in all_modules(model):
+    for module in modules:
         found = module.__dict__
         if not all(map(_only_watches, hooks_of(module))):
             return f"{_name_of(module, model)} has hooks"
@@ -316,8 +315,8 @@ def _changed_computation(model: PreTrainedModel, config: Any) -> str | None:
     return None
 
 
-def _unusual_weights(model: PreTrainedModel) -> str | None:
-    parameters = list(all_parameters(all_modules(model)))
+def _unusual_weights(model: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
+    parameters = list(all_parameters(modules))
     if len({(p.device, p.dtype) for p in parameters}) > 1:
         return "its weights are on several devices or of several types"
     if any(hasattr(p, "ds_id") for p in parameters):

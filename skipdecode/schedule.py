@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from skipdecode.errors import ConfigError, unknown
+from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.plain_json import parse_json
 
 # Far beyond any model and any text: what is larger is a slip of the keyboard that would take minutes and gigabytes.
@@ -103,10 +103,8 @@ class SkipSchedule:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
-                raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
-            value = int(value)
+            check_counts(**{name: getattr(self, name)})
+            value = int(getattr(self, name))
             object.__setattr__(self, name, value)  # numpy's are no integers to JSON
             most = LONGEST_HORIZON if name == "horizon" else MOST_LAYERS
             if value > most:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel, Machine
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
 
@@ -101,13 +101,6 @@ def check_speedup(speedup: float) -> None:
     """Raises ConfigError where a target is no number of at least 1."""
     if isinstance(speedup, bool) or not isinstance(speedup, Real) or not math.isfinite(speedup) or speedup < 1:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
-
-
-def check_counts(**counts: int) -> None:
-    """Raises ConfigError where one is no integer of at least 1."""
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
 
 
 def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from opening_commands import opening_commands
 from safetensors.torch import load_file, save_file
 from small_checkpoints import save_checkpoint
 from small_runs import train_small
 
-import eval.cli
-import eval.search
-import eval.speed
 import skipdecode
-import skipdecode.cli
 from skipdecode import ConfigError
 from skipdecode.loading import load_model, load_tokenizer
 from skipdecode.seal import SEAL, check_seal, seal
@@ -117,16 +114,7 @@ def test_every_command_refuses_a_damaged_checkpoint(
 ) -> None:
     name = str(checkpoint)
     flip(checkpoint / "model.safetensors", 0.9)
-    commands: list[Callable[[], int]] = [
-        lambda: skipdecode.cli.main(["generate", name, "hello"]),
-        lambda: skipdecode.cli.main(["info", name]),
-        lambda: skipdecode.cli.main(["compare", name, "hello"]),
-        lambda: skipdecode.cli.main(["export", name, str(tmp_path / "out"), "--speedup", "2"]),
-        lambda: eval.cli.main(["--checkpoint", name, "--output", str(tmp_path / "out")]),
-        lambda: eval.search.main(["--checkpoint", name, "--speedup", "2", "--output", str(tmp_path / "out")]),
-        lambda: eval.speed.main(["--model", name, "--output", str(tmp_path / "out.json")]),
-    ]
-    for command in commands:
+    for command in opening_commands(name, tmp_path):
         assert command() == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {name} is damaged: model.safetensors has changed")

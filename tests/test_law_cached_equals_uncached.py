@@ -4,31 +4,13 @@ import copy
 
 import pytest
 import torch
+from decoding_cases import LAYERS, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_opt import naive_greedy, naive_logits, up_to_end
 from tiny_models import END, OPT_KINDS, ragged_prompts, tiny_opt
 
 from skipdecode import SkipSchedule, skip_generate, skip_layers
-
-LAYERS = 6
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> SkipSchedule:
-    most = draw(st.integers(1, LAYERS))
-    least = draw(st.integers(1, most))
-    return SkipSchedule(
-        num_layers=LAYERS,
-        max_layers=most,
-        min_layers=least,
-        warmup_layers=draw(st.integers(1, least)),
-        horizon=draw(st.integers(1, 12)),
-        decay=draw(st.sampled_from(["linear", "power", "step", "cosine"])),
-        placement=draw(st.sampled_from(["top", "bottom", "even", "ends"])),
-        prompt=draw(st.sampled_from(["full", "max"])),
-    )
-
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 kinds = st.sampled_from(sorted(OPT_KINDS))

@@ -2,19 +2,15 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers.dynamic_module_utils
+from opening_commands import opening_commands
 from small_checkpoints import save_checkpoint
 from small_runs import train_small
 
-import eval.cli
-import eval.search
-import eval.speed
 import skipdecode
-import skipdecode.cli
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from skipdecode.checkpoint import SkipConfig
@@ -56,14 +52,7 @@ def test_no_command_runs_it_unasked_whatever_standard_input_says(
     checkpoint: Path, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = str(checkpoint)
-    commands: list[Callable[[], int]] = [
-        lambda: skipdecode.cli.main(["generate", name, "hello"]),
-        lambda: skipdecode.cli.main(["info", name]),
-        lambda: eval.cli.main(["--checkpoint", name, "--output", str(tmp_path / "out")]),
-        lambda: eval.search.main(["--checkpoint", name, "--speedup", "2", "--output", str(tmp_path / "out")]),
-        lambda: eval.speed.main(["--model", name, "--output", str(tmp_path / "out.json")]),
-    ]
-    for command in commands:
+    for command in opening_commands(name, tmp_path):
         assert command() == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {name!r} brings Python code that must run to load it")

@@ -1,0 +1,22 @@
+"""Every command that opens a checkpoint, for what all of them must refuse."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import eval.cli
+import eval.search
+import eval.speed
+import skipdecode.cli
+
+
+def opening_commands(name: str, folder: Path) -> list[Callable[[], int]]:
+    """Calls of the commands that open the checkpoint `name` and write into `folder`; each gives its exit code."""
+    return [
+        lambda: skipdecode.cli.main(["generate", name, "hello"]),
+        lambda: skipdecode.cli.main(["info", name]),
+        lambda: skipdecode.cli.main(["compare", name, "hello"]),
+        lambda: skipdecode.cli.main(["export", name, str(folder / "out"), "--speedup", "2"]),
+        lambda: eval.cli.main(["--checkpoint", name, "--output", str(folder / "out")]),
+        lambda: eval.search.main(["--checkpoint", name, "--speedup", "2", "--output", str(folder / "out")]),
+        lambda: eval.speed.main(["--model", name, "--output", str(folder / "out.json")]),
+    ]
