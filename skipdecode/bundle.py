@@ -48,14 +48,13 @@ def custom_generate_source() -> str:
                 raise ValueError(f"{defines} is defined in {defined[defines]} and in {name}: rename one of them")
             defined[defines] = name
         kept = source.splitlines()
-        for node in ast.walk(tree):
+        for node in tree.body:
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
-            if node in tree.body and not _own(node):
+            if not _own(node):
                 for start, names in _parts(node):
                     imports.setdefault(start, set()).update(names)
-            if node in tree.body or _own(node):
-                kept[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)  # type: ignore[operator]
+            kept[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)  # type: ignore[operator]
         if ast.get_docstring(tree) is not None:
             end = tree.body[0].end_lineno
             kept[:end] = ["" for _ in kept[:end]]
@@ -72,23 +71,16 @@ def custom_generate_source() -> str:
 def _modules(entry: str) -> dict[str, str]:
     """The sources of a module and of all that it imports from this package, each after what it imports."""
     found: dict[str, str] = {}
-    open_: list[str] = []
 
     def visit(name: str) -> None:
-        if name in found or name in open_:  # an import within a function may close a circle
+        if name in found:
             return
-        open_.append(name)
         path = import_module(f"{_PACKAGE}.{name}").__file__
         source = Path(str(path)).read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and _own(node)]
-        inner = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _own(node) and node not in top]
-        for node in top:
-            visit(str(node.module).rpartition(".")[2])
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and _own(node):
+                visit(str(node.module).rpartition(".")[2])
         found[name] = source
-        open_.remove(name)
-        for node in inner:
-            visit(str(node.module).rpartition(".")[2])
 
     visit(entry)
     return found

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
@@ -32,8 +31,6 @@ def solve_schedule(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
-    calibrate: bool = False,
-    weights: Weights | None = None,
 ) -> SkipSchedule:
     """The schedule whose predicted decode wall clock, over the horizon, is `speedup` times shorter than full depth's.
 
@@ -42,7 +39,8 @@ def solve_schedule(
     the nearest that integers of layers allow, which on a model of few layers can be well above it.
 
     Args:
-        model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` found.
+        model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` timed, so that the
+            target is met on this machine's clock.
         speedup: the target, at least 1. 1 is full depth.
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
         warmup_layers: as in SkipSchedule.
@@ -57,23 +55,12 @@ def solve_schedule(
         batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
         machine: what the machine sustains.
-        calibrate: time steps of the model here, where it is, instead of predicting them (`measure_cost`); the target is
-            then met on this machine's clock. Takes seconds to a minute.
-        weights: what decoding will compute with, for the calibration.
 
     Raises:
-        ConfigError: where a calibration is asked of something else than a model; for a target below 1, or beyond what
-            min = max = warmup_layers reaches; it says how much that is.
+        ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is.
     """
     _check(speedup, spread, prompt_length, batch_size)
-    if calibrate:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"calibrate needs the model itself: a {type(model).__name__} can't be timed")
-        from skipdecode.calibrate import measure_cost  # it decodes, and what decodes may solve
-
-        cost: Cost = measure_cost(model, batch_size=batch_size, prompt_length=prompt_length, weights=weights)
-    else:
-        cost = model if isinstance(model, Cost) else CostModel.of(model, dtype)
+    cost = model if isinstance(model, Cost) else CostModel.of(model, dtype)
     depth = cost.num_layers
 
     def schedule(most: int, least: int) -> SkipSchedule:

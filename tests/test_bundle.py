@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,12 @@ def test_the_file_holds_no_import_but_torch_transformers_and_pythons_own(checkpo
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).split(".")[0])
     assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+
+
+def test_the_file_holds_what_decodes_and_nothing_that_times_loads_or_prints() -> None:
+    modules = set(re.findall(r"^# ---- skipdecode\.(\w+) -", custom_generate_source(), flags=re.MULTILINE))
+    assert {"decode", "solver", "lean", "hub"} <= modules
+    assert modules.isdisjoint({"calibrate", "clock", "loading", "texts", "command", "cli", "bundle", "prune"})
 
 
 def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:

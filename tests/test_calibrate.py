@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny_models import ragged_prompts, tiny_opt
 from transformers import OPTConfig, StoppingCriteriaList
 
-from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost, skip_generate, solve_schedule
+from skipdecode import ConfigError, MeasuredCost, SkipSchedule, measure_cost, skip_generate, solve_schedule
 from skipdecode.calibrate import share_outside_layers
 from skipdecode.clock import StepClock
 
@@ -90,22 +90,15 @@ def test_a_model_of_one_layer_has_nothing_to_measure() -> None:
         measure_cost(tiny_opt("opt", 1))
 
 
-def test_calibrating_measures_the_model_and_refuses_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def measured(model, **conditions):
-        asked.append(conditions)
-        return MeasuredCost(6, {1: 1.0, 6: 1.5})  # layers hardly matter: 2x is out of reach
-
-    monkeypatch.setattr("skipdecode.calibrate.measure_cost", measured)
-    model = tiny_opt("opt", 6)
+def test_a_cost_in_which_layers_hardly_matter_bounds_the_target() -> None:
     with pytest.raises(ConfigError, match=r"reaches at most 1\.50"):
-        solve_schedule(model, 2.0, calibrate=True, batch_size=8, prompt_length=32, weights="int8")
-    assert asked == [{"batch_size": 8, "prompt_length": 32, "weights": "int8"}]
-    with pytest.raises(ConfigError, match="calibrate needs the model itself: a OPTConfig can't be timed"):
-        solve_schedule(OPTConfig(), 2.0, calibrate=True)
-    with pytest.raises(ConfigError, match="a CostModel can't be timed"):
-        solve_schedule(CostModel.of(model), 2.0, calibrate=True)
+        solve_schedule(MeasuredCost(6, {1: 1.0, 6: 1.5}), 2.0)
+
+
+@pytest.mark.parametrize("given", ["outputs/run", OPTConfig()])
+def test_what_is_no_model_is_not_measured(given: object) -> None:
+    with pytest.raises(ConfigError, match=f"{type(given).__name__} is not a transformers model"):
+        measure_cost(given)  # type: ignore[arg-type]
 
 
 def test_the_clock_counts_steps_and_their_time_adds_up() -> None:
