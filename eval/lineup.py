@@ -14,7 +14,7 @@ from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
 from eval.systems import SkipSystem, System
-from skipdecode import ConfigError, MeasuredCost, SkipSchedule, measure_cost
+from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost
 from skipdecode.cost import Cost, depth_mismatch
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
@@ -69,7 +69,7 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
             f"--speedup is {list(targets)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
         )
-    cost: Cost = checkpoint.cost
+    cost: CostModel | Cost = checkpoint.cost
     if request.calibrate:
         config = replace(config, schedules={})  # those of the training were solved for another clock
         cost = calibrated_cost(checkpoint.model, loaded.prompt_ids, request.batch_size, weights)

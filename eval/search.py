@@ -42,7 +42,7 @@ from eval.search_trials import (
     rung_ends,
     statistics_of,
 )
-from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
+from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.command import run_command
 from skipdecode.cost import Cost
@@ -267,9 +267,8 @@ def _load(request: SearchRequest, config: SkipConfig | None, task: Task, example
 
 def _plan(request: SearchRequest, config: SkipConfig, data: Validation, checksum: int) -> Plan:
     """The default schedule of the budget, and others that reach it."""
-    model = CostModel.of(data.model)
-    depth = model.num_layers
-    cost: Cost = model
+    cost: Cost = CostModel.of(data.model).at(**config.conditions)
+    depth = cost.num_layers
     if request.mean_layers is not None:
         if request.mean_layers >= depth:
             raise ConfigError(f"--mean-layers is {request.mean_layers:g}: it must be below the model's {depth} layers")
@@ -277,16 +276,15 @@ def _plan(request: SearchRequest, config: SkipConfig, data: Validation, checksum
         if request.mean_layers < least:
             raise ConfigError(f"--mean-layers is {request.mean_layers:g}: the default schedule warms up {least} layers")
         cost, speedup = LayerCount(depth), depth / request.mean_layers
-        default = solve_schedule(cost, speedup, **config.solver)
+        config = replace(config, schedules={})  # those of the training were solved for a clock
     else:
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
         if request.calibrate:
             config = replace(config, schedules={})  # those of the training were solved for another clock
             cost = calibrated_cost(data.model, data.prompts, request.batch_size, data.weights)
-        default = config.schedule_for(cost, speedup)
-    conditions = {key: config.solver[key] for key in ("prompt_length", "batch_size") if key in config.solver}
-    budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt, **conditions)
+    default = config.schedule_for(cost, speedup)
+    budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt)
     horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * default.horizon)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
     schedules: list[SkipSchedule] = choose_schedules(

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch.quasirandom import SobolEngine
 
 from skipdecode import ConfigError, SkipSchedule, solve_schedule
-from skipdecode.cost import Cost, Machine
+from skipdecode.cost import Cost
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
 
 # How much faster than the target a schedule may be predicted: one that is faster still pays for what nobody asked for.
@@ -30,7 +30,7 @@ class LayerCount(Cost):
 
     num_layers: int
 
-    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
+    def step_seconds(self, layers: int, step: int) -> float:
         """The number of layers."""
         return float(layers)
 
@@ -43,27 +43,19 @@ class OverSteps(Cost):
     the usual length more slowly, since most of its saving is still to come.
     """
 
-    num_layers: int
     cost: Cost
     steps: int
 
-    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
-        """What the cost itself says."""
-        return self.cost.step_seconds(layers, context, batch_size, machine)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_layers", self.cost.num_layers)
 
-    def speedup(
-        self,
-        schedule: SkipSchedule,
-        *,
-        steps: int | None = None,
-        prompt_length: int = 64,
-        batch_size: int = 1,
-        machine: Machine | None = None,
-    ) -> float:
-        """How many times faster than full depth the first `self.steps` steps decode, unless others are asked for."""
-        return super().speedup(
-            schedule, steps=steps or self.steps, prompt_length=prompt_length, batch_size=batch_size, machine=machine
-        )
+    def step_seconds(self, layers: int, step: int) -> float:
+        """The time that the cost itself gives."""
+        return self.cost.step_seconds(layers, step)
+
+    def speedup(self, schedule: SkipSchedule, steps: int | None = None) -> float:
+        """The speed of the first `self.steps` steps over that of full depth, unless others are asked for."""
+        return self.cost.speedup(schedule, steps or self.steps)
 
 
 @dataclass(frozen=True)
@@ -71,28 +63,25 @@ class Budget:
     """What every schedule of a search has to reach.
 
     Attributes:
-        cost: what a decode step takes.
+        cost: of decode steps.
         speedup: the target, above 1.
         steps: generated tokens over which the speed of every schedule is predicted.
-        prompt_length, batch_size: what it is predicted for, as in `solve_schedule`.
         prompt: what prompts run.
     """
 
     cost: Cost
     speedup: float
     steps: int
-    prompt_length: int = 64
-    batch_size: int = 1
     prompt: PromptPolicy = "full"
 
     @property
     def over_steps(self) -> OverSteps:
         """The cost over the budget's own steps."""
-        return OverSteps(self.cost.num_layers, self.cost, self.steps)
+        return OverSteps(self.cost, self.steps)
 
     def predicted(self, schedule: SkipSchedule) -> float:
         """The predicted speedup of a schedule."""
-        return self.over_steps.speedup(schedule, prompt_length=self.prompt_length, batch_size=self.batch_size)
+        return self.over_steps.speedup(schedule)
 
 
 @dataclass(frozen=True)
@@ -150,8 +139,6 @@ def choose_schedules(
                 placement=_pick(space.placements, point[4]),
                 prompt=budget.prompt,
                 spread=point[5],
-                prompt_length=budget.prompt_length,
-                batch_size=budget.batch_size,
             )
         except ConfigError as error:
             reasons[str(error)] = None

@@ -222,10 +222,14 @@ def _entries(
     entries = []
     for weights in options.weights:
         conditions = {"batch_size": batch_size, "prompt_length": options.prompt_length}
-        cost: Cost = CostModel.of(model) if options.predict else measure_cost(model, weights=weights, **conditions)
+        cost: Cost = (
+            CostModel.of(model).at(**conditions)
+            if options.predict
+            else measure_cost(model, weights=weights, **conditions)
+        )
         for speedup in sorted({1.0, *options.speedup}):
             try:
-                schedule = solve_schedule(cost, speedup, horizon=options.new_tokens - 1, **conditions)
+                schedule = solve_schedule(cost, speedup, horizon=options.new_tokens - 1)
             except ConfigError as error:
                 unreachable.append(f"batch {batch_size}, {weights} weights, {speedup:g}x: {error}")
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from skipdecode.cost import Cost
+from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import solve_schedule
@@ -17,6 +17,7 @@ from skipdecode.solver import solve_schedule
 CONFIG_KEY = "skipdecode"  # of config.json
 ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
 _FORMAT = 2
+_CONDITIONS = ("prompt_length", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,24 @@ class SkipConfig:
     task: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
 
-    def schedule_for(self, cost: Cost, speedup: float) -> SkipSchedule:
-        """The schedule of a target: the one trained under where there is one, else one solved the same way."""
-        return self.schedules.get(float(speedup)) or solve_schedule(cost, speedup, **self.solver)
+    @property
+    def conditions(self) -> dict[str, int]:
+        """Those of the solver that `CostModel.at` takes."""
+        return {name: self.solver[name] for name in _CONDITIONS if name in self.solver}
+
+    def schedule_for(self, cost: CostModel | Cost, speedup: float) -> SkipSchedule:
+        """The schedule of a target: the one trained under where there is one, else one solved the same way.
+
+        Args:
+            cost: of the model; a CostModel is taken under this checkpoint's conditions.
+            speedup: the target.
+        """
+        if float(speedup) in self.schedules:
+            return self.schedules[float(speedup)]
+        if isinstance(cost, CostModel):
+            cost = cost.at(**self.conditions)
+        settings = {name: value for name, value in self.solver.items() if name not in _CONDITIONS}
+        return solve_schedule(cost, speedup, **settings)
 
     @property
     def trained_range(self) -> tuple[float, float] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.schedule import SkipSchedule
 
@@ -27,35 +27,24 @@ class Machine:
 
 
 class Cost(ABC):
-    """What a decode step takes, by the number of layers that it runs."""
+    """The time that decode steps take under conditions that are settled: prompt, batch and machine.
+
+    Attributes:
+        num_layers: decoder layers.
+    """
 
     num_layers: int
 
     @abstractmethod
-    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
-        """The time of a step of `layers` layers on `batch_size` rows, with `context` columns cached."""
+    def step_seconds(self, layers: int, step: int) -> float:
+        """The time of decode step `step` (0-based) where it runs `layers` layers."""
 
-    def decode_seconds(
-        self,
-        schedule: SkipSchedule,
-        steps: int,
-        prompt_length: int,
-        batch_size: int = 1,
-        machine: Machine | None = None,
-    ) -> float:
+    def decode_seconds(self, schedule: SkipSchedule, steps: int) -> float:
         """The time of the first `steps` decode steps under `schedule`."""
-        return sum(self.step_seconds(schedule.budget(i), prompt_length + i, batch_size, machine) for i in range(steps))
+        return sum(self.step_seconds(schedule.budget(i), i) for i in range(steps))
 
-    def speedup(
-        self,
-        schedule: SkipSchedule,
-        *,
-        steps: int | None = None,
-        prompt_length: int = 64,
-        batch_size: int = 1,
-        machine: Machine | None = None,
-    ) -> float:
-        """How many times faster than full depth the first `steps` steps (the horizon by default) decode.
+    def speedup(self, schedule: SkipSchedule, steps: int | None = None) -> float:
+        """The speed of the first `steps` steps (the horizon by default) over that of full depth.
 
         Raises ConfigError for a schedule of another depth.
         """
@@ -63,9 +52,7 @@ class Cost(ABC):
             raise ConfigError(depth_mismatch(schedule, self.num_layers))
         steps = steps or schedule.horizon
         full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
-        return self.decode_seconds(full, steps, prompt_length, batch_size, machine) / self.decode_seconds(
-            schedule, steps, prompt_length, batch_size, machine
-        )
+        return self.decode_seconds(full, steps) / self.decode_seconds(schedule, steps)
 
 
 @dataclass(frozen=True)
@@ -81,8 +68,8 @@ class MeasuredCost(Cost):
     num_layers: int
     seconds: Mapping[int, float]
 
-    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
-        """The time of a step of `layers` layers, under the conditions that were measured whatever is asked for."""
+    def step_seconds(self, layers: int, step: int) -> float:
+        """The time of a step that runs `layers` layers; the same for every step."""
         if layers in self.seconds:
             return self.seconds[layers]
         below = max(n for n in self.seconds if n < layers)
@@ -92,8 +79,8 @@ class MeasuredCost(Cost):
 
 
 @dataclass(frozen=True)
-class CostModel(Cost):
-    """The sizes of a model that a decode step touches.
+class CostModel:
+    """The sizes of a model that a decode step touches; `at` makes a Cost of them.
 
     Attributes:
         num_layers: decoder layers.
@@ -165,12 +152,39 @@ class CostModel(Cost):
         weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
         return 2 * batch_size * (weights + layers * self.cache_values * (context + 1))
 
-    def step_seconds(self, layers: int, context: int, batch_size: int = 1, machine: Machine | None = None) -> float:
+    def at(self, *, prompt_length: int = 64, batch_size: int = 1, machine: Machine | None = None) -> "PredictedCost":
+        """The cost of decode steps under conditions.
+
+        Args:
+            prompt_length: columns in the cache when decoding starts.
+            batch_size: rows that decode together.
+            machine: what the machine sustains.
+
+        Raises:
+            ConfigError: for counts below 1.
+        """
+        return PredictedCost(self, prompt_length, batch_size, machine or Machine())
+
+
+@dataclass(frozen=True)
+class PredictedCost(Cost):
+    """Steps as a model's sizes predict them; its attributes are those of `CostModel.at`."""
+
+    model: CostModel
+    prompt_length: int
+    batch_size: int
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        check_counts(prompt_length=self.prompt_length, batch_size=self.batch_size)
+        object.__setattr__(self, "num_layers", self.model.num_layers)
+
+    def step_seconds(self, layers: int, step: int) -> float:
         """The time of a step: the larger of what its bytes and what its operations take (the roofline)."""
-        machine = machine or Machine()
+        context = self.prompt_length + step
         return max(
-            self.step_bytes(layers, context, batch_size) / machine.bytes_per_second,
-            self.step_operations(layers, context, batch_size) / machine.operations_per_second,
+            self.model.step_bytes(layers, context, self.batch_size) / self.machine.bytes_per_second,
+            self.model.step_operations(layers, context, self.batch_size) / self.machine.operations_per_second,
         )
 
 

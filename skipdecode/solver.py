@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel, Machine
-from skipdecode.errors import ConfigError, check_counts
+from skipdecode.errors import ConfigError
 from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
@@ -17,7 +18,7 @@ TOLERANCE = 0.03
 
 
 def solve_schedule(
-    model: nn.Module | PretrainedConfig | Cost,
+    model: nn.Module | PretrainedConfig | CostModel | Cost,
     speedup: float,
     *,
     horizon: int = 64,
@@ -27,8 +28,8 @@ def solve_schedule(
     prompt: PromptPolicy = "full",
     decay_rate: float | None = None,
     spread: float = 0.5,
-    prompt_length: int = 64,
-    batch_size: int = 1,
+    prompt_length: int | None = None,
+    batch_size: int | None = None,
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ) -> SkipSchedule:
@@ -39,8 +40,8 @@ def solve_schedule(
     the nearest that integers of layers allow, which on a model of few layers can be well above it.
 
     Args:
-        model: a causal language model, its config, or a cost: a CostModel, or what `measure_cost` timed, so that the
-            target is met on this machine's clock.
+        model: a causal language model, its config, or its CostModel; or a cost, such as `measure_cost` timed, so that
+            the target is met on this machine's clock.
         speedup: the target, at least 1. 1 is full depth.
         horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
         warmup_layers: as in SkipSchedule.
@@ -51,34 +52,32 @@ def solve_schedule(
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.
-        prompt_length: columns in the cache when decoding starts.
-        batch_size: rows that decode together.
+        prompt_length, batch_size, machine: the conditions, as in `CostModel.at`, unless a cost has its own.
         dtype: of weights and cache; by default the model's own.
-        machine: what the machine sustains.
 
     Raises:
-        ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is.
+        ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is;
+            for a condition, or a dtype, beside a cost that has its own.
     """
-    _check(speedup, spread, prompt_length, batch_size)
-    cost = model if isinstance(model, Cost) else CostModel.of(model, dtype)
+    check_speedup(speedup)
+    if not 0 <= spread <= 1:
+        raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
+    cost = _cost(model, dtype, prompt_length=prompt_length, batch_size=batch_size, machine=machine)
     depth = cost.num_layers
 
     def schedule(most: int, least: int) -> SkipSchedule:
         return SkipSchedule(depth, most, least, warmup_layers, horizon, decay, placement, prompt, decay_rate)
 
-    def predicted(candidate: SkipSchedule) -> float:
-        return cost.speedup(candidate, prompt_length=prompt_length, batch_size=batch_size, machine=machine)
-
     if speedup == 1:
         return schedule(depth, depth)
-    reachable = predicted(schedule(warmup_layers, warmup_layers))
+    reachable = cost.speedup(schedule(warmup_layers, warmup_layers))
     if speedup > reachable:
         raise ConfigError(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
     budgets = range(warmup_layers, depth + 1)
-    candidates = _fast_enough(schedule, predicted, speedup, budgets, constant=decay == "constant")
+    candidates = _fast_enough(schedule, cost.speedup, speedup, budgets, constant=decay == "constant")
     limit = min(candidates.values()) * (1 + TOLERANCE)
     near = [candidate for candidate, value in candidates.items() if value <= limit]
     return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
@@ -90,11 +89,22 @@ def check_speedup(speedup: float) -> None:
         raise ConfigError(f"speedup is {speedup!r}: it must be a number of at least 1")
 
 
-def _check(speedup: float, spread: float, prompt_length: int, batch_size: int) -> None:
-    check_speedup(speedup)
-    if not 0 <= spread <= 1:
-        raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
-    check_counts(prompt_length=prompt_length, batch_size=batch_size)
+def _cost(model: nn.Module | PretrainedConfig | CostModel | Cost, dtype: torch.dtype | None, **conditions: Any) -> Cost:
+    """The cost of a model under those of the conditions that aren't None."""
+    if isinstance(model, Cost):
+        _refuse_beside(model, dtype=dtype, **conditions)
+        return model
+    if isinstance(model, CostModel):
+        _refuse_beside(model, dtype=dtype)
+    else:
+        model = CostModel.of(model, dtype)
+    return model.at(**{name: value for name, value in conditions.items() if value is not None})
+
+
+def _refuse_beside(cost: CostModel | Cost, **settings: Any) -> None:
+    for name, value in settings.items():
+        if value is not None:
+            raise ConfigError(f"{name} is {value!r} beside a {type(cost).__name__}, which has its own: leave it out")
 
 
 def _fast_enough(

@@ -254,7 +254,8 @@ def price(
     decoder: Decoder, speedups: Sequence[float], *, batch_size: int, prompt_length: int, new_tokens: int
 ) -> list[Price]:
     """The price of each target, by the cost model. Raises ConfigError for a target out of reach."""
-    cost = CostModel.of(decoder.model)
+    sizes = CostModel.of(decoder.model)
+    cost = sizes.at(prompt_length=prompt_length, batch_size=batch_size)
     config = SkipConfig.of(decoder.model.config)
     found = []
     for speedup in speedups:
@@ -264,8 +265,8 @@ def price(
                 speedup,
                 schedule,
                 schedule.mean_budget(new_tokens),
-                cost.speedup(schedule, prompt_length=prompt_length, batch_size=batch_size),
-                cost.cache_bytes(schedule, prompt_length, new_tokens, batch_size),
+                cost.speedup(schedule),
+                sizes.cache_bytes(schedule, prompt_length, new_tokens, batch_size),
                 config is not None and float(speedup) in config.schedules,
             )
         )

@@ -17,7 +17,7 @@ def test_between_measured_depths_time_is_a_straight_line(depth, layer, fixed, da
     middle = data.draw(st.sets(st.integers(1, depth), max_size=4))
     cost = MeasuredCost(depth, {n: fixed + n * layer for n in {1, depth} | middle})
     for layers in range(1, depth + 1):
-        assert cost.step_seconds(layers, context=64) == pytest.approx(fixed + layers * layer)
+        assert cost.step_seconds(layers, step=0) == pytest.approx(fixed + layers * layer)
 
 
 @given(st.floats(1.2, 6.0), st.floats(0.0, 3.0))
@@ -82,7 +82,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     assert cost.num_layers == layers
     assert len(budgets) == 3
     for depth in range(1, layers + 1):
-        assert cost.step_seconds(depth, context=64) == pytest.approx(0.003 + 0.002 * depth)
+        assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
 
 
 def test_a_model_of_one_layer_has_nothing_to_measure() -> None:

@@ -191,7 +191,7 @@ def test_the_checkpoint_decodes_other_targets_by_a_fixed_exit(finished: Path) ->
         schedule = config.schedule_for(cost, speedup)
         assert (schedule.decay, schedule.placement) == ("constant", "bottom")
         assert {schedule.layers_at(i) for i in range(100)} == {tuple(range(schedule.max_layers))}
-        assert cost.speedup(schedule) >= speedup > cost.speedup(one_layer_more(schedule))
+        assert cost.at().speedup(schedule) >= speedup > cost.at().speedup(one_layer_more(schedule))
         ids, mask = ragged_prompts([4, 6], seed=0)
         made = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": 3, "do_sample": False}
         assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6

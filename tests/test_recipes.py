@@ -33,7 +33,8 @@ def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
     sampler, _ = recipe_sampler(recipe, task, cost)
     for speedup, schedule in zip(sampler.speedups, sampler.schedules, strict=True):
         section = recipe.schedule
-        found = cost.speedup(schedule, prompt_length=section.prompt_length, batch_size=section.batch_size)
+        conditions = {"prompt_length": section.prompt_length, "batch_size": section.batch_size}
+        found = cost.at(**conditions).speedup(schedule)
         assert speedup <= found < speedup * 1.35, "the nearest that layers allow"
         assert schedule.horizon == task.horizon
     evaluated = recipe.evaluation.speedups

@@ -62,7 +62,7 @@ def test_schedules_of_ones_own_are_drawn_under_their_predicted_speedup() -> None
     own = [SkipSchedule(12, 12, 12, horizon=16), SkipSchedule(12, 6, 2, horizon=16, placement="ends")]
     drawn = sampler(speedups=None, schedules=own)
     assert drawn.schedules == tuple(own)
-    assert drawn.speedups == (1.0, round(COST.speedup(own[1]), 2))
+    assert drawn.speedups == (1.0, round(COST.at().speedup(own[1]), 2))
 
 
 def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:

@@ -15,15 +15,15 @@ DECAYS: tuple[Decay, ...] = ("linear", "constant", "power", "exponential", "cosi
 PLACEMENTS: tuple[Placement, ...] = ("top", "bottom", "even", "ends")
 
 
-def a_cost(layers: int, head: int) -> CostModel:
-    return CostModel(layers, 1_000_000, head * 1_000_000, 0, 500, 500, 2)
+def a_cost(layers: int, head: int) -> Cost:
+    return CostModel(layers, 1_000_000, head * 1_000_000, 0, 500, 500, 2).at()
 
 
 @st.composite
 def budgets(draw: st.DrawFn) -> Budget:
     layers = draw(st.integers(2, 16))
     kind = draw(st.sampled_from(["predicted", "measured", "layers"]))
-    cost: Cost = a_cost(layers, draw(st.integers(0, 3)))
+    cost = a_cost(layers, draw(st.integers(0, 3)))
     if kind == "measured":
         cost = MeasuredCost(layers, {1: 1.0, layers: draw(st.floats(1.5, 1.0 * layers))})
     if kind == "layers":
@@ -65,11 +65,11 @@ def test_every_schedule_reaches_the_budget_and_no_two_do_the_same(
         return
     assert schedules[0] == default
     assert 2 <= len(schedules) <= trials
-    full = budget.cost.decode_seconds(SkipSchedule.full_depth(depth), budget.steps, 64)
-    highest = max(budget.speedup * (1 + ROOM), full / budget.cost.decode_seconds(default, budget.steps, 64))
+    full = budget.cost.decode_seconds(SkipSchedule.full_depth(depth), budget.steps)
+    highest = max(budget.speedup * (1 + ROOM), full / budget.cost.decode_seconds(default, budget.steps))
     for schedule in schedules[1:]:
         # Added up over the budget's own steps, whatever the schedule's horizon.
-        reached = full / budget.cost.decode_seconds(schedule, budget.steps, 64)
+        reached = full / budget.cost.decode_seconds(schedule, budget.steps)
         assert budget.speedup <= reached * (1 + 1e-9)
         assert reached <= highest * (1 + 1e-9)
         assert schedule.warmup_layers in warmups

@@ -62,18 +62,18 @@ def test_a_solved_schedule_is_never_predicted_slower_than_its_target(
 ) -> None:
     settings = {"horizon": horizon, "prompt_length": prompt, "batch_size": batch}
     floor = SkipSchedule(24, 1, 1, horizon=horizon)
-    reachable = OPT_1_3B.speedup(floor, prompt_length=prompt, batch_size=batch)
+    reachable = OPT_1_3B.at(prompt_length=prompt, batch_size=batch).speedup(floor)
     if speedup > reachable:
         with pytest.raises(ConfigError, match="reaches at most"):
             solve_schedule(OPT_1_3B, speedup, spread=spread, **settings)
         return
     schedule = solve_schedule(OPT_1_3B, speedup, spread=spread, **settings)
-    predicted = OPT_1_3B.speedup(schedule, prompt_length=prompt, batch_size=batch)
+    predicted = OPT_1_3B.at(prompt_length=prompt, batch_size=batch).speedup(schedule)
     assert predicted >= speedup
     # The target can't be had with a whole layer more.
     if schedule.max_layers < 24:
         slower = SkipSchedule(24, schedule.max_layers + 1, schedule.min_layers + 1, horizon=horizon)
-        assert OPT_1_3B.speedup(slower, prompt_length=prompt, batch_size=batch) < speedup
+        assert OPT_1_3B.at(prompt_length=prompt, batch_size=batch).speedup(slower) < speedup
 
 
 def test_the_prediction_equals_adding_up_every_step() -> None:
@@ -90,7 +90,7 @@ def test_the_prediction_equals_adding_up_every_step() -> None:
 
     full = sum(seconds(24, prompt + i) for i in range(10))
     skipped = sum(seconds(schedule.budget(i), prompt + i) for i in range(10))
-    predicted = OPT_1_3B.speedup(schedule, prompt_length=prompt, batch_size=batch, machine=machine)
+    predicted = OPT_1_3B.at(prompt_length=prompt, batch_size=batch, machine=machine).speedup(schedule)
     assert predicted == pytest.approx(full / skipped)
 
 
@@ -107,9 +107,9 @@ def test_a_constant_budget_is_one_number_and_the_largest_that_is_fast_enough(
     schedule = solve_schedule(OPT_1_3B, speedup, horizon=horizon, spread=spread, decay="constant")
     layers = schedule.max_layers
     assert schedule.min_layers == layers
-    assert OPT_1_3B.speedup(schedule) >= speedup
+    assert OPT_1_3B.at().speedup(schedule) >= speedup
     if layers < 24:
-        assert OPT_1_3B.speedup(SkipSchedule(24, layers + 1, layers + 1, horizon=horizon)) < speedup
+        assert OPT_1_3B.at().speedup(SkipSchedule(24, layers + 1, layers + 1, horizon=horizon)) < speedup
 
 
 def test_a_target_of_one_is_full_depth() -> None:

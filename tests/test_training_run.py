@@ -58,7 +58,7 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     cost = CostModel.of(AutoModelForCausalLM.from_pretrained(finished))
     for speedup, schedule in config.schedules.items():
         assert config.schedule_for(cost, speedup) == schedule
-        assert cost.speedup(schedule) >= speedup
+        assert cost.at().speedup(schedule) >= speedup
     assert config.schedule_for(cost, 2.5).horizon == config.schedules[2.0].horizon
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 

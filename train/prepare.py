@@ -117,7 +117,7 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
 
 def describe_schedules(prepared: Prepared) -> list[str]:
     """A line for each target."""
-    cost = CostModel.of(prepared.model)
+    cost = CostModel.of(prepared.model).at()
     return [
         f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
         f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"

@@ -82,7 +82,7 @@ def make_sampler(
         low, high = speedup_range
         speedups = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(RANGE_TARGETS)]
     if schedules is not None:
-        speedups = [round(cost.speedup(schedule), 2) for schedule in schedules]
+        speedups = [round(cost.at().speedup(schedule), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
         raise ConfigError(
