@@ -11,24 +11,27 @@ their layers run for nothing.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from eval.systems import Checkpoint, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
-from skipdecode.block import KeyValues
-from skipdecode.families import FAMILIES, decoder_layers
+from skipdecode.block import LeanBlock, Step, rotate
+from skipdecode.cache import PlannedLayer
+from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
-from skipdecode.projections import MAKERS, Weights
+from skipdecode.projections import MAKERS, Linear, Weights, project_together
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
-_KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list[KeyValues]] = weakref.WeakKeyDictionary()
+_KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,42 @@ class _CalmSteps:
         self._exits.append(exits)
         nothing = torch.zeros_like(next(iter(answers.values())))  # for rows that have ended: generate pads them
         return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
+
+
+class KeyValues:
+    """Writes the keys and values that a layer makes of a hidden state, without running the layer.
+
+    So a token that left the model below the layer is there for later tokens to attend to: the state propagation of
+    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061). A family whose projection gives queries,
+    keys and values at once computes all three.
+
+    Args:
+        layer, parts, make_linear: as in LeanBlock.
+        block: the layer's.
+    """
+
+    def __init__(
+        self, layer: nn.Module, parts: BlockParts, block: LeanBlock, make_linear: Callable[..., Linear]
+    ) -> None:
+        attention: Any = layer.get_submodule(parts.attention)
+        projections = [getattr(attention, name) for name in parts.qkv[1:]]
+        self._block = block
+        self._project = project_together(projections, make_linear) if projections else block.qkv
+
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> None:
+        """Write those of `hidden` [batch, hidden], the layer's input."""
+        block, batch = self._block, hidden.shape[0]
+        projected = self._project(block.attention_norm(hidden) if block.norm_first else hidden)
+        if block.interleaved:
+            key, value = projected.view(batch, block.heads, 3, block.head_dim)[:, :, 1:].unbind(dim=2)
+        else:
+            key, value = projected.view(batch, -1, block.head_dim)[:, -2 * block.kv_heads :].chunk(2, dim=1)
+        # each [batch, heads that have keys, head_dim]
+        if block.key_norm is not None:
+            key = block.key_norm(key)
+        if step.rotary is not None:
+            key = rotate(key, *step.rotary)
+        step.append(cached, key, value, None)
 
 
 def margins(logits: torch.Tensor) -> list[float]:

@@ -108,7 +108,7 @@ class LeanBlock:
             query, key = query_key[:, : self.heads], query_key[:, self.heads :]
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
         if step.rotary is not None:
-            query_key = _rotate(query_key, *step.rotary)
+            query_key = rotate(query_key, *step.rotary)
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
         keys, values, bias = step.append(cached, key, value, self.window)
         # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
@@ -121,42 +121,6 @@ class LeanBlock:
         if self.gate is None:
             return self.down(self.activation(self.up(hidden)))
         return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
-
-
-class KeyValues:
-    """Writes the keys and values that a layer makes of a hidden state, without running the layer.
-
-    So a token that left the model below the layer is there for later tokens to attend to: the state propagation of
-    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061). A family whose projection gives queries,
-    keys and values at once computes all three.
-
-    Args:
-        layer, parts, make_linear: as in LeanBlock.
-        block: the layer's.
-    """
-
-    def __init__(
-        self, layer: nn.Module, parts: BlockParts, block: LeanBlock, make_linear: Callable[..., Linear]
-    ) -> None:
-        attention: Any = layer.get_submodule(parts.attention)
-        projections = [getattr(attention, name) for name in parts.qkv[1:]]
-        self._block = block
-        self._project = project_together(projections, make_linear) if projections else block.qkv
-
-    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> None:
-        """Write those of `hidden` [batch, hidden], the layer's input."""
-        block, batch = self._block, hidden.shape[0]
-        projected = self._project(block.attention_norm(hidden) if block.norm_first else hidden)
-        if block.interleaved:
-            key, value = projected.view(batch, block.heads, 3, block.head_dim)[:, :, 1:].unbind(dim=2)
-        else:
-            key, value = projected.view(batch, -1, block.head_dim)[:, -2 * block.kv_heads :].chunk(2, dim=1)
-        # each [batch, heads that have keys, head_dim]
-        if block.key_norm is not None:
-            key = block.key_norm(key)
-        if step.rotary is not None:
-            key = _rotate(key, *step.rotary)
-        step.append(cached, key, value, None)
 
 
 def make_norm(module: Any) -> Linear:
@@ -208,7 +172,7 @@ def _mix_on_cpu(
     return torch.bmm(shares, flat_values).view(batch, heads, queries, head_dim)
 
 
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021) of [batch, heads, head_dim], of the first dimensions where few rotate.
 
     The half of the dimensions that is rotated in comes with its sign in `signed_sin`.
@@ -217,4 +181,4 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) ->
     if turned == heads.shape[-1]:
         return torch.addcmul(heads * cos, heads.roll(turned // 2, dims=-1), signed_sin)
     first, rest = heads[..., :turned], heads[..., turned:]
-    return torch.cat([_rotate(first, cos, signed_sin), rest], dim=-1)
+    return torch.cat([rotate(first, cos, signed_sin), rest], dim=-1)
