@@ -1,4 +1,15 @@
-"""skipdecode: decoder language models that skip layers as they generate, faster on the clock (arXiv 2307.02628)."""
+"""skipdecode: decoder language models that skip layers as they generate, faster on the clock (arXiv 2307.02628).
+
+Six laws hold everywhere; the code names them by their numbers (docs/explanation.md says more):
+
+1. Nested: the layers that run token i + 1 are among those that ran token i, so no key or value is ever missing.
+2. 1 <= warmup_layers <= min_layers <= max_layers <= num_layers: some layer at the bottom always runs.
+3. Prefix: the tokens that run layer l are the first c(l) columns, so training runs it on `hidden[:, :c(l)]` alone.
+4. The same schedule everywhere: what trained a checkpoint is saved with it and decodes with it, on every process.
+5. Cached = uncached: decoding gives, token for token, what a pass over the whole sequence gives; a batch gives what its
+   rows give alone; a schedule of all layers gives what `model.generate` gives.
+6. Planned memory: layer l holds the prompt and c(l) tokens, and nothing after the prefill where no token runs it.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
