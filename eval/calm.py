@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.systems import Checkpoint, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
-from skipdecode.block import LeanBlock, Step, rotate
+from skipdecode.block import LeanBlock, StepInputs, rotate
 from skipdecode.cache import PlannedLayer
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder, why_not_lean
@@ -109,7 +109,7 @@ def calm_generate(
     reason = why_not_lean(model)
     if reason is not None:
         raise ConfigError(f"CALM can't decode with this model: {reason}")
-    steps = _CalmSteps(
+    runner = _CalmRunner(
         model,
         weights or choose_weights(model),
         threshold,
@@ -120,7 +120,7 @@ def calm_generate(
     )
     return decode_loop(
         model,
-        steps,
+        runner,
         input_ids,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -130,7 +130,7 @@ def calm_generate(
     )
 
 
-class _CalmSteps:
+class _CalmRunner:
     """Prefill through the model's own forward pass, and decode steps in which each row goes as deep as it needs."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _CalmSteps:
         self._decoder = lean_decoder(model, weights)
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
-        self._count = steps
+        self._steps = steps
         self._end_tokens = [] if end_tokens is None else end_tokens.flatten().tolist()
         self._exits = exits
         self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
@@ -159,24 +159,24 @@ class _CalmSteps:
         inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
         logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1]
         mask = self._kwargs.get("attention_mask")
-        self._step_of = self._decoder.steps(torch.ones_like(input_ids) if mask is None else mask, self._count)
+        self._step_inputs = self._decoder.step_inputs(torch.ones_like(input_ids) if mask is None else mask, self._steps)
         self._unended = list(range(len(input_ids)))  # rows whose text goes on
         return logits
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
-        tokens, step = input_ids[:, -1], self._step_of(i)
+        tokens, inputs = input_ids[:, -1], self._step_inputs(i)
         last_tokens = tokens.tolist()
         self._unended = [row for row in self._unended if last_tokens[row] not in self._end_tokens]
-        hidden = self._decoder.embed(tokens, step)  # [batch, hidden]
+        hidden = self._decoder.embed(tokens, inputs)  # [batch, hidden]
         exits, answers = [0] * len(tokens), {}
         waiting = self._unended  # rows that go deeper; the states of the others stay as they are
         for index, block in enumerate(self._decoder.blocks):
             cached: Any = self.cache.layers[index]
             if not waiting:
-                self._key_values[index](hidden, cached, step)
+                self._key_values[index](hidden, cached, inputs)
                 continue
-            deeper = block(hidden, cached, step)
+            deeper = block(hidden, cached, inputs)
             if len(waiting) == len(tokens):
                 hidden = asked = deeper
             else:
@@ -215,7 +215,7 @@ class KeyValues:
         self._block = block
         self._project = project_together(projections, make_linear) if projections else block.qkv
 
-    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> None:
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> None:
         """Write those of `hidden` [batch, hidden], the layer's input."""
         block, batch = self._block, hidden.shape[0]
         projected = self._project(block.attention_norm(hidden) if block.norm_first else hidden)
@@ -226,9 +226,9 @@ class KeyValues:
         # each [batch, heads that have keys, head_dim]
         if block.key_norm is not None:
             key = block.key_norm(key)
-        if step.rotary is not None:
-            key = rotate(key, *step.rotary)
-        step.append(cached, key, value, None)
+        if inputs.rotary is not None:
+            key = rotate(key, *inputs.rotary)
+        inputs.update_cache(cached, key, value, None)
 
 
 def margins(logits: torch.Tensor) -> list[float]:

@@ -13,39 +13,39 @@ from skipdecode.families import BlockParts
 from skipdecode.projections import Linear, project_together, sizes
 
 
-class Step:
-    """What a decode step needs beside its tokens: where they stand, and which columns they attend to.
+class StepInputs:
+    """Inputs of a decode step beside its tokens: their positions, and the columns that they attend to.
 
     Attributes:
-        places: positions of the rows' tokens [batch], for a model that looks them up.
+        column: of the tokens, in the cache.
+        position_ids: of the rows' tokens [batch], for a model that looks them up.
         rotary: cosines and signed sines [batch or 1, 1, rotated dimensions], for a model that rotates.
         bias: added to attention scores [batch, 1 or heads, 1, columns], or None where every column counts.
-        at: the column that the tokens are.
     """
 
-    __slots__ = ("at", "bias", "places", "rotary")
+    __slots__ = ("bias", "column", "position_ids", "rotary")
 
     def __init__(
         self,
-        at: int,
-        places: torch.Tensor | None,
+        column: int,
+        position_ids: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
-        self.at = at
-        self.places = places
+        self.column = column
+        self.position_ids = position_ids
         self.rotary = rotary
         self.bias = bias
 
-    def append(
+    def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Write this token's key and value [batch, heads, head_dim]; returns all to attend to, and their bias."""
         keys: Any = layer.keys
         values: Any = layer.values
-        end = self.at + 1
-        keys[:, :, self.at] = key
-        values[:, :, self.at] = value
+        end = self.column + 1
+        keys[:, :, self.column] = key
+        values[:, :, self.column] = value
         layer.length = end
         start = 0 if window is None else max(0, end - window)
         bias = self.bias[..., start:end] if self.bias is not None else None
@@ -66,7 +66,7 @@ class LeanBlock:
         scaling = getattr(attention, "scaling", None)
         self.scaling = scaling if scaling is not None else self.head_dim**-0.5
         self.window = _window(attention, config)
-        self.mix = _mix_on_cpu if on_cpu else F.scaled_dot_product_attention
+        self.attention_function = _attend_on_cpu if on_cpu else F.scaled_dot_product_attention
         self.interleaved = parts.interleaved
         self.qkv = project_together(projections, make_linear)
         self.query_norm = make_norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
@@ -81,40 +81,40 @@ class LeanBlock:
         self.parallel = getattr(layer, parts.parallel) if isinstance(parts.parallel, str) else parts.parallel
         self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
 
-    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
         """Run the layer on `hidden` [batch, hidden]."""
         if not self.norm_first:
             assert self.mlp_norm is not None
-            hidden = self.attention_norm(hidden + self.attend(hidden, cached, step))
+            hidden = self.attention_norm(hidden + self.attend(hidden, cached, inputs))
             return self.mlp_norm(hidden + self.feed_forward(hidden))
         normed = self.attention_norm(hidden)
-        attended = self.attend(normed, cached, step)
+        attended = self.attend(normed, cached, inputs)
         if self.parallel:
             return hidden + attended + self.feed_forward(self.mlp_norm(hidden) if self.mlp_norm else normed)
         assert self.mlp_norm is not None
         hidden = hidden + attended
         return hidden + self.feed_forward(self.mlp_norm(hidden))
 
-    def attend(self, hidden: torch.Tensor, cached: PlannedLayer, step: Step) -> torch.Tensor:
+    def attend(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
         """The attention half, without norm and residual."""
-        batch, turned = hidden.shape[0], self.heads + self.kv_heads
+        batch, rotated = hidden.shape[0], self.heads + self.kv_heads
         if self.interleaved:
             by_head = self.qkv(hidden).view(batch, self.heads, 3, self.head_dim)
             all_heads = by_head.transpose(1, 2).reshape(batch, 3 * self.heads, self.head_dim)
         else:
-            all_heads = self.qkv(hidden).view(batch, turned + self.kv_heads, self.head_dim)
-        query_key, value = all_heads[:, :turned], all_heads[:, turned:]
+            all_heads = self.qkv(hidden).view(batch, rotated + self.kv_heads, self.head_dim)
+        query_key, value = all_heads[:, :rotated], all_heads[:, rotated:]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key[:, : self.heads], query_key[:, self.heads :]
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
-        if step.rotary is not None:
-            query_key = rotate(query_key, *step.rotary)
+        if inputs.rotary is not None:
+            query_key = rotate(query_key, *inputs.rotary)
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-        keys, values, bias = step.append(cached, key, value, self.window)
+        keys, values, bias = inputs.update_cache(cached, key, value, self.window)
         # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
         grouped = query.view(batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
-        mixed = self.mix(grouped, keys, values, attn_mask=bias, scale=self.scaling)
-        return self.out(mixed.reshape(batch, self.heads * self.head_dim))
+        attended = self.attention_function(grouped, keys, values, attn_mask=bias, scale=self.scaling)
+        return self.out(attended.reshape(batch, self.heads * self.head_dim))
 
     def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feed-forward half, without norm and residual."""
@@ -153,7 +153,7 @@ def _window(attention: nn.Module, config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if sliding else None
 
 
-def _mix_on_cpu(
+def _attend_on_cpu(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Attention of one column, as `scaled_dot_product_attention`, whose kernels on CPU are made for many columns.
@@ -175,10 +175,10 @@ def _mix_on_cpu(
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021) of [batch, heads, head_dim], of the first dimensions where few rotate.
 
-    The half of the dimensions that is rotated in comes with its sign in `signed_sin`.
+    The half of the dimensions that is rolled in comes with its sign in `signed_sin`.
     """
-    turned = cos.shape[-1]
-    if turned == heads.shape[-1]:
-        return torch.addcmul(heads * cos, heads.roll(turned // 2, dims=-1), signed_sin)
-    first, rest = heads[..., :turned], heads[..., turned:]
+    rotated = cos.shape[-1]
+    if rotated == heads.shape[-1]:
+        return torch.addcmul(heads * cos, heads.roll(rotated // 2, dims=-1), signed_sin)
+    first, rest = heads[..., :rotated], heads[..., rotated:]
     return torch.cat([rotate(first, cos, signed_sin), rest], dim=-1)

@@ -1,8 +1,8 @@
-"""Decoding under a schedule: prefill and steps, behind `model.generate(custom_generate=skip_generate)`."""
+"""Decoding under a schedule, behind `model.generate(custom_generate=skip_generate)`."""
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,27 +15,17 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from skipdecode.attach import LayerGate, check_schedule, gated_layers, whole_columns
-from skipdecode.block import Step
-from skipdecode.cache import PlannedCache, sized_by
+from skipdecode.attach import check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.graphs import StaticSteps, keep_static_steps, static_steps
-from skipdecode.internals import (
-    attention_name,
-    dropped_by_generate,
-    given_a_tokenizer,
-    is_given_cache,
-    next_arguments,
-)
-from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
+from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import Weights
+from skipdecode.runners import make_runner, prompt_columns
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import check_speedup
 
@@ -105,12 +95,12 @@ def skip_generate(
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or dropped_by_generate("streamer")
     with gated_layers(model, schedule, prompt_plan) as gate:
-        steps = _steps(
+        runner = make_runner(
             model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
         )
         output = decode_loop(
             model,
-            steps,
+            runner,
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -118,160 +108,8 @@ def skip_generate(
             synced_gpus=synced_gpus,
             streamer=streamer,
         )
-        steps.end()
+        runner.end()
         return output
-
-
-class _ForwardSteps:
-    """Prefill and decode steps through the model's own forward pass, behind gates."""
-
-    def __init__(
-        self, model: GenerativeModel, gate: LayerGate, schedule: SkipSchedule, model_kwargs: dict[str, Any]
-    ) -> None:
-        self._model = model
-        self._gate = gate
-        self._schedule = schedule
-        self._kwargs = model_kwargs
-        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
-        self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
-
-    def prefill(self, input_ids: Any) -> torch.Tensor:
-        """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
-        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
-        return self._run(inputs)
-
-    def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
-        budget = self._schedule.budget(i)
-        self._gate.plan = self._plans[budget]
-        with sized_by(self.cache, self._layers[budget]):
-            inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
-            return self._run(inputs)
-
-    def _run(self, inputs: Any) -> torch.Tensor:
-        with self._gate.obeyed():
-            outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = next_arguments(self._model, outputs, self._kwargs)
-        logits: torch.Tensor = outputs.logits[:, -1]
-        return logits
-
-    @property
-    def cache(self) -> Any:
-        return self._kwargs.get("past_key_values")
-
-    def end(self) -> None:
-        """Say that no step follows."""
-
-
-class _LeanSteps(_ForwardSteps):
-    """Prefill through the model's own forward pass; decode steps without it, on buffers that stay where `static`."""
-
-    def __init__(
-        self,
-        model: GenerativeModel,
-        gate: LayerGate,
-        schedule: SkipSchedule,
-        model_kwargs: dict[str, Any],
-        *,
-        decoder: LeanDecoder,
-        step_of: Callable[[int], Step],
-        static: StaticSteps | None,
-    ) -> None:
-        super().__init__(model, gate, schedule, model_kwargs)
-        self._decoder = decoder
-        self._step_of = step_of
-        self._static = static
-
-    def prefill(self, input_ids: Any) -> torch.Tensor:
-        logits = super().prefill(input_ids)
-        if self._static is not None:
-            self._static.start(self._step_of(0), input_ids[:, -1])
-        return logits
-
-    def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        layers = self._layers[self._schedule.budget(i)]
-        if self._static is not None:
-            return self._static.run(input_ids[:, -1], layers, self._step_of(i))
-        return self._decoder(input_ids[:, -1], layers, self.cache, self._step_of(i))
-
-    def end(self) -> None:
-        if self._static is not None:
-            keep_static_steps(self._decoder, self._static)
-
-
-def _steps(
-    model: GenerativeModel,
-    gate: LayerGate,
-    schedule: SkipSchedule,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    weights: Weights | None,
-    cuda_graphs: bool | None,
-    model_kwargs: dict[str, Any],
-) -> _ForwardSteps:
-    """What runs the model, and with which cache."""
-    inner = unwrap(model)
-    given = is_given_cache(model_kwargs.get("past_key_values"))
-    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
-    if given or generation_config.cache_implementation is not None:
-        reason: str | None = "a cache was given"
-    elif kinds - {"full_attention", "sliding_attention"}:
-        reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
-    elif attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
-        # Without a mask, what it doesn't attend to is what its own cache has dropped.
-        reason = f"its attention {attention_name(inner.config)!r} takes no mask"
-    else:
-        shared = "several processes share it" if synced_gpus else None
-        reason = shared or _more_than_a_token(model_kwargs) or why_not_lean(inner)
-        steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
-        model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
-    if reason is not None:
-        if weights not in (None, "model"):
-            raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
-        return _ForwardSteps(model, gate, schedule, model_kwargs)
-    decoder = lean_decoder(inner, weights)
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:  # generate drops one that hides nothing
-        mask = input_ids.new_ones(len(input_ids), _prompt_columns(input_ids, model_kwargs))
-    static = None
-    if (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs) and not decoder.windowed:
-        shape = (*mask.shape, bool(mask.all()))  # rows of one length share their places
-        static = static_steps(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
-        model_kwargs["past_key_values"] = static.cache
-    step_of = decoder.steps(mask, steps, model_kwargs.get("position_ids"))
-    return _LeanSteps(model, gate, schedule, model_kwargs, decoder=decoder, step_of=step_of, static=static)
-
-
-# What of generate's arguments a lean step obeys, or may leave out because it is about the prompt or the cache.
-_UNDERSTOOD = {
-    "attention_mask",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
-}
-
-
-def _more_than_a_token(model_kwargs: dict[str, Any]) -> str | None:
-    """Why a call's steps need the model's own forward pass: what it is given beside tokens, their places and a mask."""
-    for name, value in model_kwargs.items():
-        if value is not None and name not in _UNDERSTOOD:
-            return f"{name} was given"
-    for name in ("attention_mask", "position_ids"):
-        value = model_kwargs.get(name)
-        if value is not None and value.dim() != 2:
-            return f"{name} has {value.dim()} dimensions"
-    return None
-
-
-def _prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
-    """How many columns the prompt fills in the cache."""
-    embeds = model_kwargs.get("inputs_embeds")
-    return int(input_ids.shape[1] if embeds is None else embeds.shape[1])
 
 
 def resolve_schedule(
@@ -355,11 +193,11 @@ def _check_positions(
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     if positions is None:
         return
-    mask, places = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if places is not None:
-        prompt = int(places.max()) + 1
+    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if position_ids is not None:
+        prompt = int(position_ids.max()) + 1
     else:
-        prompt = int(mask.sum(dim=-1).max()) if mask is not None else _prompt_columns(input_ids, model_kwargs)
+        prompt = int(mask.sum(dim=-1).max()) if mask is not None else prompt_columns(input_ids, model_kwargs)
     # The last new token is never an input, so it needs no position.
     needed = prompt + (max_length - input_ids.shape[1] - 1 if max_length is not None else 0)
     if needed > positions:

@@ -24,8 +24,8 @@ class BlockParts:
         up, down, activation: the feed-forward half; `gate` where the activation gates another projection.
         parallel: whether both halves read the layer's input; or the layer's flag that says so.
         final_norm: after the last layer, beside the list of layers.
-        positions: how a token's place enters.
-        position_table, position_offset: where places are looked up, and what is added to them.
+        positions: the way in which a token's position enters.
+        position_table, position_offset: the table of positions, and what is added to them before they are looked up.
         embedding_norm: a norm of the embeddings.
         plain: what the config must say, for a value that changes the computation.
     """

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: on a GPU a step's hundreds of small kernels take longer to launch than to run.
 
 A graph replays the same kernels on the same memory, so everything that changes from token to token is written into
-buffers that stay: the tokens, their column, their places, and which columns they may attend to. There is one graph for
-each distinct budget of a schedule, captured when it is first reached, all in one memory pool. Buffers and graphs are
-kept for the next call of the same shape.
+buffers that stay: the tokens, their column, their positions, and which columns they may attend to. There is one graph
+for each distinct budget of a schedule, captured when it is first reached, all in one memory pool. Buffers and graphs
+are kept for the next call of the same shape.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from skipdecode.block import Step
+from skipdecode.block import StepInputs
 from skipdecode.cache import PlannedCache, PlannedLayer
 from skipdecode.lean import LeanDecoder
 from skipdecode.schedule import SkipSchedule
@@ -26,41 +26,41 @@ KEPT = 4
 Replay: TypeAlias = Callable[[], None]
 
 
-class StaticStep(Step):
-    """A step whose column is a value in memory, so that the same operations serve every column.
+class StaticInputs(StepInputs):
+    """Inputs in buffers that stay; the column is a value in memory, so that the same operations serve every column.
 
-    It attends to whole buffers; `bias` hides the columns that aren't written yet.
+    The tokens attend to the whole cache; `bias` hides the columns that aren't written yet.
     """
 
-    __slots__ = ("column",)
+    __slots__ = ("column_index",)
 
-    def __init__(self, column: torch.Tensor, like: Step, bias: torch.Tensor) -> None:
+    def __init__(self, column_index: torch.Tensor, like: StepInputs, bias: torch.Tensor) -> None:
         copied = None if like.rotary is None else (like.rotary[0].clone(), like.rotary[1].clone())
-        super().__init__(0, None if like.places is None else like.places.clone(), copied, bias)
-        self.column = column  # [1]
+        super().__init__(0, None if like.position_ids is None else like.position_ids.clone(), copied, bias)
+        self.column_index = column_index  # [1]
 
-    def append(
+    def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As Step.append, with all columns of the buffers."""
+        """As StepInputs.update_cache, with all columns of the buffers."""
         keys: Any = layer.keys
         values: Any = layer.values
-        keys.index_copy_(2, self.column, key[:, :, None])
-        values.index_copy_(2, self.column, value[:, :, None])
+        keys.index_copy_(2, self.column_index, key[:, :, None])
+        values.index_copy_(2, self.column_index, value[:, :, None])
         assert self.bias is not None
         return keys, values, self.bias[..., : keys.shape[2]]
 
-    def move_to(self, step: Step) -> None:
-        """Take over what another step says."""
-        self.column.fill_(step.at)
-        if self.places is not None and step.places is not None:
-            self.places.copy_(step.places)
-        if self.rotary is not None and step.rotary is not None:
-            for ours, theirs in zip(self.rotary, step.rotary, strict=True):
+    def copy_from(self, inputs: StepInputs) -> None:
+        """Take over the values of another step's."""
+        self.column_index.fill_(inputs.column)
+        if self.position_ids is not None and inputs.position_ids is not None:
+            self.position_ids.copy_(inputs.position_ids)
+        if self.rotary is not None and inputs.rotary is not None:
+            for ours, theirs in zip(self.rotary, inputs.rotary, strict=True):
                 ours.copy_(theirs)
 
 
-class StaticSteps:
+class StepGraphs:
     """All decode steps of generations of one shape under one schedule.
 
     Args:
@@ -79,38 +79,38 @@ class StaticSteps:
         self._decoder = decoder
         self._columns = prompt_columns + steps
         self._tokens: torch.Tensor | None = None
-        self._step: StaticStep | None = None
+        self._inputs: StaticInputs | None = None
         self._graphs: dict[Sequence[int], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
 
-    def start(self, first: Step, tokens: torch.Tensor) -> None:
-        """Begin a generation of as many rows as `tokens`, whose prompt is cached and whose first step is `first`."""
-        if self._step is None:
+    def start(self, first: StepInputs, tokens: torch.Tensor) -> None:
+        """Begin a generation whose prompt is cached, by the inputs of its first step and its tokens [batch]."""
+        if self._inputs is None:
             rows = 1 if first.bias is None else first.bias.shape[0]
             heads = 1 if first.bias is None else first.bias.shape[1]
             bias = torch.empty(rows, heads, 1, self._columns, dtype=self._decoder.dtype, device=tokens.device)
-            self._step = StaticStep(torch.zeros(1, dtype=torch.long, device=tokens.device), first, bias)
+            self._inputs = StaticInputs(torch.zeros(1, dtype=torch.long, device=tokens.device), first, bias)
             self._tokens = torch.zeros_like(tokens)
-        assert self._step.bias is not None
-        self._step.bias.fill_(float("-inf"))
-        prompt = slice(0, first.at)
-        self._step.bias[..., prompt] = 0 if first.bias is None else first.bias[..., prompt]
+        assert self._inputs.bias is not None
+        self._inputs.bias.fill_(float("-inf"))
+        prompt = slice(0, first.column)
+        self._inputs.bias[..., prompt] = 0 if first.bias is None else first.bias[..., prompt]
 
-    def run(self, tokens: torch.Tensor, layers: Sequence[int], step: Step) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, layers: Sequence[int], inputs: StepInputs) -> torch.Tensor:
         """Logits [batch, vocabulary] of `tokens` [batch]; they are overwritten by the next step of as many layers."""
-        assert self._step is not None  # start comes first
+        assert self._inputs is not None  # start comes first
         assert self._tokens is not None
-        assert self._step.bias is not None
+        assert self._inputs.bias is not None
         self._tokens.copy_(tokens)
-        self._step.move_to(step)
-        at = slice(step.at, step.at + 1)
-        self._step.bias[..., at] = 0 if step.bias is None else step.bias[..., at]
+        self._inputs.copy_from(inputs)
+        column = slice(inputs.column, inputs.column + 1)
+        self._inputs.bias[..., column] = 0 if inputs.bias is None else inputs.bias[..., column]
         if layers not in self._graphs:
             self._graphs[layers] = self._capture(layers)
         replay, result = self._graphs[layers]
         replay()
         for layer in layers:
-            self.cache.layers[layer].length = step.at + 1  # type: ignore[union-attr]
+            self.cache.layers[layer].length = inputs.column + 1  # type: ignore[union-attr]
         return result[0]
 
     def _capture(self, layers: Sequence[int]) -> tuple[Replay, list[torch.Tensor]]:
@@ -119,8 +119,8 @@ class StaticSteps:
 
         def forward() -> None:
             assert self._tokens is not None
-            assert self._step is not None
-            result[:] = [self._decoder(self._tokens, layers, self.cache, self._step)]
+            assert self._inputs is not None
+            result[:] = [self._decoder(self._tokens, layers, self.cache, self._inputs)]
 
         assert self._tokens is not None
         if self._tokens.device.type != "cuda":
@@ -141,46 +141,46 @@ class StaticSteps:
         return graph.replay, result
 
 
-# decoder -> shape -> steps, the longest unused first
-_KEPT: weakref.WeakKeyDictionary[LeanDecoder, OrderedDict[Any, StaticSteps]] = weakref.WeakKeyDictionary()
+# decoder -> shape -> graphs, the longest unused first
+_KEPT: weakref.WeakKeyDictionary[LeanDecoder, OrderedDict[Any, StepGraphs]] = weakref.WeakKeyDictionary()
 
 
-def static_steps(
+def step_graphs(
     decoder: LeanDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
-) -> StaticSteps:
-    """Steps for a generation of one shape, from an earlier call where there was one.
+) -> StepGraphs:
+    """The graphs for a generation of one shape, from an earlier call where there was one.
 
-    They are this call's alone, so that two threads never write into the same buffers; `keep_static_steps` lets the next
+    They are this call's alone, so that two threads never write into the same buffers; `keep_step_graphs` lets the next
     call have them.
 
     Args:
-        decoder, schedule, steps: as in StaticSteps.
+        decoder, schedule, steps: as in StepGraphs.
         shape: rows, prompt columns, and whether every row fills them.
         keep: whether the next call may have the same buffers; not where the cache is handed out.
     """
     rows, columns, full = shape
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
-        return StaticSteps(decoder, schedule, steps, columns)
+        return StepGraphs(decoder, schedule, steps, columns)
     kept = _KEPT.setdefault(decoder, OrderedDict())
     key = (schedule, steps, rows, columns, full)
     found = kept.pop(key, None)
     if found is None:
         _forget_all_but(kept, KEPT - 1)
-        found = StaticSteps(decoder, schedule, steps, columns)
+        found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.cache.reset()
     return found
 
 
-def keep_static_steps(decoder: LeanDecoder, steps: StaticSteps) -> None:
+def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
     """Let the next call of the same shape have them, once a generation has ended well."""
-    if steps.key is not None:
+    if graphs.key is not None:
         kept = _KEPT.setdefault(decoder, OrderedDict())
-        kept[steps.key] = steps
+        kept[graphs.key] = graphs
         _forget_all_but(kept, KEPT)
 
 
-def _forget_all_but(kept: OrderedDict[Any, StaticSteps], count: int) -> None:
+def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
     while len(kept) > count:
         kept.popitem(last=False)

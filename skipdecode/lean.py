@@ -1,9 +1,9 @@
 """Decode steps without the overhead of a model's forward pass: nothing per token that doesn't depend on the token.
 
 A forward pass of transformers is made for any length and any cache. One step of decoding is a special case: one token
-a row, all active layers holding the same columns (law 1), so masks, places and layer lists are known before the first
-step. What is left is a dozen operations a layer, done here on [batch, hidden] with the model's own weights. The names
-of the weights are a family's only contribution (`skipdecode.families`); models that aren't made of plain parts
+a row, all active layers holding the same columns (law 1), so masks, positions and layer lists are known before the
+first step. What is left is a dozen operations a layer, done here on [batch, hidden] with the model's own weights. The
+names of the weights are a family's only contribution (`skipdecode.families`); models that aren't made of plain parts
 (adapters, hooks, other libraries' quantisation) are left to their own forward pass.
 """
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from skipdecode.block import LeanBlock, Step, make_norm
+from skipdecode.block import LeanBlock, StepInputs, make_norm
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
@@ -63,8 +63,8 @@ class LeanDecoder:
         self._heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
         self._embedding_norm = make_norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
-        self._place_table = getattr(body, parts.position_table).weight if parts.position_table else None
-        self._place_offset = parts.position_offset
+        self._position_table = getattr(body, parts.position_table).weight if parts.position_table else None
+        self._position_offset = parts.position_offset
         self._rotary: Any = getattr(body, "rotary_emb", None)
         self._project_in: Any = getattr(body, "project_in", None)  # opt-350m
         self._project_out: Any = getattr(body, "project_out", None)
@@ -72,50 +72,50 @@ class LeanDecoder:
         self._final_norm = make_norm(norm) if norm is not None else None
         self._head = make_linear(model.get_output_embeddings())
 
-    def steps(
-        self, attention_mask: torch.Tensor, count: int, position_ids: torch.Tensor | None = None
-    ) -> Callable[[int], Step]:
-        """Everything that `count` decode steps after a prompt need, prepared at once.
+    def step_inputs(
+        self, attention_mask: torch.Tensor, steps: int, position_ids: torch.Tensor | None = None
+    ) -> Callable[[int], StepInputs]:
+        """The inputs of `steps` decode steps after a prompt, prepared at once.
 
         Args:
             attention_mask: of the prompt [batch, prompt columns].
-            count: steps at most.
+            steps: decode steps at most.
             position_ids: of the prompt [batch or 1, prompt columns]; steps go on from the last. By default the tokens
                 that the mask shows are counted.
 
         Returns:
-            A function from a step's number to the Step.
+            A function from a step's number to its StepInputs.
         """
         batch, prompt = attention_mask.shape
         padded = not bool(attention_mask.all())
         lengths = attention_mask.sum(dim=-1, keepdim=True) if position_ids is None else position_ids[:, -1:] + 1
         if bool((lengths == lengths[:1]).all()):
             lengths = lengths[:1]
-        places = lengths + torch.arange(max(count, 1), device=attention_mask.device)  # [batch or 1, count]
-        bias = self._bias(attention_mask, places, padded)
+        positions = lengths + torch.arange(max(steps, 1), device=attention_mask.device)  # [batch or 1, steps]
+        bias = self._bias(attention_mask, positions.shape[1], padded)
         rotary: Any = None
         looked_up: Any = None
         if self._positions == "rotary":
             like = torch.empty(0, dtype=self.dtype, device=attention_mask.device)
-            cos, sin = self._rotary(like, places)  # each [batch or 1, count, rotated dimensions]
+            cos, sin = self._rotary(like, positions)  # each [batch or 1, steps, rotated dimensions]
             signs = torch.ones_like(sin)
             signs[..., : sin.shape[-1] // 2] = -1
             rotary = (cos[:, :, None], (sin * signs)[:, :, None])
         elif self._positions == "learned":
-            looked_up = (places + self._place_offset).expand(batch, -1).T.contiguous()  # [count, batch]
+            looked_up = (positions + self._position_offset).expand(batch, -1).T.contiguous()  # [steps, batch]
 
-        def step(i: int) -> Step:
-            turn = (rotary[0][:, i], rotary[1][:, i]) if rotary is not None else None
-            return Step(prompt + i, looked_up[i] if looked_up is not None else None, turn, bias)
+        def inputs(i: int) -> StepInputs:
+            position_ids = looked_up[i] if looked_up is not None else None
+            rotation = (rotary[0][:, i], rotary[1][:, i]) if rotary is not None else None
+            return StepInputs(prompt + i, position_ids, rotation, bias)
 
-        return step
+        return inputs
 
-    def _bias(self, mask: torch.Tensor, places: torch.Tensor, padded: bool) -> torch.Tensor | None:
-        """What is added to the scores of every column, prompt and generated."""
-        batch, count = mask.shape[0], places.shape[1]
+    def _bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
+        """The values added to the scores of every column, prompt and generated."""
         if not padded and self._positions != "alibi":
             return None
-        columns = torch.cat([mask, mask.new_ones(batch, count)], dim=1)[:, None, None]  # [batch, 1, 1, columns]
+        columns = torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1)[:, None, None]  # [batch, 1, 1, columns]
         bias = torch.zeros(columns.shape, dtype=self.dtype, device=mask.device)
         bias = bias.masked_fill(columns == 0, float("-inf"))
         if self._positions == "alibi":
@@ -123,28 +123,30 @@ class LeanDecoder:
             bias = bias + (alibi_slopes(self._heads, mask.device)[:, None, None] * distance).to(self.dtype)
         return bias
 
-    def __call__(self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, step: Step) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs
+    ) -> torch.Tensor:
         """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
-        hidden = self.embed(tokens, step)
+        hidden = self.embed(tokens, inputs)
         blocks, cached = self.blocks, cache.layers
         for index in layers:
-            hidden = blocks[index](hidden, cached[index], step)  # type: ignore[arg-type]
+            hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
         return self.logits(hidden)
 
-    def embed(self, tokens: torch.Tensor, step: Step) -> torch.Tensor:
-        """What the first layer gets of `tokens` [batch]: [batch, hidden]."""
+    def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states [batch, hidden] of `tokens` [batch], as the first layer takes them."""
         hidden: torch.Tensor = self._embedding(tokens)
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
-        if step.places is not None:
-            assert self._place_table is not None
-            hidden = hidden + F.embedding(step.places, self._place_table)
+        if inputs.position_ids is not None:
+            assert self._position_table is not None
+            hidden = hidden + F.embedding(inputs.position_ids, self._position_table)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the norm and the head make of a layer's output [rows, hidden]: [rows, vocabulary]."""
+        """Logits [rows, vocabulary] of a layer's output [rows, hidden], by the final norm and the head."""
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
@@ -169,13 +171,13 @@ class _State:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._modules, self._settings, self._places = _look(model)
+        self._modules, self._settings, self._addresses = _look(model)
         self._views = [_spread_values(p) for p in all_parameters(self._modules)]
         self._values = self._sample()
 
     def still_holds(self, model: PreTrainedModel) -> bool:
         found = _look(model)
-        return found == (self._modules, self._settings, self._places) and torch.equal(self._sample(), self._values)
+        return found == (self._modules, self._settings, self._addresses) and torch.equal(self._sample(), self._values)
 
     def _sample(self) -> torch.Tensor:
         return torch.cat(self._views).view(torch.uint8)  # bytes, as NaN is not equal to itself
@@ -189,8 +191,8 @@ def _look(model: PreTrainedModel) -> tuple[list[nn.Module], Any, Any]:
     for module in modules:
         found = module.__dict__
         settings.append(tuple([found.get(name) for name in _READ_ONCE]))
-    places = [(p.data_ptr(), version(p)) for p in all_parameters(modules)]
-    return modules, settings, places
+    addresses = [(p.data_ptr(), version(p)) for p in all_parameters(modules)]
+    return modules, settings, addresses
 
 
 def _spread_values(parameter: torch.Tensor) -> torch.Tensor:

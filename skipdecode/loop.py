@@ -14,8 +14,8 @@ from skipdecode.internals import goes_on, padding_token
 GenerativeModel: TypeAlias = Any
 
 
-class DecodeSteps(Protocol):
-    """What the loop gets logits from."""
+class Runner(Protocol):
+    """The source of the loop's logits."""
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
@@ -25,12 +25,12 @@ class DecodeSteps(Protocol):
 
     @property
     def cache(self) -> Any:
-        """What `generate` hands out as `past_key_values`."""
+        """The cache that `generate` hands out as `past_key_values`."""
 
 
 def decode_loop(
     model: GenerativeModel,
-    steps: DecodeSteps,
+    runner: Runner,
     input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
     *,
     logits_processor: LogitsProcessorList,
@@ -51,7 +51,7 @@ def decode_loop(
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
     finished = False
 
-    logits = steps.prefill(input_ids)
+    logits = runner.prefill(input_ids)
     step = 0
     while True:
         if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
@@ -72,7 +72,7 @@ def decode_loop(
         del logits  # those of a prefill are large
         if not goes_on(model, finished, synced_gpus, input_ids.device):
             break
-        logits = steps.step(step, input_ids)
+        logits = runner.step(step, input_ids)
         step += 1
 
     if streamer is not None:
@@ -83,7 +83,7 @@ def decode_loop(
         sequences=input_ids,
         scores=scores if generation_config.output_scores else None,
         logits=raw_logits if generation_config.output_logits else None,
-        past_key_values=steps.cache,
+        past_key_values=runner.cache,
     )
 
 

@@ -27,13 +27,13 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
 def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_opt("opt", 6, seed=9)
     captured: list[tuple[int, ...]] = []
-    capture = graphs.StaticSteps._capture
+    capture = graphs.StepGraphs._capture
 
     def counting(self: Any, layers: tuple[int, ...]) -> Any:
         captured.append(layers)
         return capture(self, layers)
 
-    monkeypatch.setattr(graphs.StaticSteps, "_capture", counting)
+    monkeypatch.setattr(graphs.StepGraphs, "_capture", counting)
     schedule = SkipSchedule(6, 5, 2, horizon=8)
     for _ in range(3):
         generate(model, [5, 7], schedule, cuda_graphs=True, max_new_tokens=12)

@@ -1,0 +1,182 @@
+"""Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from skipdecode.attach import LayerGate, whole_columns
+from skipdecode.block import StepInputs
+from skipdecode.cache import PlannedCache, sized_by
+from skipdecode.errors import ConfigError
+from skipdecode.families import text_config, unwrap
+from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
+from skipdecode.internals import attention_name, is_given_cache, next_arguments
+from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
+from skipdecode.loop import GenerativeModel
+from skipdecode.projections import Weights
+from skipdecode.schedule import SkipSchedule
+
+
+class ForwardRunner:
+    """Prefill and decode steps through the model's own forward pass, behind gates."""
+
+    def __init__(
+        self, model: GenerativeModel, gate: LayerGate, schedule: SkipSchedule, model_kwargs: dict[str, Any]
+    ) -> None:
+        self._model = model
+        self._gate = gate
+        self._schedule = schedule
+        self._kwargs = model_kwargs
+        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
+        self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
+        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
+        return self._run(inputs)
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        budget = self._schedule.budget(i)
+        self._gate.plan = self._plans[budget]
+        with sized_by(self.cache, self._layers[budget]):
+            inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
+            return self._run(inputs)
+
+    def _run(self, inputs: Any) -> torch.Tensor:
+        with self._gate.obeyed():
+            outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = next_arguments(self._model, outputs, self._kwargs)
+        logits: torch.Tensor = outputs.logits[:, -1]
+        return logits
+
+    @property
+    def cache(self) -> Any:
+        """The cache that `generate` hands out as `past_key_values`."""
+        return self._kwargs.get("past_key_values")
+
+    def end(self) -> None:
+        """Say that no step follows."""
+
+
+class LeanRunner(ForwardRunner):
+    """Prefill through the model's own forward pass, decode steps without it."""
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        gate: LayerGate,
+        schedule: SkipSchedule,
+        model_kwargs: dict[str, Any],
+        *,
+        decoder: LeanDecoder,
+        step_inputs: Callable[[int], StepInputs],
+    ) -> None:
+        super().__init__(model, gate, schedule, model_kwargs)
+        self._decoder = decoder
+        self._step_inputs = step_inputs
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        layers = self._layers[self._schedule.budget(i)]
+        return self._decoder(input_ids[:, -1], layers, self.cache, self._step_inputs(i))
+
+
+class GraphRunner(LeanRunner):
+    """Lean steps on buffers that stay, as CUDA graphs where there is a GPU."""
+
+    def __init__(self, *args: Any, graphs: StepGraphs, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graphs = graphs
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        logits = super().prefill(input_ids)
+        self._graphs.start(self._step_inputs(0), input_ids[:, -1])
+        return logits
+
+    def step(self, i: int, input_ids: Any) -> torch.Tensor:
+        layers = self._layers[self._schedule.budget(i)]
+        return self._graphs.run(input_ids[:, -1], layers, self._step_inputs(i))
+
+    def end(self) -> None:
+        keep_step_graphs(self._decoder, self._graphs)
+
+
+def make_runner(
+    model: GenerativeModel,
+    gate: LayerGate,
+    schedule: SkipSchedule,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    weights: Weights | None,
+    cuda_graphs: bool | None,
+    model_kwargs: dict[str, Any],
+) -> ForwardRunner:
+    """The fastest runner that does what a call asks for, with its cache.
+
+    Raises ConfigError for weights that are copies where steps can't be lean.
+    """
+    inner = unwrap(model)
+    given = is_given_cache(model_kwargs.get("past_key_values"))
+    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
+    if given or generation_config.cache_implementation is not None:
+        reason: str | None = "a cache was given"
+    elif kinds - {"full_attention", "sliding_attention"}:
+        reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
+    elif attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
+        # Without a mask, what it doesn't attend to is what its own cache has dropped.
+        reason = f"its attention {attention_name(inner.config)!r} takes no mask"
+    else:
+        shared = "several processes share it" if synced_gpus else None
+        reason = shared or _more_than_a_token(model_kwargs) or why_not_lean(inner)
+        steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
+        model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
+    if reason is not None:
+        if weights not in (None, "model"):
+            raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
+        return ForwardRunner(model, gate, schedule, model_kwargs)
+    decoder = lean_decoder(inner, weights)
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:  # generate drops one that hides nothing
+        mask = input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs))
+    step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
+    if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
+        return LeanRunner(model, gate, schedule, model_kwargs, decoder=decoder, step_inputs=step_inputs)
+    shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
+    graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
+    model_kwargs["past_key_values"] = graphs.cache
+    return GraphRunner(model, gate, schedule, model_kwargs, decoder=decoder, step_inputs=step_inputs, graphs=graphs)
+
+
+# Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.
+_UNDERSTOOD = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+
+
+def _more_than_a_token(model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why a call's steps need the model's own forward pass; None for tokens, positions and a mask alone."""
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _UNDERSTOOD:
+            return f"{name} was given"
+    for name in ("attention_mask", "position_ids"):
+        value = model_kwargs.get(name)
+        if value is not None and value.dim() != 2:
+            return f"{name} has {value.dim()} dimensions"
+    return None
+
+
+def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Columns that the prompt fills in the cache."""
+    embeds = model_kwargs.get("inputs_embeds")
+    return int(input_ids.shape[1] if embeds is None else embeds.shape[1])
