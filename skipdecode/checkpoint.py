@@ -28,8 +28,8 @@ class SkipConfig:
     `model.config.skipdecode`.
 
     Attributes:
-        schedules: target speedup -> the schedule that training drew for it.
-        solver: the keyword arguments of `solve_schedule` that made them; any other target is solved with the same.
+        schedules: speedup -> the schedule that training drew for it.
+        solver: the keyword arguments of `solve_schedule` that made them; any other speedup is solved with the same.
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder, and for random weights.
     """
@@ -41,15 +41,15 @@ class SkipConfig:
 
     @property
     def conditions(self) -> dict[str, int]:
-        """Those of the solver that `CostModel.at` takes."""
+        """The arguments of the solver that `CostModel.at` takes."""
         return {name: self.solver[name] for name in _CONDITIONS if name in self.solver}
 
     def schedule_for(self, cost: CostModel | Cost, speedup: float) -> SkipSchedule:
-        """The schedule of a target: the one trained under where there is one, else one solved the same way.
+        """The schedule of a speedup: the one trained under where there is one, else one solved the same way.
 
         Args:
             cost: of the model; a CostModel is taken under this checkpoint's conditions.
-            speedup: the target.
+            speedup: on the wall clock, at least 1.
         """
         if float(speedup) in self.schedules:
             return self.schedules[float(speedup)]
@@ -60,7 +60,7 @@ class SkipConfig:
 
     @property
     def trained_range(self) -> tuple[float, float] | None:
-        """The slowest and the fastest target that training drew; None where it drew none."""
+        """The slowest and the fastest speedup that training drew; None where it drew none."""
         return (min(self.schedules), max(self.schedules)) if self.schedules else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def _info(options: argparse.Namespace) -> int:
 
         cost = measure_cost(model, weights=options.weights, **conditions)
         measured = [f"{cost.speedup(found.schedule):.2f}x" for found in prices]
-    heads = ["target", "layers", "layers per token", "by bytes", "cache MB", "trained for"]
+    headers = ["target", "layers", "layers per token", "by bytes", "cache MB", "trained for"]
     rows = [
         [
             f"{found.speedup:g}x",
@@ -253,11 +253,11 @@ def _info(options: argparse.Namespace) -> int:
         for found in prices
     ]
     if measured:
-        heads.insert(4, "measured")
+        headers.insert(4, "measured")
         for row, cell in zip(rows, measured, strict=True):
             row.insert(4, cell)
     print()
-    for line in _aligned([heads, *rows]):
+    for line in _aligned([headers, *rows]):
         print(line)
     print(
         f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; "
@@ -299,7 +299,7 @@ def _compare(options: argparse.Namespace) -> int:
     if not found.paces:
         print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
         return 0
-    heads = ["target", "measured", "layers per token", "tokens/s", "prompts s", "decoding s"]
+    headers = ["target", "measured", "layers per token", "tokens/s", "prompts s", "decoding s"]
     rows = [
         [
             name,
@@ -311,7 +311,7 @@ def _compare(options: argparse.Namespace) -> int:
         ]
         for number, (name, pace) in enumerate(zip(names, found.paces, strict=True))
     ]
-    for line in _aligned([heads, *rows]):
+    for line in _aligned([headers, *rows]):
         print(line)
     print(
         f"\ndecode steps over full depth's, median [quartiles] of {found.rounds} rounds in turns; each of them goes on "
@@ -334,10 +334,10 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _side_by_side(heads: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
+def _side_by_side(headers: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
     wrapped = [
-        [head, *(line for part in text.strip().splitlines() for line in textwrap.wrap(part, width) or [""])]
-        for head, text in zip(heads, texts, strict=True)
+        [header, *(line for part in text.strip().splitlines() for line in textwrap.wrap(part, width) or [""])]
+        for header, text in zip(headers, texts, strict=True)
     ]
     height = max(map(len, wrapped))
     padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
@@ -408,11 +408,11 @@ def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
     from skipdecode.texts import Decoder
 
     logging.disable_progress_bar()
-    place = resolve_device(options.device)
+    device = resolve_device(options.device)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
     return Decoder(
-        model.to(place),  # type: ignore[arg-type]
+        model.to(device),  # type: ignore[arg-type]
         tokenizer,
         getattr(options, "max_new_tokens", 1),
         options.weights,

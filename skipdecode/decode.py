@@ -66,7 +66,7 @@ def skip_generate(
 
     Args:
         schedule: which layers each generated token runs; or its fields as plain values.
-        speedup: a target in place of a schedule, for a model whose config says what it was trained for
+        speedup: on the wall clock, in place of a schedule, for a model whose config says what it was trained for
             (`skipdecode.checkpoint.SkipConfig`); the schedule is the one that training drew for it, or is solved with
             the same settings.
         weights: what decode steps compute with; the prompt is run with the model's own. "packed" (on CPU, in float32

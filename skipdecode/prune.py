@@ -112,15 +112,15 @@ def export(
         model: loses those layers.
         tokenizer: saved beside it.
         schedule: of the whole model.
-        speedup: the target that the exported checkpoint has the schedule for.
+        speedup: that the exported checkpoint has the schedule for.
         folder: new, or empty.
 
     Raises:
         ConfigError: where no layer can go (`pruned_schedule`, `keep_in_config`), and for a folder that holds something.
     """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} isn't empty: name a new folder")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} isn't empty: name a new folder")
     before = count_parameters(model.parameters())
     depth = len(decoder_layers(model))
     if schedule.num_layers != depth:
@@ -128,14 +128,14 @@ def export(
     kept, smaller = pruned_schedule(schedule)
     keep_layers(model, kept)
     remembered = SkipConfig.of(model.config) or SkipConfig()
-    partial = target.with_name(f"{target.name}.partial")
+    partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     replace(remembered, schedules={speedup: smaller}).save(partial)
     write_custom_generate(partial)
     seal(partial)
-    if target.exists():
-        target.rmdir()
-    os.replace(partial, target)
+    if folder.exists():
+        folder.rmdir()
+    os.replace(partial, folder)
     return Exported(len(kept), depth, count_parameters(model.parameters()), before, smaller)

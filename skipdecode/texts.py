@@ -106,7 +106,7 @@ class Decoder:
         self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
 
     def schedule(self, speedup: float) -> SkipSchedule:
-        """The checkpoint's schedule for a target. Raises ConfigError as `skip_generate` does."""
+        """The checkpoint's schedule for a speedup. Raises ConfigError as `skip_generate` does."""
         return resolve_schedule(self.model, None, speedup)
 
     def check(self, prompts: Sequence[str]) -> None:
@@ -158,7 +158,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a target decodes: medians over rounds.
+    """The measured pace of one speedup: medians over rounds.
 
     Attributes:
         speedup: times it is faster than full depth in the same round, over all decode steps.
@@ -179,11 +179,11 @@ class Compared:
     """The same prompts at several speeds.
 
     Attributes:
-        speedups: targets, 1 first.
-        decoded: what each gave, in the same order.
+        speedups: that were asked for, 1 first.
+        decoded: the texts at each, in the same order.
         tokens: of each prompt in what was timed: as many as the longest text has, whatever ends the others.
         rounds: that were timed.
-        paces: of each target; empty where no text is long enough to be timed.
+        paces: at each; empty where no text is long enough to be timed.
     """
 
     speedups: tuple[float, ...]
@@ -194,25 +194,25 @@ class Compared:
 
 
 def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float], repeats: int) -> Compared:
-    """Decode prompts at full depth and at each target, and time them in turns, so that a busy machine treats all alike.
+    """Decode prompts at full depth and at each speedup, and time them in turns: a busy machine then treats all alike.
 
-    What is timed goes on to the same length at every target: else one that ends sooner would be timed over other steps.
+    What is timed goes on to the same length at every one: else one that ends sooner would be timed over other steps.
     There are `repeats` rounds after one that warms up, and more where they are over in no time. Raises ConfigError as
     `skip_generate` does.
     """
-    targets = (1.0, *(speedup for speedup in speedups if speedup != 1))
-    schedules = [decoder.schedule(target) for target in targets]
+    speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
+    schedules = [decoder.schedule(speedup) for speedup in speedups]
     decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
     tokens = max(completion.tokens for one in decoded for completion in one.completions)
     if tokens < SHORTEST:
-        return Compared(targets, decoded, tokens, 0, ())
+        return Compared(speedups, decoded, tokens, 0, ())
     for schedule in schedules:
         decoder.decode(prompts, schedule, tokens=tokens)
-    timed: list[list[Decoded]] = [[] for _ in targets]
+    timed: list[list[Decoded]] = [[] for _ in speedups]
     rounds = 0
     while rounds < repeats or (rounds < MOST_ROUNDS and sum(one.decode_seconds for one in timed[0]) < LEAST_SECONDS):
-        for turn in range(len(targets)):
-            at = (rounds + turn) % len(targets)  # who comes first changes
+        for turn in range(len(speedups)):
+            at = (rounds + turn) % len(speedups)  # who comes first changes
             timed[at].append(decoder.decode(prompts, schedules[at], tokens=tokens))
         rounds += 1
     full = [one.decode_seconds for one in timed[0]]
@@ -226,20 +226,20 @@ def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float],
         )
         for schedule, own in zip(schedules, timed, strict=True)
     )
-    return Compared(targets, decoded, tokens, rounds, paces)
+    return Compared(speedups, decoded, tokens, rounds, paces)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a target costs.
+    """The price of one speedup.
 
     Attributes:
-        speedup: the target.
+        speedup: that was asked for, on the wall clock.
         schedule: the checkpoint's for it.
         layers: per token, over the new tokens.
         predicted: times a decode step is faster by the bytes that it reads (`CostModel`).
         cache_bytes: keys and values held (law 6).
-        trained: whether training drew this target.
+        trained: True where training drew this speedup.
     """
 
     speedup: float
@@ -253,7 +253,7 @@ class Price:
 def price(
     decoder: Decoder, speedups: Sequence[float], *, batch_size: int, prompt_length: int, new_tokens: int
 ) -> list[Price]:
-    """The price of each target, by the cost model. Raises ConfigError for a target out of reach."""
+    """The price of each speedup, by the cost model. Raises ConfigError for one out of reach."""
     sizes = CostModel.of(decoder.model)
     cost = sizes.at(prompt_length=prompt_length, batch_size=batch_size)
     config = SkipConfig.of(decoder.model.config)
