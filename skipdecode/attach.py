@@ -124,7 +124,7 @@ def _gated_class(layer_class: Any) -> Any:
         return run(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """What copies and pickles make of the layer: one of its own class."""
+        """Copies and pickles of the layer are of its own class."""
         _, _, *state = layer_class.__reduce_ex__(self, protocol)
         return (object.__new__, (layer_class,), *state)
 

@@ -145,7 +145,7 @@ def _activation(module: nn.Module) -> Linear:
 
 
 def _window(attention: nn.Module, config: Any) -> int | None:
-    """How many columns back a layer attends, itself included; None for all."""
+    """The number of columns that a layer attends to, the token's own included; None for all."""
     everywhere = ["sliding_attention"] * config.num_hidden_layers if config.model_type == "mistral" else None
     kinds = getattr(config, "layer_types", None) or everywhere
     index: Any = attention.layer_idx

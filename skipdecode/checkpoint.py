@@ -1,4 +1,4 @@
-"""What a checkpoint remembers beside its weights: the schedules that it was trained under, and for what."""
+"""The memory of a checkpoint beside its weights: the schedules that it was trained under, and for which task."""
 
 import json
 import os
@@ -75,7 +75,7 @@ class SkipConfig:
 
     @classmethod
     def from_dict(cls, values: Any, where: str = CONFIG_KEY) -> "SkipConfig":
-        """What `to_dict` gave. Raises ConfigError, which names `where` it stands, if it is something else."""
+        """The SkipConfig that `to_dict` described. Raises ConfigError, which names `where` it stands, for others."""
         try:
             if values["format"] != _FORMAT:
                 raise ConfigError(f"{where} has format {values['format']}: this version reads format {_FORMAT}")
@@ -88,7 +88,7 @@ class SkipConfig:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "SkipConfig | None":
-        """What a model's config says; None where it says nothing. Raises ConfigError if damaged."""
+        """The SkipConfig in a model's config; None where there is none. Raises ConfigError if damaged."""
         values = getattr(config, CONFIG_KEY, None)
         return None if values is None else cls.from_dict(values, f"{CONFIG_KEY} in the model's config")
 
@@ -108,7 +108,7 @@ class SkipConfig:
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> "SkipConfig | None":
-        """What `save` wrote into a folder, or into a repository of the Hub; None where nothing is.
+        """The SkipConfig that `save` wrote into a folder, or into a repository of the Hub; None where there is none.
 
         Raises ConfigError if it is damaged, and where a name is neither a folder nor a repository that can be read.
         """

@@ -1,4 +1,4 @@
-"""How a command ends: with a status, and with one line that says what was in its way."""
+"""The end of a command: a status, and one line that says what was in its way."""
 
 import contextlib
 import errno
@@ -63,7 +63,7 @@ def _reason(error: OSError) -> str:
 
 
 def _give_up_output() -> None:
-    """Where what was printed can't be written, Python would try once more as it ends, and complain."""
+    """Drop output that can't be written: Python would try once more as it ends, and complain."""
     try:
         sys.stdout.flush()
     except OSError:

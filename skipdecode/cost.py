@@ -1,4 +1,4 @@
-"""What a decode step costs: the bytes it must read and the operations it must do, and the time that follows.
+"""The cost of a decode step: the bytes it must read, the operations it must do, and the time that follows.
 
 A step at batch size 1 is bound by the weights and the cache that it reads; at a large batch by its arithmetic. Both are
 counted for everything that a step touches: the layers that run, the LM head, the embeddings and the cache, so that a
@@ -20,7 +20,7 @@ from skipdecode.schedule import SkipSchedule
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine sustains. The default is the datasheet of an A100 80GB; only the ratio of the two matters here."""
+    """The rates that a machine sustains, by default the datasheet's of an A100 80GB. Only their ratio matters here."""
 
     bytes_per_second: float = 2.0e12
     operations_per_second: float = 312e12
@@ -189,7 +189,7 @@ class PredictedCost(Cost):
 
 
 def depth_mismatch(schedule: SkipSchedule, num_layers: int) -> str:
-    """What to say of a schedule that was made for another depth."""
+    """The message about a schedule that was made for another depth."""
     return (
         f"the schedule is for {schedule.num_layers} layers, the model has {num_layers}: "
         "make one with num_layers equal to the model's"

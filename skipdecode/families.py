@@ -1,4 +1,4 @@
-"""What the toolkit knows of each model family: where its decoder layers are, and what stands in one of them."""
+"""The model families that the toolkit knows: the path to their decoder layers, and the parts of one layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -224,7 +224,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What turns the last layer's output into logits: the final norm, the projection out where there is one, the head.
+    """The way from the last layer's output to logits: the final norm, the projection out where there is one, the head.
 
     An exit after any other layer goes through the same (multi-layer early exit).
 

@@ -61,16 +61,16 @@ class StaticInputs(StepInputs):
 
 
 class StepGraphs:
-    """All decode steps of generations of one shape under one schedule.
+    """The decode steps of generations of one shape under one schedule: their buffers, and a graph for each budget.
 
     Args:
         decoder: of a model without sliding windows.
-        schedule: what will be decoded.
+        schedule: of the generations.
         steps: decode steps at most.
         prompt_columns: of the prompts, at most.
 
     Attributes:
-        key: what a later call has to have in common with the first to use them again; None where none may.
+        key: the shape, which a later call must share to use them again; None where none may.
     """
 
     def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:

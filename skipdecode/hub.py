@@ -1,4 +1,4 @@
-"""What transformers calls for `generate(custom_generate=REPOSITORY)`: see `skipdecode.bundle`."""
+"""The function that transformers calls for `generate(custom_generate=REPOSITORY)`: see `skipdecode.bundle`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the library uses of transformers and torch that they don't promise to keep: all of it is here.
+"""All that the library uses of transformers and torch and that they don't promise to keep.
 
 Each function says what its name stands for, and why no public one serves. All were looked up, and are tested, in
 transformers 5.17 to 5.23 and torch 2.13; torch 2.11 and 2.12 have the same names with the same signatures. What
@@ -22,7 +22,7 @@ Decoding = TypeVar("Decoding", bound=Callable[..., Any])
 
 
 def is_given_cache(cache: Any) -> bool:
-    """Whether a cache came from the caller of `generate`, who will look at it, and not from `generate`.
+    """True where a cache came from the caller of `generate`, who will look at it, and not from `generate`.
 
     Both reach a `custom_generate` under the same name, alike but for this mark.
     """
@@ -39,7 +39,7 @@ def padding_token(generation_config: Any) -> torch.Tensor:
 
 
 def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Whether this process, or under `synced_gpus` any of those that share the model, has a row to finish.
+    """True while this process, or under `synced_gpus` any of those that share the model, has a row to finish.
 
     The public decoding loops of transformers call it too; the collective operation must be theirs.
     """
@@ -47,7 +47,7 @@ def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device)
 
 
 def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What `prepare_inputs_for_generation`, which is public, is called with after a forward pass gave `outputs`."""
+    """The arguments of the public `prepare_inputs_for_generation` after a forward pass gave `outputs`."""
     following: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments, is_encoder_decoder=False)
     return following
 
@@ -56,7 +56,7 @@ STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_gener
 
 
 def dropped_by_generate(name: str) -> Any:
-    """What `generate` was called with under a name: `streamer` or `assistant_model`.
+    """An argument that `generate` was called with, by its name: `streamer` or `assistant_model`.
 
     `generate` hands them to its own decoding loops but drops them on the way to a callable, a streamer after having
     put the prompt into it: a reader would wait for ever. They are read from the frame of the call.
@@ -98,18 +98,18 @@ def given_a_tokenizer(function: Decoding) -> Decoding:
 
 
 def attention_name(config: Any) -> str:
-    """How a model computes attention; the public argument `attn_implementation` says what was asked for at loading."""
+    """The attention that a model computes; the public `attn_implementation` says what was asked for at loading."""
     return config._attn_implementation or "eager"
 
 
 def is_cached(name: str, file: str, **where: Any) -> bool:
-    """Whether the cache holds a file of a repository. Without the private argument a missing one is an exception."""
+    """True where the cache holds a file of a repository. Without the private argument a missing one is an exception."""
     quietly: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     return cached_file(name, file, **quietly, **where) is not None
 
 
 def captured_outputs() -> set[str]:
-    """What layers are asked to hand out beside their result: "hidden_states", "attentions" and so on.
+    """The names of what layers are asked to hand out beside their result: "hidden_states", "attentions" and so on.
 
     transformers collects these by hooks in a context, and no argument of a layer says so.
     """
@@ -138,12 +138,12 @@ def all_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, as far as autograd counts; one of inference mode isn't counted."""
+    """Autograd's count of the times that a tensor was written in place; one of inference mode isn't counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def hooks_on_all() -> bool:
-    """Whether hooks are registered for every module there is. torch has a way to add them, and none to ask."""
+    """True where hooks are registered for every module there is. torch has a way to add them, and none to ask."""
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
@@ -155,7 +155,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether a module is one of the copies that `torch.nn.DataParallel` makes for a single pass."""
+    """True for the copies of modules that `torch.nn.DataParallel` makes for a single pass."""
     return getattr(module, "_is_replica", False)
 
 
@@ -164,7 +164,7 @@ def is_replica(module: nn.Module) -> bool:
 
 
 def has_bfloat16_on_cpu() -> bool:
-    """Whether oneDNN computes in bfloat16 on this processor."""
+    """True where oneDNN computes in bfloat16 on this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -162,7 +162,7 @@ _READ_ONCE_OF_CONFIG = ("num_attention_heads", "num_key_value_heads", "sliding_w
 
 
 class _State:
-    """What a decoder was made of: modules, their settings, and where and what the values of the weights are.
+    """The origin of a decoder: modules, their settings, and the addresses and values of the weights.
 
     Counters and addresses alone don't tell: fused optimisers, `parameter.data` and parameters made in inference mode
     change values without moving `_version`, as do adapters that are put on and merged into the same model. So
@@ -236,8 +236,8 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
 
 
 def choose_weights(model: PreTrainedModel) -> Weights:
-    """What lean steps compute with unless they are told: "packed" on a CPU with oneDNN where the copies fit in half of
-    the memory that is free, else "model".
+    """The weights of lean steps unless they are told: "packed" on a CPU with oneDNN where the copies fit in half of the
+    memory that is free, else "model".
     """
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return "model"
@@ -262,7 +262,7 @@ def _free_memory() -> float:
 
 
 def why_not_lean(model: PreTrainedModel) -> str | None:
-    """Why a model's decode steps must go through its own forward pass, or None where they needn't."""
+    """The reason why a model's decode steps must go through its own forward pass; None where they needn't."""
     parts = _parts(model)
     if parts is None:
         return f"the parts of model_type {model.config.model_type!r} are not known"
@@ -335,7 +335,7 @@ _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 
 
 def _is_libraries(function: Any) -> bool:
-    """Whether a function is torch's, transformers' or Python's own, or wraps for Hub kernels; also what it wraps."""
+    """True where a function and what it wraps are torch's, transformers' or Python's own, or wrap for Hub kernels."""
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
         if home not in ("torch", "transformers", "kernels") and home not in sys.stdlib_module_names:
@@ -345,7 +345,7 @@ def _is_libraries(function: Any) -> bool:
 
 
 def _only_watches(hook: Any) -> bool:
-    """Whether a hook leaves values as they are: those that collect hidden states, or that gradients are wanted."""
+    """True for a hook that leaves values as they are: it collects hidden states, or says that gradients are wanted."""
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
     asks_for_gradients = name.startswith("make_inputs_require_grad") and home.split(".")[0] in ("transformers", "peft")
     return home == "transformers.utils.output_capturing" or asks_for_gradients
@@ -361,7 +361,7 @@ def _parts(model: PreTrainedModel) -> BlockParts | None:
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """How much each head's scores fall with distance (Press, Smith and Lewis 2022, ALiBi), [heads]."""
+    """The slopes [heads] by which each head's scores fall with distance (Press, Smith and Lewis 2022, ALiBi)."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
     slopes += [2 ** (-4 * (2 * n + 1) / whole) for n in range(heads - whole)]

@@ -98,7 +98,7 @@ def load_model(
 
 
 def _quietly(name: str, read: Callable[[], Any]) -> Any:
-    """What `read` gives, without transformers' own table of what is wrong. Raises ConfigError where it fails."""
+    """Call `read` without transformers' own table of what is wrong. Raises ConfigError where it fails."""
     try:
         with _warnings_off():
             return read()
@@ -113,7 +113,7 @@ def _quietly(name: str, read: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _warnings_off() -> Iterator[None]:
-    """What transformers warns of while it loads comes before the one line that says what is wrong."""
+    """Silence transformers while it loads: its warnings would come before the one line that says what is wrong."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -240,7 +240,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
 
 
 def _is_bare_opt(folder: Path) -> bool:
-    """Whether a folder's only tokenizer files are a vocabulary that starts as OPT's does, and its merges."""
+    """True where a folder's only tokenizer files are a vocabulary that starts as OPT's does, and its merges."""
     if any((folder / file).exists() for file in ("config.json", "tokenizer.json", "tokenizer_config.json")):
         return False
     if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):

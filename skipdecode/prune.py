@@ -82,7 +82,7 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export saved.
+    """The savings of an export.
 
     Attributes:
         layers, layers_before: of the model.

@@ -1,4 +1,4 @@
-"""How many times faster one decoder is than another that took turns with it."""
+"""The speed of one decoder over that of another that took turns with it."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster: the median over repeats, and the quartiles."""
+    """Times that one is faster than the other: the median over repeats, and the quartiles."""
 
     median: float
     lower: float

@@ -1,4 +1,4 @@
-"""Whether the Hub can be reached, asked once: each file that is asked for without a network is tried for a minute."""
+"""Reaching the Hub, tried once: without a network, each file that is asked for would be tried for a minute."""
 
 import os
 import ssl
@@ -19,7 +19,7 @@ _PATIENCE = 5.0  # seconds
 
 
 def without_network(name: str, **where: Any) -> dict[str, Any]:
-    """What `from_pretrained` is to be told where a name is a repository and the Hub doesn't answer: the cache alone.
+    """Arguments that keep `from_pretrained` to the cache, where a name is a repository and the Hub doesn't answer.
 
     Args:
         name: of a model, or its folder.
@@ -40,7 +40,7 @@ def without_network(name: str, **where: Any) -> dict[str, Any]:
 
 @cache
 def _answers(address: str) -> bool:
-    """Whether anything answers at an address, whatever it says."""
+    """True where anything answers at an address, whatever it says."""
     answered: list[bool] = []
 
     def ask() -> None:

@@ -164,7 +164,7 @@ class SkipSchedule:
         return tuple(round(self.max_layers - spread * progress(i / last, rate)) for i in range(last))
 
     def budget(self, i: int) -> int:
-        """How many layers generated token `i` (0-based) runs."""
+        """The number of layers that generated token `i` (0-based) runs."""
         if i < 0:
             raise ValueError(f"step is {i}: steps count from 0")
         return self._budgets[i] if i < len(self._budgets) else self.min_layers

@@ -50,7 +50,7 @@ def seal_text(sealed: Mapping[str, bytes | Path]) -> str:
 
 
 def damage(folder: Path, *, decisive: bool = False, partly_here: bool = False) -> str | None:
-    """What of a sealed folder isn't as it was written; None where all is.
+    """The first thing in a sealed folder that isn't as it was written; None where all is.
 
     Args:
         folder: with a seal in it.

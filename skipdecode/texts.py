@@ -26,7 +26,7 @@ SHORTEST = 3  # tokens that can be timed: the first comes from the prompt's pass
 
 @dataclass(frozen=True)
 class Completion:
-    """What follows one prompt.
+    """The continuation of one prompt.
 
     Attributes:
         prompt, text: without special tokens.
@@ -42,7 +42,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one call gave for a batch of prompts, or the sums of several calls.
+    """The texts of a batch of prompts and the time that they took, or the sums of several batches.
 
     Attributes:
         completions: one for each prompt.
