@@ -40,7 +40,7 @@ class SkipConfig:
     base_model: str | None = None
 
     @property
-    def conditions(self) -> dict[str, int]:
+    def conditions(self) -> dict[str, Any]:
         """The arguments of the solver that `CostModel.at` takes."""
         return {name: self.solver[name] for name in _CONDITIONS if name in self.solver}
 

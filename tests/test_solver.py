@@ -1,6 +1,7 @@
 """The cost model counts what a step touches, and the solver meets its target by it."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,18 @@ from hypothesis import strategies as st
 from tiny_models import tiny_opt
 from transformers import AutoConfig
 
-from skipdecode import ConfigError, CostModel, Machine, SkipSchedule, load, measure_cost, solve_schedule
+from skipdecode import (
+    ConfigError,
+    CostModel,
+    Machine,
+    MeasuredCost,
+    SkipSchedule,
+    load,
+    measure_cost,
+    solve_schedule,
+)
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import Cost
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -141,6 +153,72 @@ def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
 def test_a_bad_target_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         solve_schedule(OPT_1_3B, **change)  # type: ignore[arg-type]
+
+
+# Sizes of a GPT-2 of 12 layers in float32, and of a Llama of 16 with shared keys and values in bfloat16.
+GPT2 = CostModel(12, 111_840, 76_800, 192, 192, 192, 4)
+LLAMA = CostModel(16, 173_312, 128_000, 128, 128, 64, 2)
+CURVED = {"horizon": 34, "warmup_layers": 2, "decay": "cosine", "spread": 0.2, "prompt_length": 300, "batch_size": 1}
+FIXED = {"horizon": 60, "decay": "constant", "placement": "bottom", "prompt_length": 64, "batch_size": 32}
+LATE = {"horizon": 128, "decay": "power", "decay_rate": 4.0, "spread": 0.9, "prompt_length": 500, "batch_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("cost", "solver", "expected"),
+    [
+        (OPT_1_3B, {}, [(22, 8), (13, 4), (6, 2)]),
+        (OPT_1_3B, CURVED, [(18, 12), (10, 7), (5, 4)]),
+        (OPT_1_3B, FIXED, [(15, 15), (9, 9), (4, 4)]),
+        (OPT_1_3B, LATE, [(20, 1), (12, 2), (7, 1)]),
+        (GPT2, {}, [(11, 4), (7, 2), (4, 1)]),
+        (GPT2, CURVED, [(9, 6), (5, 4), (3, 2)]),
+        (GPT2, FIXED, [(7, 7), (4, 4), (2, 2)]),
+        (GPT2, LATE, [(9, 4), (6, 1), (3, 2)]),
+        (LLAMA, {}, [(15, 5), (9, 3), (5, 1)]),
+        (LLAMA, CURVED, [(12, 8), (7, 5), (4, 3)]),
+        (LLAMA, FIXED, [(10, 10), (6, 6), (3, 3)]),
+        (LLAMA, LATE, [(13, 2), (8, 1), (4, 3)]),
+    ],
+)
+def test_a_checkpoints_solver_section_means_what_it_meant_when_it_was_written(
+    cost: CostModel, solver: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    """The layers expected were solved by the version before costs were bound to their conditions."""
+    config = SkipConfig.from_dict(SkipConfig(solver=solver).to_dict())
+    for speedup, (most, least) in zip((1.5, 2.4, 4), expected, strict=True):
+        schedule = config.schedule_for(cost, speedup)
+        assert (schedule.max_layers, schedule.min_layers) == (most, least)
+        assert (
+            schedule
+            == solve_schedule(cost, speedup, **solver)
+            == config.schedule_for(cost.at(**config.conditions), speedup)
+        )
+        kept = ("horizon", "warmup_layers", "decay", "decay_rate", "placement")
+        assert all(getattr(schedule, name) == solver[name] for name in kept if name in solver)
+
+
+def test_a_measured_cost_stands_in_for_the_conditions_of_a_checkpoint() -> None:
+    cost = MeasuredCost(24, {1: 2.0, 24: 25.0})
+    settings = {"horizon": 20, "spread": 0.1}
+    config = SkipConfig(solver={**settings, "prompt_length": 300, "batch_size": 8})
+    assert config.schedule_for(cost, 3) == solve_schedule(cost, 3, **settings)
+
+
+@pytest.mark.parametrize(
+    ("cost", "change", "message"),
+    [
+        (OPT_1_3B.at(batch_size=8), {"batch_size": 8}, "batch_size is 8 beside a PredictedCost, which has its own"),
+        (OPT_1_3B.at(), {"machine": Machine()}, "machine is Machine.* beside a PredictedCost"),
+        (MeasuredCost(2, {1: 1.0, 2: 2.0}), {"prompt_length": 9}, "prompt_length is 9 beside a MeasuredCost"),
+        (OPT_1_3B, {"dtype": torch.float32}, "dtype is torch.float32 beside a CostModel"),
+    ],
+)
+def test_a_condition_beside_a_cost_that_has_its_own_is_refused(
+    cost: Cost | CostModel, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        solve_schedule(cost, 1.5, **change)  # type: ignore[arg-type]
+    solve_schedule(cost, 1.5)
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 0}, {"prompt_length": -1}, {"repeats": True}])
