@@ -3,7 +3,7 @@
     python scripts/recipe_memory.py                  # or: --recipe e2e-opt-1.3b tldr-opt-6.7b --gpus 1 2 16
 
 Estimated, not measured: the recipe's model runs a training step on tensors without data, in the widest batch that the
-task's limits allow and under its costliest schedules (train/memory.py). Nothing is downloaded and no GPU is needed.
+task's limits allow and under its costliest schedules (train/dry_run/memory.py). Nothing is downloaded, no GPU needed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 from skipdecode import CostModel
 from skipdecode.command import run_command
 from train.build import build_task, model_config
-from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
+from train.dry_run.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
 from train.prepare import recipe_sampler
 from train.recipe import load_recipe, recipe_names
 

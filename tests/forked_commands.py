@@ -32,7 +32,7 @@ for _module in (
     "eval.run",
     "eval.search",
     "eval.speed",
-    "train.dry_run",
+    "train.dry_run.rehearsal",
     "train.publish",
     "train.run",
 ):

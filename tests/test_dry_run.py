@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import train.cli
-from train.dry_run import dry_run
+from train.dry_run.rehearsal import dry_run
 from train.recipe import load_recipe
 from train.run import run
 

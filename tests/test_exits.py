@@ -16,8 +16,8 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import FAMILIES, Family, exit_head, register_family
 from train.build import build_task, checkpoint_activations
+from train.dry_run.simulation import StepSettings, simulate_step
 from train.exits import run_exits
-from train.live_memory import StepSettings, simulate_step
 from train.objective import DepthBands, Objective, unpack_batch
 from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe

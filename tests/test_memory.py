@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from skipdecode import ConfigError, SkipSchedule
 from train.build import model_config
-from train.live_memory import Kernels, SimulatedStep
-from train.memory import Zero, costliest_steps, estimate_memory, simulate_recipe
+from train.dry_run.memory import Zero, costliest_steps, estimate_memory, simulate_recipe
+from train.dry_run.simulation import Kernels, SimulatedStep
 from train.recipe import Recipe, load_recipe
 from train.sampling import ScheduleSampler
 
@@ -52,7 +52,7 @@ MEASURE = """
 import gc, json, sys
 from dataclasses import asdict
 from pathlib import Path
-from train.dry_run import dry_run
+from train.dry_run.rehearsal import dry_run
 from train.recipe import load_recipe
 
 def status(key):

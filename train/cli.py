@@ -50,7 +50,7 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> int:
 
     try:
         if options.dry_run:
-            from train.dry_run import dry_run, print_dry_run
+            from train.dry_run.rehearsal import dry_run, print_dry_run
 
             print_dry_run(dry_run(recipe), options.recipe)
         else:

@@ -18,11 +18,11 @@ from eval.files import ROOT
 from skipdecode import CostModel
 from skipdecode.families import text_config
 from train.build import build_task
+from train.dry_run.work import SAMPLED_STEPS, mean_work
 from train.prepare import Prepared, make_arguments, prepare, recipe_sampler
 from train.recipe import Recipe, load_recipe
 from train.sampling import ScheduleSampler
 from train.shallow import shrink_config
-from train.work import SAMPLED_STEPS, mean_work
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from data.rows import row_lengths
 from train.build import build_task
 from train.distributed import is_first_process
+from train.dry_run.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
+from train.dry_run.simulation import Kernels
+from train.dry_run.work import mean_work, step_work
 from train.evaluation import check_evaluation
-from train.live_memory import Kernels
-from train.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
 from train.output import check_folder
 from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
 from train.recipe import Recipe
 from train.sampling import Draw, ScheduleSampler
-from train.work import mean_work, step_work
 
 GIB = 2**30
 

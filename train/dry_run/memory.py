@@ -10,7 +10,7 @@ from skipdecode.errors import first_line
 from train.adapters import add_adapters
 from train.build import checkpoint_activations
 from train.distributed import read_deepspeed
-from train.live_memory import Kernels, SimulatedStep, StepSettings, simulate_step
+from train.dry_run.simulation import Kernels, SimulatedStep, StepSettings, simulate_step
 from train.objective import Objective
 from train.recipe import Recipe
 from train.sampling import Draw, ScheduleSampler
