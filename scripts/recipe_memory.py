@@ -18,7 +18,7 @@ import torch
 from skipdecode import CostModel
 from skipdecode.command import run_command
 from train.build import build_task, model_config
-from train.dry_run.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
+from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
 from train.prepare import recipe_sampler
 from train.recipe import load_recipe, recipe_names
 
@@ -32,21 +32,22 @@ def row(name: str, gpus: list[int], overrides: list[str]) -> str:
     config = model_config(recipe)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     sampler, _ = recipe_sampler(recipe, task, CostModel.of(config, dtype))
-    simulated = simulate_recipe(
+    _, simulated = heaviest_step(
         recipe,
         config,
-        costliest_steps(sampler, bool(recipe.optim.distillation)),
+        sampler,
         prompt_columns=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
         new_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
     )
     estimates = [estimate_memory(recipe, simulated, count) for count in gpus]
     model = (recipe.model.name_or_path or f"{recipe.model.shape}, random").removeprefix("facebook/")
     trained = "adapters" if recipe.lora.r is not None else "all weights"
+    speeds = [f"{speedup:g}x" for speedup in sampler.speedups]
     cells = [
         f"[`{name}`]({name}.yaml)",
         f"{model}, {trained}",
         task.name,
-        ", ".join(f"{speedup:g}x" for speedup in sampler.speedups),
+        f"{speeds[0]} to {speeds[-1]}" if recipe.schedule.speedup_range else ", ".join(speeds),
         recipe.deepspeed.config or "none",
         *(cell(estimate) for estimate in estimates),
     ]

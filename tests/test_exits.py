@@ -16,7 +16,7 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import FAMILIES, Family, exit_head, register_family
 from train.build import build_task, checkpoint_activations
-from train.dry_run.simulation import StepSettings, simulate_step
+from train.dry_run.simulation import simulate_step
 from train.exits import run_exits
 from train.objective import DepthBands, Objective, unpack_batch
 from train.prepare import make_arguments, prepare
@@ -204,14 +204,13 @@ def one_layer_more(schedule: SkipSchedule) -> SkipSchedule:
 
 def test_the_memory_of_a_step_holds_the_logits_of_one_exit_at_a_time() -> None:
     """A vocabulary that outweighs everything else."""
-    shape = {"hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 8, "num_attention_heads": 2}
+    shape = {"hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 8, "num_attention_heads": 2, "dropout": 0.0}
 
     def activations(layers: int, *, exits: bool) -> int:
-        config = AutoConfig.for_model("opt", vocab_size=30000, num_hidden_layers=layers, dropout=0.0, **shape)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        step = StepSettings((SkipSchedule.full_depth(layers),), 4, 8, 16, objective=Objective(exits=exits))
-        return simulate_step(model, [step]).activations
+        recipe = load_recipe("quickstart", ["train.per_device_batch_size=4", *(EXITS if exits else [])])
+        config = AutoConfig.for_model("opt", vocab_size=30000, num_hidden_layers=layers, **shape)
+        full_depth = [SkipSchedule.full_depth(layers)]
+        return simulate_step(recipe, config, full_depth, prompt_columns=8, new_tokens=16).peak(0)
 
     assert activations(12, exits=True) < 1.1 * activations(3, exits=True)
     assert activations(12, exits=True) < 1.5 * activations(12, exits=False)

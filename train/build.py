@@ -15,6 +15,7 @@ from skipdecode.errors import first_line
 from skipdecode.families import text_config
 from skipdecode.loading import check_trust, load_model, load_tokenizer
 from skipdecode.reach import without_network
+from train.adapters import add_adapters
 from train.recipe import Recipe
 from train.shallow import shrink_config, shrink_model
 
@@ -80,6 +81,19 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     # Renamed in transformers 5.23; the old name goes in 6.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def as_it_trains(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """A model with adapters around it and activations that are checkpointed, where the recipe says so.
+
+    Raises ConfigError as `add_adapters` does.
+    """
+    trained = add_adapters(model, recipe.lora)
+    if recipe.train.gradient_checkpointing:
+        checkpoint_activations(model)
+        if recipe.lora.r is not None:
+            model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
+    return trained
 
 
 def build_model(

@@ -20,8 +20,7 @@ from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head
-from train.adapters import add_adapters
-from train.build import build_model, checkpoint_activations
+from train.build import as_it_trains, build_model
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.objective import Objective
@@ -87,11 +86,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
         skip_config = replace(skip_config, base_model=start)
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
-    trained = add_adapters(model, recipe.lora)
-    if recipe.train.gradient_checkpointing:
-        checkpoint_activations(model)
-        if recipe.lora.r is not None:
-            model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
+    trained = as_it_trains(model, recipe)
     return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments)
 
 

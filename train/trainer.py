@@ -4,8 +4,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from data.columns import IGNORED
 from skipdecode import ConfigError, SkipSchedule, skip_layers
+from skipdecode.attach import LayerGate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
@@ -91,7 +92,16 @@ class SkipTrainer(SealedCheckpointTrainer):
         assert isinstance(num_items_in_batch, torch.Tensor)  # from `get_batch_samples`
         inputs = self._prepare_inputs(inputs)
         draws = self.sampler.at(self.state.global_step)
-        self._shares = self._losses(model, inputs, [draw.schedule for draw in draws], num_items_in_batch)
+        self._shares = step_losses(
+            model,
+            inputs,
+            [draw.schedule for draw in draws],
+            self.objective,
+            totals=num_items_in_batch,
+            bands=self.bands,
+            autocast=self.accelerator.autocast,
+            on_pass=self._count_columns,
+        )
         state, synchronises = self.accelerator.gradient_state, self.accelerator.sync_gradients
         losses = []
         for left in reversed(range(len(draws))):
@@ -114,37 +124,9 @@ class SkipTrainer(SealedCheckpointTrainer):
         loss = next(self._shares)
         return loss * int(self.accelerator.num_processes)  # its totals are all ranks', whose gradients are averaged
 
-    def _losses(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        schedules: list[SkipSchedule],
-        totals: torch.Tensor,
-    ) -> Iterator[torch.Tensor]:
-        """The shares of the objective for a batch."""
-        prompt_columns, columns, labels = unpack_batch(inputs)
-
-        def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
-            with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-                logits: torch.Tensor = model(**{**columns, **changes}).logits
-            self._run_columns += gate.layer_columns
-            self._skipped_columns += gate.layer_columns_skipped
-            return logits
-
-        @torch.no_grad()
-        def teach() -> torch.Tensor:
-            """What the model itself says when it skips nothing and drops nothing out."""
-            model.eval()
-            logits: torch.Tensor = model(**columns).logits
-            model.train()
-            return logits
-
-        def every_exit(schedule: SkipSchedule) -> Exits:
-            # The pass ends in logits that nothing needs, of one column: DDP finds in their graph what has a gradient.
-            autocast = self.accelerator.autocast
-            return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
-
-        return self.objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=self.bands)
+    def _count_columns(self, gate: LayerGate) -> None:
+        self._run_columns += gate.layer_columns
+        self._skipped_columns += gate.layer_columns_skipped
 
     def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
         """Add a batch to the figures of the next log."""
@@ -240,6 +222,49 @@ class SkipTrainer(SealedCheckpointTrainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.skip_config.save(output_dir or str(self.args.output_dir))
+
+
+def step_losses(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    schedules: Sequence[SkipSchedule],
+    objective: Objective,
+    *,
+    totals: torch.Tensor | None = None,
+    bands: DepthBands | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    on_pass: Callable[[LayerGate], None] | None = None,
+) -> Iterator[torch.Tensor]:
+    """The shares of an objective for a batch, each with its pass through the model, as `Objective.shares` gives them.
+
+    Args:
+        batch: as `data.columns.ColumnCollator` lays it out, on the model's device.
+        schedules, totals, bands: as in `Objective.shares`.
+        autocast: what the model's passes run under, for what an exit runs outside of them.
+        on_pass: called with the gate of each pass under a schedule, after it.
+    """
+    prompt_columns, columns, labels = unpack_batch(batch)
+
+    def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
+        with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
+            logits: torch.Tensor = model(**{**columns, **changes}).logits
+        if on_pass is not None:
+            on_pass(gate)
+        return logits
+
+    @torch.no_grad()
+    def teach() -> torch.Tensor:
+        """Give the logits of the model itself when it skips nothing and drops nothing out."""
+        model.eval()
+        logits: torch.Tensor = model(**columns).logits
+        model.train()
+        return logits
+
+    def every_exit(schedule: SkipSchedule) -> Exits:
+        # The pass ends in logits that nothing needs, of one column: DDP finds in their graph what has a gradient.
+        return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
+
+    return objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=bands)
 
 
 def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:

@@ -1,11 +1,11 @@
-"""A rehearsal of a run: everything is built, its widest step is run for real, and nothing is kept."""
+"""A rehearsal of a run: everything is built, its heaviest step is run for real, and nothing is kept."""
 
 import contextlib
 import copy
 import math
+import resource
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,42 +13,37 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
 from train.build import build_task
 from train.distributed import is_first_process
-from train.dry_run.memory import MemoryEstimate, costliest_steps, estimate_memory, simulate_recipe
-from train.dry_run.simulation import Kernels
+from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
 from train.dry_run.work import mean_work, step_work
 from train.evaluation import check_evaluation
 from train.output import check_folder
 from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
 from train.recipe import Recipe
-from train.sampling import Draw, ScheduleSampler
+from train.trainer import peak_memory_bytes
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found.
+    """The findings of a dry run.
 
     Attributes:
         parameters, trainable: of the model.
-        rows: to train on.
-        rows_a_step: on all processes.
-        steps: optimiser steps of the whole run.
+        rows, rows_a_step, steps: to train on, of all processes in a step, and the optimiser steps of the whole run.
         schedules: a line for each that may be drawn.
-        prompt_columns, new_tokens: of the widest batch, the one that was run.
-        column_share: the layer-columns that its schedules run, as a share of full depth's.
-        estimate: of the memory that this batch needs.
+        prompt_columns, new_tokens, estimate: of the widest batch, the one that was run.
         measured_peak: bytes of a CUDA device; on a CPU those of the process, beside what it held without the model.
             None where the system doesn't say.
-        seconds_a_step: of the widest step, after one that warmed up.
+        seconds_a_step: of the heaviest step, after one that warmed up.
         tokens_per_second: of completions, likewise.
-        seconds: about what the whole run takes, from the widest step, the mean length of rows and the schedules that
+        seconds: about what the whole run takes, from the heaviest step, the mean length of rows and the schedules that
             its steps will draw.
     """
 
@@ -60,7 +55,6 @@ class DryRun:
     schedules: tuple[str, ...]
     prompt_columns: int
     new_tokens: int
-    column_share: float
     estimate: MemoryEstimate
     measured_peak: int | None
     seconds_a_step: float
@@ -69,7 +63,7 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> DryRun:
-    """Build what the recipe says and run its widest batch under its costliest schedules, in a folder that is removed.
+    """Build what the recipe says and run its widest batch under its heaviest schedules, in a folder that is removed.
 
     Raises ConfigError as `train.run.run` would.
     """
@@ -79,20 +73,12 @@ def dry_run(recipe: Recipe) -> DryRun:
     task = build_task(recipe)
     prepared = prepare(recipe, task, make_arguments(recipe, folder))
     check_evaluation(recipe, task, prepared)
-    distils = bool(recipe.optim.distillation)
-    candidates = costliest_steps(prepared.sampler, distils)
-    batch = _widest(prepared.encoded.rows, recipe.train.per_device_batch_size)
+    rows = prepared.encoded.rows
+    batch = _widest(rows, recipe.train.per_device_batch_size)
     prompt_columns = max(len(row["prompt_ids"]) for row in batch)
     new_tokens = max(len(row["completion_ids"]) for row in batch)
-    kernels: Kernels = "cuda" if torch.cuda.is_available() else "cpu"
-    simulated = simulate_recipe(
-        recipe,
-        prepared.model.config,
-        candidates,
-        prompt_columns=prompt_columns,
-        new_tokens=new_tokens,
-        rows=len(batch),
-        kernels=kernels,
+    sampler, simulated = heaviest_step(
+        recipe, prepared.model.config, prepared.sampler, prompt_columns=prompt_columns, new_tokens=new_tokens
     )
     processes = prepared.arguments.world_size
     copies = recipe.train.gradient_accumulation_steps * processes
@@ -102,36 +88,29 @@ def dry_run(recipe: Recipe) -> DryRun:
             prepared,
             encoded=replace(prepared.encoded, rows=datasets.Dataset.from_list(batch * copies)),
             validation=None,
-            sampler=FixedSteps.of(prepared.sampler, candidates),
-            arguments=_rehearsal_arguments(prepared.arguments, elsewhere, 2 * len(candidates)),
+            sampler=sampler,
+            arguments=_rehearsal_arguments(prepared.arguments, elsewhere),
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    seconds = watch.seconds[len(candidates) :]  # the first of each warmed up
-    slowest = max(seconds)
-    draws = candidates[seconds.index(slowest)]
-    steps = _steps(recipe, len(prepared.encoded.rows), processes)
-    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(prepared.encoded.rows))
-    columns = prompt_columns + new_tokens
+    steps, distils = _steps(recipe, len(rows), processes), bool(recipe.optim.distillation)
+    prompt, completion = (float(lengths.mean()) for lengths in row_lengths(rows))
+    mean = mean_work(prepared.sampler, steps, distils, prompt, completion)
     return DryRun(
         parameters=simulated.parameters,
         trainable=simulated.trainable,
-        rows=len(prepared.encoded.rows),
+        rows=len(rows),
         rows_a_step=prepared.rows_a_step,
         steps=steps,
         schedules=tuple(describe_schedules(prepared)),
         prompt_columns=prompt_columns,
         new_tokens=new_tokens,
-        column_share=sum(d.schedule.column_share(prompt_columns, columns) for d in draws) / len(draws),
         estimate=estimate_memory(recipe, simulated, processes),
         measured_peak=watch.peak(),
-        seconds_a_step=slowest,
-        tokens_per_second=copies * sum(len(row["completion_ids"]) for row in batch) / slowest,
-        seconds=steps
-        * slowest
-        * mean_work(prepared.sampler, steps, distils, prompt, completion)
-        / step_work(draws, distils, prompt_columns, new_tokens),
+        seconds_a_step=watch.seconds,
+        tokens_per_second=copies * sum(len(row["completion_ids"]) for row in batch) / watch.seconds,
+        seconds=steps * watch.seconds * mean / step_work(sampler.at(0), distils, prompt_columns, new_tokens),
     )
 
 
@@ -142,11 +121,11 @@ def _widest(rows: datasets.Dataset, count: int) -> list[dict[str, Any]]:
     return [rows[number] for number in islice(cycle(dict.fromkeys(chosen)), count)]
 
 
-def _rehearsal_arguments(arguments: TrainingArguments, folder: str, steps: int) -> TrainingArguments:
-    """A copy that runs a few steps in the order of the rows and saves nothing."""
+def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingArguments:
+    """A copy that runs two steps in the order of the rows, of which the first warms up, and saves nothing."""
     changed = copy.copy(arguments)  # made anew, DeepSpeed would read its config again
     changed.output_dir = folder
-    changed.max_steps = steps
+    changed.max_steps = 2
     changed.save_strategy = SaveStrategy.NO
     changed.logging_strategy = IntervalStrategy.NO
     changed.train_sampling_strategy = "sequential"
@@ -163,22 +142,8 @@ def _steps(recipe: Recipe, rows: int, processes: int) -> int:
     return math.ceil(recipe.train.epochs * max(1, math.ceil(batches / recipe.train.gradient_accumulation_steps)))
 
 
-@dataclass(frozen=True)
-class FixedSteps(ScheduleSampler):
-    """Draws the given steps in turn."""
-
-    fixed: tuple[tuple[Draw, ...], ...] = ()
-
-    @classmethod
-    def of(cls, sampler: ScheduleSampler, steps: Sequence[tuple[Draw, ...]]) -> "FixedSteps":
-        return cls(sampler.speedups, sampler.schedules, sampler.weights, sampler.seed, sampler.sampling, tuple(steps))
-
-    def at(self, step: int) -> tuple[Draw, ...]:
-        return self.fixed[step % len(self.fixed)]
-
-
 class StepWatch(TrainerCallback):
-    """The seconds of each optimiser step, and the most memory that they took.
+    """A callback that takes the seconds of the last optimiser step, and the most memory that any of them took.
 
     Args:
         weights: bytes of the model. On a CPU the peak is that of the process beside what it holds when the first step
@@ -186,35 +151,30 @@ class StepWatch(TrainerCallback):
     """
 
     def __init__(self, weights: int) -> None:
-        self.seconds: list[float] = []
+        self.seconds = 0.0
         self._weights = weights
         self._held: int | None = None
         self._start = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._held = _status("VmRSS")
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        elif self._held is not None:
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # else it's that of everything before, such as imports
+            return
+        with contextlib.suppress(OSError):  # Linux alone says it
+            self._held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            Path("/proc/self/clear_refs").write_text("5")  # else the peak is that of all before, such as imports
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._start = _now()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.seconds.append(_now() - self._start)
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = _now() - self._start
 
     def peak(self) -> int | None:
         """Bytes; None where the system doesn't say."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated()
-        peak = _status("VmHWM")
-        return None if peak is None or self._held is None else peak - self._held + self._weights
+        return None if self._held is None else peak_memory_bytes(torch.device("cpu")) - self._held + self._weights
 
 
 def _now() -> float:
@@ -223,21 +183,11 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _status(key: str) -> int | None:
-    """Bytes from Linux's account of this process."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)
-
-
 def print_dry_run(found: DryRun, name: str) -> None:
     """Say what was found, on the first process alone."""
     if not is_first_process():
         return
     estimate, measured = found.estimate, found.measured_peak
-    parts = ("weights", "gradients", "optimiser", "activations")
     lines = [
         ("parameters", f"{found.parameters:,}, of which {found.trainable:,} are trained"),
         ("rows", f"{found.rows:,}"),
@@ -245,9 +195,10 @@ def print_dry_run(found: DryRun, name: str) -> None:
         ("steps", f"{found.steps:,}"),
         *(("schedule", line) for line in found.schedules),
         ("widest batch", f"{found.prompt_columns} columns of prompts, {found.new_tokens} of completions"),
-        ("layer-columns run", f"{found.column_share:.3f} of full depth's, in the costliest step"),
         ("memory, estimated", f"{estimate.total / GIB:.2f} GiB a device at its peak"),
-        *((f"  {part}", f"{getattr(estimate, part) / GIB:.2f} GiB") for part in parts),
+        ("  weights", f"{estimate.weights / GIB:.2f} GiB"),
+        ("  optimiser", f"{estimate.optimiser / GIB:.2f} GiB"),
+        ("  gradients, activations", f"{estimate.step / GIB:.2f} GiB"),
         *([("  on the host", f"{estimate.host / GIB:.2f} GiB")] if estimate.host else []),
         ("memory, measured", "not known on this system" if measured is None else f"{measured / GIB:.2f} GiB"),
         ("seconds a step", f"{found.seconds_a_step:.3f}, the widest"),

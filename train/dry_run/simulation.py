@@ -1,25 +1,28 @@
-"""What a training step holds in memory at each moment, found by running it on tensors without data."""
+"""A training step run on tensors without data, for the memory that it holds at each moment."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from data.columns import lay_out
-from skipdecode import SkipSchedule, skip_layers
-from skipdecode.families import text_config, unwrap
-from train.exits import Exits, run_exits
-from train.objective import Objective, unpack_batch
+from skipdecode import SkipSchedule
+from skipdecode.families import unwrap
+from train.build import as_it_trains
+from train.objective import Objective
+from train.recipe import Recipe
+from train.trainer import step_losses
 
-Kernels = Literal["cpu", "cuda"]
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class SimulatedStep:
 
     Attributes:
         parameters, trainable: of the model, and those of them that get a gradient.
-        hidden_size: of its decoder.
         weights, gradients: bytes of all of them, with no share of them elsewhere.
         peaks: bytes of gradients -> the most bytes of anything else (activations, temporary tensors) while there were
             as many. Gradients come in the backward pass as activations go, so the two don't peak together.
@@ -36,190 +38,103 @@ class SimulatedStep:
 
     parameters: int
     trainable: int
-    hidden_size: int
     weights: int
     gradients: int
     peaks: Mapping[int, int]
-
-    @property
-    def activations(self) -> int:
-        """The most bytes that are neither weights nor gradients."""
-        return max(self.peaks.values())
 
     def peak(self, gradient_share: float = 1.0) -> int:
         """The most bytes of activations and gradients at once, in a process that keeps a share of each gradient."""
         return max(other + int(gradient_share * gradients) for gradients, other in self.peaks.items())
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What a training step runs on one device.
-
-    Attributes:
-        schedules: those of the step, slowest first, as `ScheduleSampler.at` gives them.
-        rows, prompt_columns, new_tokens: the batch.
-        autocast: the type that autocast computes in; None computes in that of the weights.
-        accumulated: whether the gradients of earlier batches are there when the step starts.
-        objective: whose loss it is.
-        kernels: whose: those of CUDA keep one byte for each value that dropout sees, those of the CPU four.
-    """
-
-    schedules: tuple[SkipSchedule, ...]
-    rows: int
-    prompt_columns: int
-    new_tokens: int
-    autocast: torch.dtype | None = None
-    accumulated: bool = False
-    objective: Objective = field(default_factory=Objective)
-    kernels: Kernels = "cuda"
-
-
-def simulate_step(model: torch.nn.Module, steps: Sequence[StepSettings]) -> SimulatedStep:
-    """Run training steps of a model without allocating a byte, and take the most that any of them holds.
+def simulate_step(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    schedules: Sequence[SkipSchedule],
+    *,
+    prompt_columns: int,
+    new_tokens: int,
+) -> SimulatedStep:
+    """Run a recipe's training step on one device without allocating a byte: billions of parameters take seconds.
 
     The model's own code runs, under its schedules and with the objective's own losses, on tensors that have a shape
-    and no data (`FakeTensorMode`): billions of parameters take seconds. What a kernel allocates within itself isn't
-    seen.
+    and no data (`FakeTensorMode`), with the kernels of a CPU, whose dropout keeps more than that of CUDA. What a kernel
+    allocates within itself isn't seen.
 
     Args:
-        model: as it trains, with adapters, frozen weights and gradient checkpointing where it has them, made on the
-            meta device. It can't be used afterwards.
-        steps: what is run.
+        config: of the recipe's model (`train.build.model_config`).
+        schedules: those of the step, slowest first, as `ScheduleSampler.at` gives them.
+        prompt_columns, new_tokens: the lengths of the longest prompt and of the longest completion, in tokens.
     """
-    live = LiveBytes()
-    with FakeTensorMode(), live:
-        _leave_meta(model)
+    rows, precision = recipe.train.per_device_batch_size, PRECISIONS[recipe.train.precision]
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    if recipe.deepspeed.config is not None:  # which computes in the weights' own type
+        dtype, precision = precision or dtype, None
+
+    def autocast() -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", precision) if precision is not None else nullcontext()
+
+    with torch.device("meta"):
+        model = as_it_trains(AutoModelForCausalLM.from_config(config, dtype=dtype), recipe)
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        model.to_empty(device="cpu")  # so that the CPU's kernels are those that run
+        unwrap(model).tie_weights()
+        if precision is not None:  # as accelerate does
+            model.forward = convert_outputs_to_fp32(torch.autocast("cpu", precision)(model.forward))
         model.train()
         parameters = list(model.parameters())  # a tied one once
-        live.start(parameters)
-        for step in steps:
-            with _fused_dropout() if step.kernels == "cuda" else nullcontext():
-                for _ in range(2 if step.accumulated else 1):
-                    _forward_and_backward(model, step)
-            model.zero_grad()
-    trainable = [p for p in parameters if p.requires_grad]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        live.start(trainable, accumulated=recipe.train.gradient_accumulation_steps > 1)
+        batch = lay_out([[0] * prompt_columns] * rows, [[0] * new_tokens] * rows, pad_token=0)
+        for loss in step_losses(model, batch, schedules, Objective.of(recipe.optim), autocast=autocast):
+            loss.backward()
     return SimulatedStep(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in trainable),
-        hidden_size=text_config(unwrap(model).config).hidden_size,
         weights=sum(p.nbytes for p in parameters),
         gradients=sum(p.nbytes for p in trainable),
         peaks=live.peaks,
     )
 
 
-def _leave_meta(model: torch.nn.Module) -> None:
-    """Put a fake tensor of the CPU in the place of every one on the meta device: its kernels are those that run."""
-    made: dict[int, torch.Tensor] = {}  # a tied one once
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            tensors = cast(dict[str, torch.Tensor | None], own)
-            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
-
-
-@dataclass
-class _Held:
-    """A storage's bytes, and whether they are a gradient."""
-
-    size: int
-    gradient: bool = False
-
-
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of each storage that an operation makes, until nothing refers to it any more."""
+    """Counts the bytes of each storage that an operation makes, until nothing refers to it any more.
+
+    Attributes:
+        live: bytes beside weights and gradients.
+        gradients: bytes of these, which are counted and let go of as soon as they are there.
+        peaks: as in `SimulatedStep`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own lacks annotations
-        self.live = 0  # beside weights
-        self.gradients = 0  # among them
+        self.live = self.gradients = 0
         self.peaks: dict[int, int] = {}
-        self._held: Any = WeakIdKeyDictionary()
+        self._known: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
-                self._hold(value.untyped_storage())
+                storage = value.untyped_storage()
+                if storage not in self._known:  # else a view, or an operation in place
+                    self._known[storage] = True
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._release, storage.nbytes())
+        self.peaks[self.gradients] = max(self.peaks.get(self.gradients, 0), self.live)
         return result
 
-    def start(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Count from here on: what there is by now is weights."""
-        self.live, self.gradients, self.peaks = 0, 0, {}
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+    def start(self, trainable: Sequence[torch.nn.Parameter], *, accumulated: bool) -> None:
+        """Count from here on: what there is by now is weights, and, where they are accumulated, gradients."""
+        total = sum(parameter.nbytes for parameter in trainable)
+        self.live, self.gradients, self.peaks = 0, total if accumulated else 0, {}
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._held:
-            return  # a view, or an operation in place
-        held = _Held(storage.nbytes())
-        self._held[storage] = held
-        weakref.finalize(storage, self._release, held)
-        self.live += held.size
-        self._note()
+        def let_go(parameter: torch.Tensor) -> None:
+            parameter.grad = None
+            self.gradients = min(total, self.gradients + parameter.nbytes)  # a second pass adds to the first one's
 
-    def _release(self, held: _Held) -> None:
-        self.live -= held.size
-        self.gradients -= held.size * held.gradient
+        for parameter in trainable:
+            parameter.register_post_accumulate_grad_hook(let_go)
 
-    def _mark_gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        held = self._held[parameter.grad.untyped_storage()]
-        self.gradients += held.size * (not held.gradient)
-        held.gradient = True
-        self._note()
-
-    def _note(self) -> None:
-        other = self.live - self.gradients
-        self.peaks[self.gradients] = max(self.peaks.get(self.gradients, 0), other)
-
-
-def _forward_and_backward(model: torch.nn.Module, step: StepSettings) -> None:
-    """A step of `SkipTrainer`, without the figures for the log, which need data."""
-    completion = [[0] * step.new_tokens] * step.rows
-    batch = lay_out([[0] * step.prompt_columns] * step.rows, completion, pad_token=0)
-    prompt_columns, columns, labels = unpack_batch(batch)
-
-    def autocast() -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", step.autocast) if step.autocast is not None else nullcontext()
-
-    def run_all(**changes: Any) -> torch.Tensor:
-        with autocast():
-            logits: torch.Tensor = model(**{**columns, **changes}).logits
-        return logits.float() if step.autocast is not None else logits  # as accelerate does
-
-    def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
-        with skip_layers(model, schedule, prompt_columns=prompt_columns):
-            return run_all(**changes)
-
-    def every_exit(schedule: SkipSchedule) -> Exits:
-        return run_exits(model, lambda: run(schedule, logits_to_keep=1), step.new_tokens, autocast)
-
-    for loss in step.objective.shares(step.schedules, labels, run, torch.no_grad()(run_all), every_exit):
-        loss.backward()
-
-
-@contextmanager
-def _fused_dropout() -> Iterator[None]:
-    """Dropout as CUDA computes it: it keeps a mask of one byte a value, the CPU a factor of four.
-
-    The function is replaced, since a mode that stands before it isn't seen where checkpointing runs a layer again.
-    """
-    original = functional.dropout
-
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        return torch.native_dropout(input, p, True)[0] if training and p else input
-
-    functional.dropout = dropout
-    try:
-        yield
-    finally:
-        functional.dropout = original
+    def _release(self, size: int) -> None:
+        self.live -= size

@@ -1,4 +1,4 @@
-"""How much a training step computes, so that runs can be compared at equal work."""
+"""The work of a training step, so that runs can be compared at equal work."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ FORWARD_SHARE = 1 / 3  # of a pass forward and backward: what the teacher of a d
 
 
 def step_work(draws: Sequence[Draw], distils: bool, prompt_columns: float, new_tokens: float) -> float:
-    """What a row takes in a step, in passes of one column through every layer, forward and backward.
+    """The work of a row in a step, in passes of one column through every layer, forward and backward.
 
     Args:
         draws: the schedules of the step.
