@@ -9,14 +9,14 @@ from small_runs import SMALL, metrics
 from tiny_models import ragged_prompts
 from transformers import AutoModelForCausalLM
 
-import train.rivals
+import scripts.experiments.rivals
+import scripts.experiments.variants
 import train.run
-import train.variants
+from scripts.experiments.rivals import RIVALS, Rival
+from scripts.experiments.variants import Variants, run_jobs
 from skipdecode import ConfigError, CostModel, skip_generate
 from skipdecode.checkpoint import SkipConfig
-from train.rivals import RIVALS, Rival
 from train.run import run
-from train.variants import Variants, run_jobs
 
 # As e2e-tiny trains, on a shape that has room for three layers that always run.
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
@@ -53,7 +53,7 @@ def test_their_names_and_settings_are_those_of_the_documentation() -> None:
     for name, rival in RIVALS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
         for override in rival.overrides:
-            if override not in train.rivals.FULL_DEPTH:
+            if override not in scripts.experiments.rivals.FULL_DEPTH:
                 assert f"`{override}`" in line, override
 
 
@@ -84,7 +84,7 @@ def test_what_is_finished_is_not_trained_again(
     variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(train.variants, "run_logged", lambda command, log: commands.append(command))
+    monkeypatch.setattr(scripts.experiments.variants, "run_logged", lambda command, log: commands.append(command))
     (tmp_path / "finished").mkdir()
     (tmp_path / "finished" / "config.json").touch()
     for name in ("finished", "new"):

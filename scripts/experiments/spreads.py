@@ -1,6 +1,6 @@
 """Spreads of the budgets, (max - min) / (max + min), compared by the frontiers of what is trained under them.
 
-    python scripts/compare_spreads.py --output outputs/spreads
+    python scripts/experiments/spreads.py --output outputs/spreads
 
 Trains the quickstart recipe under each spread with each seed, all for as many steps as the recipe says, evaluates each
 at 1x to 4x, prints a table, and draws the frontiers, means over seeds, into spreads.png. What is finished is not run
@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.frontier import draw_frontier
 from eval.results import Report
+from scripts.experiments.variants import run_jobs, run_logged
 from skipdecode.command import run_command
-from train.variants import run_jobs, run_logged
 
 SPEEDS = ["1", "2", "3", "4"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from train.variants import Variants
+from scripts.experiments.variants import Variants
 
 # Full depth in every step, whatever the recipe draws from.
 FULL_DEPTH = (

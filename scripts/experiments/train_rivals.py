@@ -1,6 +1,6 @@
 """Train what SkipDecode is compared with, each a change of one recipe (docs/rivals.md).
 
-    python scripts/train_rivals.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals
+    python scripts/experiments/train_rivals.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals
 
 Each goes into a folder of its name, a finished run like any other, with a log beside it. What is finished is not run
 again, and what was cut off goes on: start it again after a stop. Runs are independent: two at a time with
@@ -14,12 +14,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.experiments.rivals import RIVALS
+from scripts.experiments.variants import Variants, run_jobs
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
-from train.rivals import RIVALS
-from train.variants import Variants, run_jobs
 
 
 def main() -> int:

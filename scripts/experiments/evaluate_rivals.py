@@ -1,6 +1,6 @@
-"""Evaluate what scripts/train_rivals.py trained, all alike, and print a table for each speed (docs/results.md).
+"""Evaluate what train_rivals.py trained, all alike, and print a table for each speed (docs/results.md).
 
-    python scripts/evaluate_rivals.py --runs outputs/rivals --data-dir E2E_FOLDER --output outputs/rivals-eval
+    python scripts/experiments/evaluate_rivals.py --runs outputs/rivals --data-dir E2E_FOLDER --output outputs/evaluated
 
 Each finished run in the folder is decoded at every target, with its clock at batch 1 and 8 beside the test set's, in
 turns with its own full depth; a shallow model in turns with `full-depth`; a model with early exits also by confidence.
@@ -13,16 +13,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.files import write_whole
 from eval.frontier import draw_frontier
 from eval.results import FILE_NAME, Report, Row, markdown_table
+from scripts.experiments.rivals import RIVALS
+from scripts.experiments.variants import run_logged
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
-from train.rivals import RIVALS
-from train.variants import run_logged
 
 SPEEDS = (2.0, 3.0, 4.0)
 TIMED = ("1", "8")

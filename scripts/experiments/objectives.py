@@ -1,6 +1,6 @@
 """Ways to sample schedules, with and without self-distillation, compared by their frontiers at equal work.
 
-    python scripts/compare_objectives.py --data-dir E2E_FOLDER --output outputs/objectives
+    python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives
 
 Trains e2e-tiny under each, all for as much work (passes of a column through a layer) as the distilled sandwich does in
 --epochs, evaluates each at 1x to 4x, prints a table, and draws the frontiers into objectives.png. What is finished is
@@ -13,12 +13,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.frontier import draw_frontier
 from eval.results import Report
+from scripts.experiments.variants import Variants, run_jobs, run_logged
 from skipdecode.command import run_command
-from train.variants import Variants, run_jobs, run_logged
 
 SPEEDS = ["1", "2", "3", "4"]
 ONE, SANDWICH = "schedule.sampling=one", "schedule.sampling=sandwich"
