@@ -1,26 +1,22 @@
-"""Ways to sample schedules, with and without self-distillation, compared by their frontiers at equal work.
+"""Compare ways to sample schedules, with and without self-distillation, at equal work (docs/objectives.md).
 
     python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives
 
-Trains e2e-tiny under each, all for as much work (passes of a column through a layer) as the distilled sandwich does in
---epochs, evaluates each at 1x to 4x, prints a table, and draws the frontiers into objectives.png. What is finished is
-not run again: start it again to go on after a stop. Runs are independent: two at a time with OMP_NUM_THREADS=1 take
-half as long on two cores (--jobs 2).
+All train for as much work (passes of a column through a layer) as the distilled sandwich does in --epochs.
 """
 
-import argparse
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from eval.frontier import draw_frontier
-from eval.results import Report
-from scripts.experiments.variants import Variants, run_jobs, run_logged
+from eval.results import Report, markdown_table
+from scripts.experiments.runner import SPEEDS, Experiment, make_parser, run_experiment
+from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
 
-SPEEDS = ["1", "2", "3", "4"]
 ONE, SANDWICH = "schedule.sampling=one", "schedule.sampling=sandwich"
 RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")
 APART, HALF, DISTILLED = (f"optim.distillation={share}" for share in (0, 0.5, 1))
@@ -31,7 +27,7 @@ def _listed(*speedups: int) -> tuple[str, ...]:
 
 
 LIST = _listed(1, 2, 3, 4)
-VARIANTS = {
+OBJECTIVES = {
     "full depth alone": (ONE, *_listed(1), APART),
     "fixed 3x": (ONE, *_listed(3), APART),
     "list": (ONE, *LIST, APART),
@@ -46,55 +42,44 @@ VARIANTS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True, type=Path)
-    parser.add_argument("--output", required=True, type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--epochs", type=float, default=6, help="of the distilled sandwich, whose work all do (default 6)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", nargs="+", choices=sorted(VARIANTS), help="default: all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all of them")
     options = parser.parse_intermixed_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    common = (f"data.path={options.data_dir.resolve()}", "tracking.wandb=off", *options.overrides)
-    variants = Variants("e2e-tiny", common)
-    names = options.only or list(VARIANTS)
-    rows = 32  # of the recipe's batch
-    most = variants.work(VARIANTS["sandwich, distilled"])
-    budget = options.epochs * len(variants.prepared.encoded.rows) / rows * most
-    steps = {name: round(budget / variants.work(VARIANTS[name])) for name in names}
-    if run_jobs({name: partial(run, options, variants, name, steps[name]) for name in names}, options.jobs):
-        return 1
-    reports = {name: Report.load(options.output / slug(name) / "eval" / "report.json") for name in names}
-    frontiers = {name: report for name, report in reports.items() if decodes_everywhere(report)}
-    draw_frontier(options.output / "objectives.png", frontiers or reports, "e2e: ways to train, at equal work")
-    print("| trained by | steps | " + " | ".join(f"{speed}x" for speed in SPEEDS) + " | worst of 1x's |")
-    print("| --- |" + " ---: |" * (len(SPEEDS) + 2))
-    for name, report in reports.items():
-        bleu = [row.scores["bleu"] for row in report.rows]
-        cells = " | ".join(f"{value:.2f}" for value in bleu)
-        worst = f"{100 * min(bleu[1:]) / bleu[0]:.1f} %" if bleu[0] >= 1 else "–"  # of a model that can't do 1x
-        print(f"| {name} | {steps[name]} | {cells} | {worst} |")
-    return 0
+
+    def steps(name: str, variants: Variants) -> int:
+        batch = variants.recipe().train.per_device_batch_size
+        budget = (
+            options.epochs
+            * len(variants.prepared.encoded.rows)
+            / batch
+            * variants.work(OBJECTIVES["sandwich, distilled"])
+        )
+        return round(budget / variants.work(OBJECTIVES[name]))
+
+    def overrides(name: str, variants: Variants) -> tuple[str, ...]:
+        return (*OBJECTIVES[name], f"train.max_steps={steps(name, variants)}")
+
+    def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
+        rows = [[name, str(steps(name, variants)), *cells(report)] for name, report in reports.items()]
+        return markdown_table(["trained by", "steps", *(f"{speed:g}x" for speed in SPEEDS), "worst of 1x's"], rows)
+
+    made = {name: partial(overrides, name) for name in OBJECTIVES}
+    return run_experiment(options, Experiment("objectives", "ways to train, at equal work", made, table, steady))
 
 
-def decodes_everywhere(report: Report) -> bool:
-    """Whether no speed lost half of the BLEU of another: the rest would squash the picture, and is in the table."""
+def cells(report: Report) -> list[str]:
+    """BLEU at each speed, and the worst of them as a share of that at 1x."""
     bleu = [row.scores["bleu"] for row in report.rows]
-    return min(bleu) > max(bleu) / 2 > 10
+    worst = f"{100 * min(bleu[1:]) / bleu[0]:.1f} %" if bleu[0] >= 1 else "–"  # of a model that can't do 1x
+    return [*(f"{value:.2f}" for value in bleu), worst]
 
 
-def slug(name: str) -> str:
-    return name.replace(", ", "-").replace(" ", "-")
-
-
-def run(options: argparse.Namespace, variants: Variants, name: str, steps: int) -> None:
-    folder, log = options.output.resolve() / slug(name), options.output / f"{slug(name)}.log"
-    variants.train([*VARIANTS[name], f"train.max_steps={steps}"], folder, log)
-    if not (folder / "eval" / "report.json").exists():
-        evaluation = ["-m", "eval", "--checkpoint", str(folder), "--data-dir", str(options.data_dir.resolve())]
-        run_logged([*evaluation, "--speedup", *SPEEDS, "--output", str(folder / "eval")], log)
+def steady(reports: Mapping[str, Report]) -> dict[str, Report]:
+    """The reports that lose less than half of their BLEU at any speed: the rest would squash the picture."""
+    bleu = {name: [row.scores["bleu"] for row in report.rows] for name, report in reports.items()}
+    return {name: report for name, report in reports.items() if min(bleu[name]) > max(bleu[name]) / 2 > 10}
 
 
 if __name__ == "__main__":

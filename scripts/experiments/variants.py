@@ -1,20 +1,13 @@
-"""Variants of one recipe that are compared: what each computes, and its run in a process of its own."""
+"""Variants of one recipe that are compared, and the work of each."""
 
 import copy
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from data import Task
 from data.rows import row_lengths
-from eval.console import bar_columns, make_console
-from eval.files import ROOT
 from skipdecode import CostModel
 from skipdecode.families import text_config
 from train.build import build_task
@@ -43,7 +36,7 @@ class Variants:
 
     @cached_property
     def task(self) -> Task:
-        """What all are trained on."""
+        """The task that all are trained on."""
         return build_task(self.recipe())
 
     @cached_property
@@ -52,7 +45,7 @@ class Variants:
         return prepare(self.recipe(), self.task, make_arguments(self.recipe(), Path("unused")))
 
     def cost(self, overrides: Sequence[str] = ()) -> CostModel:
-        """What a decode step of a variant costs: that of the recipe's model, or of a shallow one made of it."""
+        """The cost of a decode step of a variant: that of the recipe's model, or of a shallow one made of it."""
         recipe, config = self.recipe(overrides), copy.deepcopy(self.prepared.model.config)
         if recipe.model.layers not in (None, text_config(config).num_hidden_layers):
             shrink_config(config, recipe.model.layers)
@@ -67,50 +60,16 @@ class Variants:
         schedule = self.prepared.skip_config.schedule_for(self.cost(), speedup)
         return round(schedule.mean_budget(schedule.horizon))
 
+    def layers(self, overrides: Sequence[str] = ()) -> int:
+        """The layers of a variant's model."""
+        return self.sampler(overrides).schedules[0].num_layers
+
     def work(self, overrides: Sequence[str] = ()) -> float:
-        """What a row takes in a step on average, in passes of a column through one layer, forward and backward.
+        """The work of a row in a step on average, in passes of a column through one layer, forward and backward.
 
         The LM head isn't counted.
         """
-        sampler = self.sampler(overrides)
         prompt, completion = (float(lengths.mean()) for lengths in row_lengths(self.prepared.encoded.rows))
         distils = bool(self.recipe(overrides).optim.distillation)
-        passes = mean_work(sampler, SAMPLED_STEPS, distils, prompt, completion)
-        return passes * sampler.schedules[0].num_layers
-
-    def train(self, overrides: Sequence[str], folder: Path, log: Path) -> None:
-        """Train a variant into a folder, or what is left of its run; nothing where it is finished.
-
-        Raises subprocess.CalledProcessError where that fails; the log says why.
-        """
-        if (folder / "config.json").exists():
-            return
-        where = f"output.dir={folder.resolve()}"  # the command runs in the checkout
-        run_logged(["train.py", "--recipe", self.name, *self.common, *overrides, where], log)
-
-
-def run_logged(command: Sequence[str], log: Path) -> None:
-    """Run a command of Python in the checkout and append what it prints to a file."""
-    with log.open("a", encoding="utf-8") as stream:
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=stream, stderr=stream)
-
-
-def run_jobs(jobs: Mapping[str, Callable[[], None]], at_a_time: int) -> list[str]:
-    """Run jobs under a progress bar; where the process of one fails, say so at once and go on with the others.
-
-    Returns:
-        The names of those that failed.
-    """
-    failed: list[str] = []
-    columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    with Progress(*columns, console=make_console(stderr=True)) as progress, ThreadPoolExecutor(at_a_time) as pool:
-        bar = progress.add_task("variants", total=len(jobs))
-        names = {pool.submit(job): name for name, job in jobs.items()}
-        for future in as_completed(names):
-            try:
-                future.result()
-            except subprocess.CalledProcessError as error:
-                failed.append(names[future])
-                progress.console.print(f"{names[future]} failed with status {error.returncode}: its log says why")
-            progress.advance(bar)
-    return failed
+        passes = mean_work(self.sampler(overrides), SAMPLED_STEPS, distils, prompt, completion)
+        return passes * self.layers(overrides)

@@ -1,0 +1,158 @@
+"""Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from finished_runs import write_run
+from small_runs import SMALL, metrics
+from tiny_models import ragged_prompts
+from transformers import AutoModelForCausalLM
+
+import eval.lock
+import train.run
+from eval.lock import only_writer
+from scripts.experiments import objectives, rivals, runner, spreads
+from scripts.experiments.rivals import RIVALS, Rival
+from scripts.experiments.runner import Experiment, resolve, run_unfinished
+from scripts.experiments.variants import Variants
+from skipdecode import ConfigError, CostModel, skip_generate
+from skipdecode.checkpoint import SkipConfig
+from train.recipe import load_recipe
+from train.run import run
+
+# As e2e-tiny trains, on a shape that has room for three layers that always run.
+SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
+SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def variants() -> Variants:
+    return Variants("quickstart", tuple(SETTINGS))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_trains_and_its_checkpoint_decodes(
+    name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
+    overrides = RIVALS[name].resolve(variants)
+    sampler = variants.sampler(overrides)
+    run(variants.recipe([*overrides, f"output.dir={tmp_path / name}"]), name)
+    assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2]
+    config = SkipConfig.load(tmp_path / name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    assert config is not None
+    assert dict(config.schedules) == dict(zip(sampler.speedups, sampler.schedules, strict=True))
+    target = 1.0 if name.startswith("shallow") else 2.0
+    schedule = config.schedule_for(CostModel.of(model), target)
+    ids, mask = ragged_prompts([4, 6], seed=0)
+    made = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": 3, "do_sample": False}
+    assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6
+
+
+def test_their_names_and_settings_are_those_of_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "rivals.md").read_text(encoding="utf-8")
+    for name, rival in RIVALS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        for override in rival.overrides:
+            if override not in rivals.FULL_DEPTH:
+                assert f"`{override}`" in line, override
+
+
+@pytest.mark.parametrize("speedup", [2.0, 3.0])
+def test_a_shallow_model_has_as_many_layers_as_the_mean_budget_of_its_target(speedup: float) -> None:
+    variants = Variants("quickstart", tuple(SETTINGS))
+    schedule = variants.prepared.skip_config.schedule_for(CostModel.of(variants.prepared.model), speedup)
+    mean = sum(schedule.budget(i) for i in range(schedule.horizon)) / schedule.horizon
+    (override,) = Rival("", as_fast_as=speedup).resolve(variants)
+    assert override == f"model.layers={round(mean)}"
+
+
+def test_a_target_out_of_reach_is_refused_before_anything_runs(variants: Variants) -> None:
+    with pytest.raises(ConfigError, match="reaches at most"):
+        Rival("", as_fast_as=50).resolve(variants)
+
+
+def test_work_counts_the_layers_that_columns_pass(variants: Variants) -> None:
+    full = variants.work(RIVALS["full-depth"].overrides)
+    shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
+    assert variants.work(shallow) == pytest.approx(full * 2 / 8)
+    assert variants.work(RIVALS["early-exit"].overrides) == pytest.approx(full)
+    # A sandwich of full depth and one schedule that skips.
+    assert full < variants.work() < 2 * full
+
+
+def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
+    """Commands that make their folder, which must not be there, and end with a status."""
+    code = "import os, sys; os.mkdir(sys.argv[1]); sys.exit(int(sys.argv[2]))"
+    return {folder / name: ["-c", code, str(folder / name), str(status)] for name, status in statuses.items()}
+
+
+def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "mark").touch()
+    assert run_unfinished(commands(tmp_path, finished=0, first=0), "mark", 2)
+    assert not run_unfinished(commands(tmp_path, broken=2, last=0), "mark", 1)
+    assert (tmp_path / "first").exists()
+    assert (tmp_path / "last").exists()
+    assert "broken failed with status 2: broken.log says why" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "labels"),
+    [
+        (rivals, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
+        (objectives, ["--epochs", "1"], list(objectives.OBJECTIVES)),
+        (spreads, ["--spreads", "0", "0.5", "--seeds", "0", "1"], ["| 0 |", "| 0.5 |"]),
+    ],
+)
+def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and_a_picture(
+    experiment: ModuleType, words: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:
+        for folder, command in commands.items():
+            if mark == "config.json":
+                folder.mkdir()
+                (folder / mark).write_text("{}")
+                trained.append(folder.name)
+                load_recipe(command[2], command[3:])
+            else:
+                write_run(folder, speedups=(1.0, 2.0, 3.0, 4.0))
+        return True
+
+    monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
+    given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
+    monkeypatch.setattr(sys, "argv", ["script", *given])
+    assert experiment.main() == 0
+    name = experiment.__name__.rpartition(".")[2]
+    text = (tmp_path / "out" / f"{name}.md").read_text()
+    assert all(label in text for label in labels)
+    assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
+    assert len(trained) == {"rivals": 4, "objectives": 10, "spreads": 4}[name]
+    assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_what_cannot_be_trained_is_left_out_unless_it_is_named(
+    variants: Variants, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"small": lambda _: ["model.layers=6"], "large": lambda _: ["model.layers=99"]}
+    experiment = Experiment("sizes", "sizes", sizes, lambda variants, reports: [])
+    assert list(resolve(experiment, variants, [])) == ["small"]
+    assert "large is left out: model.layers is 99" in capsys.readouterr().err
+    for name, message in (("large", "model.layers is 99"), ("smal", "did you mean 'small'")):
+        with pytest.raises(ConfigError, match=message):
+            resolve(experiment, variants, [name])
+
+
+def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval.lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS])
+    with only_writer(tmp_path, "--output"), pytest.raises(ConfigError, match="another run is writing here"):
+        spreads.main()
