@@ -52,8 +52,10 @@ def solve_schedule(
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.
-        prompt_length, batch_size, machine: the conditions, as in `CostModel.at`, unless a cost has its own.
+        prompt_length: columns in the cache when decoding starts, as in `CostModel.at`.
+        batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
+        machine: what the machine sustains.
 
     Raises:
         ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is;
