@@ -46,7 +46,7 @@ test: install ## run the tests and the library's doctests
 # before .venv's; everything else stays. The library's tests are those that import it and nothing that it must not need.
 test-oldest: $(OLDEST)/.installed ## run the library's tests with the oldest transformers that it takes
 	PYTHONPATH=$(CURDIR)/$(OLDEST) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile skipdecode \
-		$$(grep -L -E '^(from|import) (data|eval|train|finished_runs|small_runs)\b' $$(grep -l skipdecode tests/test_*.py))
+		$$(grep -L -E '^(from|import) (configs|data|eval|train|finished_runs|small_runs)\b' $$(grep -l skipdecode tests/test_*.py))
 
 $(OLDEST)/.installed: pyproject.toml Makefile | .venv/.installed
 	rm -rf $(OLDEST)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from eval.files import missing_folders, remove_empty
+from configs.files import missing_folders, remove_empty
 from skipdecode.errors import ConfigError
 
 LOCK = ".lock"

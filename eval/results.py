@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from configs.files import write_whole
 from eval.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.calm import CalmSystem, Threshold
 from eval.decoding import Decoded
-from eval.files import write_whole
 from eval.scores import Scores
 from eval.systems import SkipSystem, SystemKind
 from eval.timing import TIMING_HEADS, Timing

@@ -16,11 +16,11 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from configs.files import check_new_files, write_whole
 from data import TASKS
 from eval.bertscore import BertModel, bert_model, load_scorer
 from eval.bootstrap import SIGNIFICANT
 from eval.console import make_console
-from eval.files import check_new_files, write_whole
 from eval.predictions import Prediction, matched, read_predictions
 from eval.scores import Scores, choose_metrics, score
 from skipdecode.command import run_command

@@ -19,10 +19,10 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 
+from configs.files import YAML_ERRORS
 from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
-from eval.files import YAML_ERRORS
 from eval.lineup import calibrated_cost
 from eval.loading import load_checkpoint
 from eval.lock import only_writer

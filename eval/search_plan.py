@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.files import write_whole
+from configs.files import write_whole
 from eval.lock import LOCK
 from eval.paired import METRICS
 from skipdecode import ConfigError, SkipSchedule

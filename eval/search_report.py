@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.files import write_whole
+from configs.files import write_whole
 from eval.paired import Estimate, estimate
 from eval.results import LABELS
 from eval.search_space import spread_of

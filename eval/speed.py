@@ -21,12 +21,12 @@ from typing import get_args
 import torch
 from rich.progress import Progress
 
+from configs.files import check_new_files, write_whole
+from configs.shapes import random_model, read_shape
 from eval.console import make_console
-from eval.files import check_new_files, write_whole
 from eval.machine import copy_bytes_per_second, describe_machine, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
 from eval.profiles import print_profiles
-from eval.shapes import random_model, read_shape
 from eval.speed_report import Conditions, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.command import run_command

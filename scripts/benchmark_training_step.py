@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from configs.shapes import random_model, read_shape
 from data.columns import lay_out
-from eval.shapes import random_model, read_shape
 from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
 from skipdecode.command import run_command
 from train.objective import completion_loss, predicting_budgets, unpack_batch

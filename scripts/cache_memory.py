@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from eval.shapes import random_model, read_shape
+from configs.shapes import random_model, read_shape
 from skipdecode import CostModel, SkipSchedule, skip_generate, solve_schedule
 from skipdecode.command import run_command
 from skipdecode.loop import GenerativeModel

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from eval.shapes import random_model, read_shape
+from configs.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.command import run_command
 

@@ -46,7 +46,7 @@ def test_every_familys_cache_is_as_large_as_predicted(model_type: str) -> None:
 
 
 def test_a_thousand_tokens_at_three_times_the_speed_need_less_than_half_of_the_cache() -> None:
-    from eval.shapes import random_model, read_shape
+    from configs.shapes import random_model, read_shape
 
     model = random_model(
         {**read_shape("opt-small", "shape"), "vocab_size": 61, "max_position_embeddings": 1100}, torch.float32

@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "skipdecode": {"skipdecode"},
-    "data": {"skipdecode", "data"},
-    "eval": {"skipdecode", "data", "eval"},
-    "train": {"skipdecode", "data", "eval", "train"},
+    "configs": {"skipdecode", "configs"},
+    "data": {"skipdecode", "configs", "data"},
+    "eval": {"skipdecode", "configs", "data", "eval"},
+    "train": {"skipdecode", "configs", "data", "eval", "train"},
 }
 
 

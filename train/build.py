@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from configs.shapes import SHAPES, changed_config, random_model, read_shape, shape_config
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
-from eval.shapes import SHAPES, changed_config, random_model, read_shape, shape_config
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from skipdecode.families import text_config

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from eval.files import write_whole
+from configs.files import write_whole
 from eval.results import FILE_NAME, LABELS, SHOWN, Report, Row
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from eval.files import named_file
+from configs.files import named_file
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.recipe import DEEPSPEED

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from configs.files import read_yaml
 from eval.difference import difference
-from eval.files import read_yaml
 from eval.lock import LOCK
 from eval.results import FILE_NAME
 from skipdecode import ConfigError

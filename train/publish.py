@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils._validators import validate_repo_id
 from omegaconf import OmegaConf
 
-from eval.files import read_yaml
+from configs.files import read_yaml
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from eval.files import ROOT, YAML_ERRORS, named_file, read_yaml
+from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
 

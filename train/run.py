@@ -10,9 +10,9 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from configs.files import write_whole
 from data import Task
 from eval.console import make_console
-from eval.files import write_whole
 from eval.lock import only_writer
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError

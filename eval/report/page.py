@@ -9,8 +9,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from configs.files import check_new_files, write_whole
 from eval.console import make_console
-from eval.files import check_new_files, write_whole
 from eval.report.comparison import Comparison, Line, Text, compare
 from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map

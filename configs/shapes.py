@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from eval.files import ROOT, named_file, read_yaml
+from configs.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
 from skipdecode.schedule import MOST_LAYERS
