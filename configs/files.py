@@ -1,8 +1,5 @@
-"""Files that names mean, read and written."""
+"""Files that names mean, and YAML."""
 
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,44 +37,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     return {str(key): value for key, value in values.items()}
-
-
-def check_writable(path: Path) -> None:
-    """Raises ConfigError where a file can't be written: a command should know before its work and not after it."""
-    folder = path.resolve().parent
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror}") from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-    except OSError as error:  # which names no file where the disk is full
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    os.replace(partial, path)
-
-
-def check_new_files(field: str, *paths: Path) -> None:
-    """Raises ConfigError where a file is there already, or can't be written."""
-    for path in paths:
-        if path.exists():
-            raise ConfigError(f"{field}: {path} is there already: name another file")
-        check_writable(path)
-
-
-def missing_folders(folder: Path) -> list[Path]:
-    """A folder and those above it, as far as they aren't there, the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, as far as nothing is in them."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()

@@ -1,11 +1,11 @@
 """The picture of quality against measured speed."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.results import LABELS, Report, headline
+from skipdecode.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +101,6 @@ def save_figure(path: Path, figure: "Figure") -> None:
     """Write a figure as a PNG that is there whole or not at all, and free it."""
     from matplotlib import pyplot
 
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
+    with replaced(path) as partial:
+        figure.savefig(partial, format="png")
     pyplot.close(figure)
-    os.replace(partial, path)

@@ -1,18 +1,37 @@
-"""One process at a time writes into a folder."""
+"""Places that a command writes to: files that are new, and a folder that it alone writes into."""
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from configs.files import missing_folders, remove_empty
 from skipdecode.errors import ConfigError
 
 LOCK = ".lock"
 PATIENCE = 10.0  # seconds: a process that was killed holds its lock until the last of its memory is given back
+
+
+def check_new_files(field: str, *paths: Path) -> None:
+    """Raises ConfigError where a file is there already, or can't be written."""
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"{field}: {path} is there already: name another file")
+        _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError where a file can't be written: a command should know before its work and not after it."""
+    folder = path.resolve().parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -31,7 +50,7 @@ def only_writer(folder: Path, field: str) -> Iterator[None]:
     """
     if folder.is_file():
         raise ConfigError(f"{field} {folder} is a file: name a folder")
-    made = missing_folders(folder)
+    made = _missing_folders(folder)
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,4 +85,16 @@ def _release(lock: BaseFileLock, made: list[Path]) -> None:
         with suppress(OSError):
             Path(lock.lock_file).unlink()  # while it is held: who opened it before sees that it is gone
     lock.release()
-    remove_empty(made)
+    _remove_empty(made)
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """A folder and those above it, as far as they aren't there, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, as far as nothing is in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

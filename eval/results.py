@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from configs.files import write_whole
 from eval.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.calm import CalmSystem, Threshold
 from eval.decoding import Decoded
@@ -16,6 +15,7 @@ from eval.scores import Scores
 from eval.systems import SkipSystem, SystemKind
 from eval.timing import TIMING_HEADS, Timing
 from skipdecode import ConfigError
+from skipdecode.files import write_whole
 from skipdecode.ratio import Ratio
 
 FILE_NAME = "report.json"

@@ -16,15 +16,16 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from configs.files import check_new_files, write_whole
 from data import TASKS
 from eval.bertscore import BertModel, bert_model, load_scorer
 from eval.bootstrap import SIGNIFICANT
 from eval.console import make_console
+from eval.lock import check_new_files
 from eval.predictions import Prediction, matched, read_predictions
 from eval.scores import Scores, choose_metrics, score
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
+from skipdecode.files import write_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.files import write_whole
 from eval.lock import LOCK
 from eval.paired import METRICS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.errors import unknown
+from skipdecode.files import write_whole
 from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from configs.files import write_whole
 from eval.paired import Estimate, estimate
 from eval.results import LABELS
 from eval.search_space import spread_of
 from eval.search_trials import FULL_DEPTH, Batch, statistics_of
 from skipdecode import SkipSchedule
+from skipdecode.files import write_whole
 
 FILE_NAME, WINNER_FILE = "search.json", "winner.json"
 CONFIDENCE = 0.95

@@ -21,9 +21,9 @@ from typing import get_args
 import torch
 from rich.progress import Progress
 
-from configs.files import check_new_files, write_whole
 from configs.shapes import random_model, read_shape
 from eval.console import make_console
+from eval.lock import check_new_files
 from eval.machine import copy_bytes_per_second, describe_machine, versions
 from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
 from eval.profiles import print_profiles
@@ -33,6 +33,7 @@ from skipdecode.command import run_command
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
 from skipdecode.families import text_config
+from skipdecode.files import write_whole
 from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
 from skipdecode.loop import GenerativeModel

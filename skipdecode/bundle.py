@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+from skipdecode.files import write_whole
+
 PATH = Path("custom_generate", "generate.py")  # in a checkpoint
 _PACKAGE = __name__.rpartition(".")[0]
 _ENTRY = "hub"  # the module whose `generate` transformers calls
@@ -29,9 +31,7 @@ def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     """Write `custom_generate/generate.py` into a checkpoint's folder, whole or not at all. Returns its path."""
     path = Path(folder) / PATH
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(custom_generate_source(), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, custom_generate_source())
     return path
 
 

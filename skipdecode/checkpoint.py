@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, first_line
+from skipdecode.files import write_whole
 from skipdecode.schedule import SkipSchedule
 from skipdecode.solver import solve_schedule
 
@@ -102,9 +103,7 @@ class SkipConfig:
             values = json.loads(path.read_text(encoding="utf-8")) | {CONFIG_KEY: self.to_dict()}
         else:
             path, values = Path(folder) / ADAPTERS_FILE, self.to_dict()
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> "SkipConfig | None":

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from skipdecode.errors import ConfigError
+from skipdecode.files import write_whole
 
 SEAL = "complete.json"  # the last file that is written: every sealed one with its size and checksum
 # What texts follow from. Not what its owner may well change: the card, the recipe, generation_config.json, a chat
@@ -33,9 +34,7 @@ def seal(folder: Path, files: Sequence[Path] | None = None) -> None:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
         sealed[file.relative_to(folder).as_posix()] = file
-    partial = folder / f"{SEAL}.partial"
-    partial.write_text(seal_text(sealed), encoding="utf-8")
-    os.replace(partial, folder / SEAL)
+    write_whole(folder / SEAL, seal_text(sealed))
 
 
 def seal_text(sealed: Mapping[str, bytes | Path]) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from configs.files import write_whole
 from eval.results import FILE_NAME, LABELS, SHOWN, Report, Row
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import CostModel
+from skipdecode.files import write_whole
 from train.recipe import Recipe, load_recipe
 
 CARD = "README.md"

@@ -10,13 +10,13 @@ from rich.console import Console
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from configs.files import write_whole
 from data import Task
 from eval.console import make_console
 from eval.lock import only_writer
 from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
+from skipdecode.files import write_whole
 from skipdecode.seal import seal
 from train.adapters import merge_adapters
 from train.build import build_model, build_task

@@ -9,8 +9,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from configs.files import check_new_files, write_whole
 from eval.console import make_console
+from eval.lock import check_new_files
 from eval.report.comparison import Comparison, Line, Text, compare
 from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map
@@ -28,6 +28,7 @@ from eval.report.tables import (
 )
 from eval.speed_report import SpeedReport
 from skipdecode import ConfigError
+from skipdecode.files import write_whole
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 

@@ -1,0 +1,26 @@
+"""Files that are there whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give the name of a file beside `path`, to be written; it takes the place of `path` when the context ends well.
+
+    Raises OSError, naming `path`, where the disk is full.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+    except OSError as error:  # which names no file where the disk is full
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    os.replace(partial, path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
