@@ -48,7 +48,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]  # what a row of the source must have
-    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL")  # keys of eval.scores
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL")  # keys of eval.score.scores
     max_prompt_tokens: ClassVar[int]
     max_new_tokens: ClassVar[int]
     horizon: ClassVar[int]  # about the median length of a completion, in tokens

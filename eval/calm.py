@@ -12,7 +12,6 @@ their layers run for nothing.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from eval.results import Threshold
 from eval.systems import Checkpoint, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.block import LeanBlock, StepInputs, rotate
@@ -32,32 +32,6 @@ from skipdecode.projections import MAKERS, Linear, Weights, project_together
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """How confident a token must be to leave, and where that comes from.
-
-    Attributes:
-        value: λ. At 0 every token leaves after the first layer, above 1 none before the last.
-        wanted_layers: layers per token that it was calibrated for; None where the threshold was named.
-        found_layers: layers per token that it gave on the validation prompts.
-        prompts: how many there were.
-    """
-
-    value: float
-    wanted_layers: float | None = None
-    found_layers: float | None = None
-    prompts: int = 0
-
-    def origin(self) -> str:
-        """A sentence for the report."""
-        if self.wanted_layers is None:
-            return f"λ {self.value:.4g}, as it was named."
-        return (
-            f"λ {self.value:.4g}, the largest found at which {self.prompts} validation prompts take no more than the "
-            f"{self.wanted_layers:.2f} layers per token of the target's schedule: {self.found_layers:.2f}."
-        )
 
 
 class CalmSystem(System):

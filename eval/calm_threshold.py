@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from eval.calm import CalmSystem, Threshold
+from eval.calm import CalmSystem
 from eval.journal import Journal
+from eval.results import Threshold
 from eval.systems import Checkpoint
 
 PROMPTS = 60  # of the validation data, at most

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.results import LABELS, Report, headline
+from eval.results import Report
+from eval.score.registry import headline
 from skipdecode.files import replaced
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
         dashes = "-" if number < len(STYLES) else "--"
         own = [row for row in report.rows if row.checkpoint == report.checkpoint]
         rows = sorted(own, key=lambda row: row.wall_clock_speedup)
-        speeds, quality = [row.wall_clock_speedup for row in rows], [row.scores[metric] for row in rows]
+        speeds, quality = [row.wall_clock_speedup for row in rows], [row.scores[metric.name] for row in rows]
         below = [max(0.0, row.wall_clock_speedup - row.wall_clock_quartiles[0]) for row in rows]
         above = [max(0.0, row.wall_clock_quartiles[1] - row.wall_clock_speedup) for row in rows]
         axes.errorbar(
@@ -52,15 +53,15 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
         )
         if number == 0:
             full = report.rows[0]
-            axes.axhline(full.scores[metric], color="#777777", lw=0.9, ls=":", zorder=0)
+            axes.axhline(full.scores[metric.name], color="#777777", lw=0.9, ls=":", zorder=0)
             if report.reference is not None:
                 reference = f"{Path(report.reference).name} at full depth"
-                axes.plot(1.0, full.scores[metric], "o", color="#777777", markersize=6, ls="", label=reference)
+                axes.plot(1.0, full.scores[metric.name], "o", color="#777777", markersize=6, ls="", label=reference)
             for row in rows if few else []:
                 name_or_target = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
                 axes.annotate(
                     f"{name_or_target}\n{row.mean_layers:.1f} layers",
-                    (row.wall_clock_speedup, row.scores[metric]),
+                    (row.wall_clock_speedup, row.scores[metric.name]),
                     xytext=(0, 9),
                     textcoords="offset points",
                     ha="center",
@@ -69,16 +70,14 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
                     color="#333333",
                     bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
                 )
-    values = [row.scores[metric] for report in reports.values() for row in report.rows]
-    # At least twelve points in sight, so that a difference of noise doesn't look like a cliff.
-    least = 6.0 if metric not in ("nist", "cider") else 1.0  # these go to about ten
-    middle, half = (max(values) + min(values)) / 2, max(least, (max(values) - min(values)) * 0.62)
+    values = [row.scores[metric.name] for report in reports.values() for row in report.rows]
+    middle, half = (max(values) + min(values)) / 2, max(metric.least_range, (max(values) - min(values)) * 0.62)
     bottom = max(0.0, middle - half)
     axes.set_ylim(bottom, bottom + 2.2 * half)  # with room above for the labels
     low, high = axes.get_xlim()
     axes.set_xlim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     axes.set_xlabel("measured decode speed, times full depth on the wall clock")
-    axes.set_ylabel(LABELS[metric])
+    axes.set_ylabel(metric.label)
     first = next(iter(reports.values()))
     axes.set_title(title, loc="left", fontsize=12, pad=20)
     conditions = f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.examples} prompts"

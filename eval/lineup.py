@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.calm import CalmSystem, Threshold
+from eval.calm import CalmSystem
 from eval.calm_threshold import PROBES, calibrated_threshold
 from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
+from eval.results import Threshold
 from eval.systems import SkipSystem, System
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost
 from skipdecode.cost import Cost, depth_mismatch

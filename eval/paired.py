@@ -1,7 +1,7 @@
 """How far one set of predictions lies above another of the same prompts: the paired bootstrap, from kept statistics.
 
-`eval.scores` says whether two systems differ. A search keeps what each prompt adds to the score, batch by batch, and
-asks for the difference of any two schedules later, with its standard error.
+`eval.score.scores` says whether two systems differ. A search keeps what each prompt adds to the score, batch by batch,
+and asks for the difference of any two schedules later, with its standard error.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval import bleu, rouge
-from eval.bootstrap import interval, resample
-from eval.metric import Statistics
+from eval.score import registry
+from eval.score.bootstrap import interval, resample
+from eval.score.metric import Statistics, Texts
 from skipdecode.errors import unknown
 
-METRICS = ("bleu", *rouge.KINDS)
+# Those whose statistics of batches add up, of texts and references alone.
+METRICS = tuple(metric.name for metric in registry.METRICS.values() if metric.adds_up)
 
 Items = list[list[float]]  # for each prompt, numbers whose sums over prompts give the metric
 
@@ -36,7 +37,7 @@ class Estimate:
 
 
 def sentence_statistics(metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Items:
-    """For each prediction, the numbers that the metric over all of them is made of, as `eval.scores` counts them.
+    """For each prediction, the numbers that the metric over all of them is made of, as `eval.score.scores` counts them.
 
     Raises ConfigError for an unknown metric.
     """
@@ -73,9 +74,7 @@ def estimate(metric: str, items: Items, *, baseline: Items | None = None) -> Est
 def _statistics(metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Statistics:
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
-    if metric == "bleu":
-        return bleu.bleu(predictions, references)
-    return rouge.rouge(predictions, references, [metric])[metric]
+    return registry.METRICS[metric].compute(Texts(predictions, references))
 
 
 def _restored(metric: str, items: Items) -> Statistics:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eval.bertscore import BertModel
 from eval.results import FILE_NAME
+from eval.score.metric import BertModel
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
 

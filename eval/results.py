@@ -1,24 +1,73 @@
-"""The results of an evaluation: typed rows, as JSON, Markdown and a table on the terminal."""
+"""The results of an evaluation: typed rows, as JSON, Markdown and a table on the terminal.
+
+It imports nothing that trains or decodes, so that a report is read in a moment.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rich.table import Table
+import rich.table
 
-from eval.bootstrap import RESAMPLES, SIGNIFICANT
-from eval.calm import CalmSystem, Threshold
-from eval.decoding import Decoded
-from eval.scores import Scores
-from eval.systems import SkipSystem, SystemKind
-from eval.timing import TIMING_HEADS, Timing
-from skipdecode import ConfigError
+from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
+from eval.score.metric import Metric
+from eval.score.registry import metric_named, short
+from eval.tables import Column, Table
+from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
 from skipdecode.ratio import Ratio
 
 FILE_NAME = "report.json"
+SystemKind = Literal["full depth", "skip", "calm"]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The confidence that a token must have to leave, and where that comes from.
+
+    Attributes:
+        value: λ. At 0 every token leaves after the first layer, above 1 none before the last.
+        wanted_layers: layers per token that it was calibrated for; None where the threshold was named.
+        found_layers: layers per token that it gave on the validation prompts.
+        prompts: how many there were.
+    """
+
+    value: float
+    wanted_layers: float | None = None
+    found_layers: float | None = None
+    prompts: int = 0
+
+    def origin(self) -> str:
+        """A sentence for the report."""
+        if self.wanted_layers is None:
+            return f"λ {self.value:.4g}, as it was named."
+        return (
+            f"λ {self.value:.4g}, the largest found at which {self.prompts} validation prompts take no more than the "
+            f"{self.wanted_layers:.2f} layers per token of the target's schedule: {self.found_layers:.2f}."
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The speed of one system at one batch size.
+
+    Attributes:
+        batch_size: prompts decoded together.
+        prompts: the first so many of the test set.
+        layers_per_step: layers that a batch ran per decode step: where rows differ, those of the deepest.
+        speedup: the 1x row's seconds per decode step over this row's, over the batches.
+        prefill_seconds, decode_seconds: of all batches.
+        tokens_per_second: of decoding.
+    """
+
+    batch_size: int
+    prompts: int
+    layers_per_step: float
+    speedup: Ratio
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -37,7 +86,7 @@ class Row:
         threshold: of "calm".
         mean_layers: layers per generated token, over the tokens that were generated.
         layers_per_step: layers that a batch ran per decode step: where rows differ, those of the deepest.
-        scores: metric -> its value, named as in `eval.scores`.
+        scores: metric -> its value, named as in `eval.score.registry`.
         intervals: metric -> its 95 % confidence interval, for the metrics that have one.
         p_values: metric -> how likely a difference from the 1x row as large as this one is by chance; not in that row.
         timings: its speed at other batch sizes.
@@ -71,9 +120,6 @@ class Row:
     p_values: dict[str, float] = field(default_factory=dict)
     threshold: Threshold | None = None
     timings: list[Timing] = field(default_factory=list)
-
-
-Column = tuple[str, Callable[[Row], str]]
 
 
 @dataclass(frozen=True)
@@ -118,23 +164,23 @@ class Report:
 
     def to_markdown(self) -> str:
         """The tables, every score with its interval, and below them what they were measured with."""
-        lines = [*markdown_table(*self._table(self.columns())), ""]
-        lines += [*markdown_table(*self._table(self._score_columns())), ""]
+        intervals = [SPEEDS[0], *(score_column(metric) for metric in self._metrics())]
+        parts = [Table.of(self.rows, self.columns()).to_markdown(), Table.of(self.rows, intervals).to_markdown()]
         if self._timed():
-            lines += ["At other batch sizes:", "", *markdown_table(TIMING_HEADS, self._timed()), ""]
-        return "\n".join([*lines, *self.notes(), ""])
+            parts += ["At other batch sizes:", Table.of(self._timed(), TIMINGS).to_markdown()]
+        return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
-    def to_tables(self) -> list[Table]:
+    def to_tables(self) -> list[rich.table.Table]:
         """The same for the terminal."""
-        tables = [_table(f"{self.task}: {self.checkpoint}", *self._table(self.columns()))]
+        tables = [Table.of(self.rows, self.columns(), f"{self.task}: {self.checkpoint}").to_rich()]
         if self._timed():
-            tables.append(_table("at other batch sizes", TIMING_HEADS, self._timed()))
+            tables.append(Table.of(self._timed(), TIMINGS, "at other batch sizes").to_rich())
         return tables
 
-    def columns(self) -> list[Column]:
-        """The heads of the table and what stands below them: the scores that fit on a line, or else all of them."""
-        metrics = [name for name in SHOWN if name in self._metrics()] or self._metrics()
-        scores = [_score_column(name, with_interval=name == metrics[0]) for name in metrics]
+    def columns(self) -> list[Column[Row]]:
+        """The columns of the table: the scores that fit on a line, or else all of them, between speeds and times."""
+        metrics = short(self.rows[0].scores)
+        scores = [score_column(metric, with_interval=metric is metrics[0]) for metric in metrics]
         return [*SPEEDS, *scores, *TIMES]
 
     def notes(self) -> list[str]:
@@ -156,35 +202,24 @@ class Report:
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
-            *(f"{LABELS[name]} is not there: {reason}." for name, reason in self.unavailable.items()),
+            *(f"{metric_named(name).label} is not there: {reason}." for name, reason in self.unavailable.items()),
             f"Command: `{self.command}`",
         ]
 
-    def _table(self, columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-        return [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in self.rows]
-
-    def _metrics(self) -> list[str]:
-        return list(self.rows[0].scores)
-
-    def _score_columns(self) -> list[Column]:
-        return [SPEEDS[0], *(_score_column(name, with_interval=True) for name in self._metrics())]
+    def _metrics(self) -> list[Metric]:
+        return [metric_named(name) for name in self.rows[0].scores]
 
     def _described(self) -> dict[str, list[str]]:
         """What was computed -> the metrics that it is said of."""
         said: dict[str, list[str]] = {}
         for name, what in self.metrics.items():
-            said.setdefault(what, []).append(LABELS[name])
+            said.setdefault(what, []).append(metric_named(name).label)
         return said
 
-    def _timed(self) -> list[list[str]]:
+    def _timed(self) -> list[tuple[Row, Timing]]:
         """Batch sizes one after another."""
         sizes = range(len(self.rows[0].timings))
-        return [[row.label, *row.timings[n].cells()] for n in sizes for row in self.rows]
-
-
-def headline(scores: Mapping[str, float]) -> str:
-    """The metric that stands for the quality of a row: BLEU, or the first one without it."""
-    return "bleu" if "bleu" in scores else next(iter(scores))
+        return [(row, row.timings[n]) for n in sizes for row in self.rows]
 
 
 def _read_row(values: dict[str, Any]) -> Row:
@@ -202,22 +237,6 @@ def _read_row(values: dict[str, Any]) -> Row:
     )
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose cells stand on the right."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
-    return [*lines, *("| " + " | ".join(cells) + " |" for cells in rows)]
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.collapse_padding = len(heads) > 12  # more don't fit on 160 columns with a blank on either side
-    for head in heads:
-        table.add_column(head, justify="right")
-    for cells in rows:
-        table.add_row(*cells)
-    return table
-
-
 def _schedule(row: Row) -> str:
     if row.threshold is not None:
         return f"λ {row.threshold.value:.4g}"
@@ -225,19 +244,7 @@ def _schedule(row: Row) -> str:
     return f"{row.schedule['max_layers']} to {row.schedule['min_layers']}"
 
 
-LABELS = {
-    "bleu": "BLEU",
-    "nist": "NIST",
-    "meteor": "METEOR",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "cider": "CIDEr",
-    "bertscore": "BERTScore",
-    "slot_error_rate": "SER",
-}
-SHOWN = ("bleu", "nist", "rougeL", "bertscore", "slot_error_rate")  # the rest stands in report.md and report.json
-SPEEDS: list[Column] = [
+SPEEDS: list[Column[Row]] = [
     ("system", lambda r: r.label),
     ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
     ("max to min", _schedule),
@@ -246,53 +253,31 @@ SPEEDS: list[Column] = [
         lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
     ),
 ]
-TIMES: list[Column] = [
+TIMES: list[Column[Row]] = [
     ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
     ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}"),
 ]
+TIMINGS: list[Column[tuple[Row, Timing]]] = [
+    ("system", lambda pair: pair[0].label),
+    ("batch", lambda pair: str(pair[1].batch_size)),
+    ("prompts", lambda pair: str(pair[1].prompts)),
+    ("layers per step", lambda pair: f"{pair[1].layers_per_step:.2f}"),
+    ("measured speed", lambda pair: str(pair[1].speedup)),
+    ("prefill s", lambda pair: f"{pair[1].prefill_seconds:.2f}"),
+    ("decode s", lambda pair: f"{pair[1].decode_seconds:.2f}"),
+    ("tokens/s", lambda pair: f"{pair[1].tokens_per_second:.0f}"),
+]
 
 
-def _score_column(name: str, with_interval: bool) -> Column:
+def score_column(metric: Metric, *, with_interval: bool = True) -> Column[Row]:
+    """A metric's scores; a star marks what differs from the 1x row."""
+
     def cell(row: Row) -> str:
-        star = "*" if row.p_values.get(name, 1.0) < SIGNIFICANT else ""
-        low, high = row.intervals.get(name, (None, None)) if with_interval else (None, None)
+        star = "*" if row.p_values.get(metric.name, 1.0) < SIGNIFICANT else ""
+        low, high = row.intervals.get(metric.name, (None, None)) if with_interval else (None, None)
         spread = f" [{low:.1f}, {high:.1f}]" if low is not None and high is not None else ""
-        return f"{row.scores[name]:.2f}{star}{spread}"
+        return f"{row.scores[metric.name]:.2f}{star}{spread}"
 
-    return LABELS[name], cell
-
-
-def make_row(decoded: Decoded, baseline: Decoded, scores: Scores, timings: Sequence[Timing] = ()) -> Row:
-    """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
-    system = decoded.system
-    speed = decoded.speed_over(baseline)
-    return Row(
-        label=system.label,
-        system=system.kind,
-        checkpoint=system.checkpoint.name,
-        num_layers=system.checkpoint.num_layers,
-        speedup_target=system.speedup_target,
-        schedule=system.schedule.to_dict() if isinstance(system, SkipSystem) else None,
-        threshold=system.threshold if isinstance(system, CalmSystem) else None,
-        mean_layers=decoded.mean_layers,
-        layers_per_step=decoded.layers_per_step,
-        scores=scores.values,
-        intervals=scores.intervals,
-        p_values=scores.p_values,
-        prefill_seconds=decoded.prefill_seconds,
-        decode_seconds=decoded.decode_seconds,
-        decode_steps=decoded.steps,
-        tokens=decoded.tokens,
-        tokens_per_second=decoded.tokens_per_second,
-        wall_clock_speedup=speed.median,
-        wall_clock_quartiles=(speed.lower, speed.upper),
-        cache_bytes=decoded.cache_bytes,
-        timings=list(timings),
-    )
-
-
-def write_predictions(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write JSON lines, whole or not at all."""
-    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return metric.label, cell

@@ -1,6 +1,7 @@
 """An evaluation, from a request to report, predictions and picture."""
 
 import datetime
+import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example
+from eval.calm import CalmSystem
 from eval.console import bar_columns, make_console
 from eval.decoding import Decoded, batch_count, take_turns
 from eval.frontier import draw_frontier
@@ -19,11 +21,15 @@ from eval.loading import Loaded, identity, load_request
 from eval.lock import only_writer
 from eval.machine import describe_machine, versions
 from eval.request import Request
-from eval.results import Report, headline, make_row, write_predictions
-from eval.scores import Scores, choose_metrics, score
-from eval.systems import System
-from eval.timing import Timing, timed_prompts
+from eval.results import Report, Row, Timing
+from eval.score.registry import headline
+from eval.score.scores import Scores, choose_metrics, score
+from eval.systems import SkipSystem, System
 from skipdecode import ConfigError
+from skipdecode.files import write_whole
+
+# Prompts that are timed where the user says nothing: enough batches for quartiles, and enough rows to be worth a batch.
+LEAST_PROMPTS, BATCHES = 24, 8
 
 
 def evaluate(request: Request) -> Report:
@@ -83,7 +89,7 @@ def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], oth
     if not scores.values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
-    metric = headline(scores.values)
+    metric = headline(scores.values).name
     for name, other in others.items():
         if any(metric not in row.scores for row in other.rows):
             raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
@@ -109,7 +115,7 @@ def _time(
     """For each system, its speed at each of the batch sizes that are asked for."""
     found: list[list[Timing]] = [[] for _ in systems]
     for size in request.time_batch_sizes:
-        count = timed_prompts(size, request.time_limit, len(loaded.examples))
+        count = min(len(loaded.examples), request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         turns = take_turns(
             systems,
             loaded.task,
@@ -122,7 +128,7 @@ def _time(
         )
         results = _last(turns, f"clock at batch {size}", batch_count(count, size), console)
         for timings, result in zip(found, results, strict=True):
-            timings.append(Timing.of(result, results[0], size))
+            timings.append(_timing(result, results[0], size))
     return found
 
 
@@ -162,11 +168,53 @@ def _report(
         machine=describe_machine(model.device),
         versions=versions(),
         rows=[
-            make_row(result, results[0], scored, timed)
+            _row(result, results[0], scored, timed)
             for result, scored, timed in zip(results, scores, timings, strict=True)
         ],
         metrics=scores[0].metrics,
         unavailable=scores[0].unavailable,
+    )
+
+
+def _row(decoded: Decoded, baseline: Decoded, scores: Scores, timings: Sequence[Timing]) -> Row:
+    """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
+    system = decoded.system
+    speed = decoded.speed_over(baseline)
+    return Row(
+        label=system.label,
+        system=system.kind,
+        checkpoint=system.checkpoint.name,
+        num_layers=system.checkpoint.num_layers,
+        speedup_target=system.speedup_target,
+        schedule=system.schedule.to_dict() if isinstance(system, SkipSystem) else None,
+        threshold=system.threshold if isinstance(system, CalmSystem) else None,
+        mean_layers=decoded.mean_layers,
+        layers_per_step=decoded.layers_per_step,
+        scores=scores.values,
+        intervals=scores.intervals,
+        p_values=scores.p_values,
+        prefill_seconds=decoded.prefill_seconds,
+        decode_seconds=decoded.decode_seconds,
+        decode_steps=decoded.steps,
+        tokens=decoded.tokens,
+        tokens_per_second=decoded.tokens_per_second,
+        wall_clock_speedup=speed.median,
+        wall_clock_quartiles=(speed.lower, speed.upper),
+        cache_bytes=decoded.cache_bytes,
+        timings=list(timings),
+    )
+
+
+def _timing(decoded: Decoded, baseline: Decoded, batch_size: int) -> Timing:
+    """The speed of a system that took turns with that of the 1x row."""
+    return Timing(
+        batch_size=batch_size,
+        prompts=len(decoded.predictions),
+        layers_per_step=decoded.layers_per_step,
+        speedup=decoded.speed_over(baseline),
+        prefill_seconds=decoded.prefill_seconds,
+        decode_seconds=decoded.decode_seconds,
+        tokens_per_second=decoded.tokens_per_second,
     )
 
 
@@ -184,7 +232,8 @@ def _write(
             | ({"meaning": e.meaning} if e.meaning else {})
             for e, text in zip(examples, result.predictions, strict=True)
         ]
-        write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_whole(folder / "predictions" / f"{row.label}.jsonl", text)
     name = Path(report.checkpoint).name
     draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
     report.save(folder)

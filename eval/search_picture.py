@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.frontier import STYLES, save_figure
-from eval.results import LABELS
+from eval.score.registry import metric_named
 from eval.search_report import SearchReport, TrialRow
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def draw_search(path: Path, report: SearchReport) -> None:
     close, far = _extent(report)
     for axes in panels.values():
         _tidy(axes, close, far)
-    name = LABELS[report.metric]
+    name = metric_named(report.metric).label
     default = report.row(0)
     main.set_ylabel(f"{name} less the default's on the same prompts")
     main.set_xlabel("measured decode speed, times full depth on the wall clock")

@@ -2,17 +2,18 @@
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import rich.table
 
 from eval.paired import Estimate, estimate
-from eval.results import LABELS
+from eval.score.registry import metric_named
 from eval.search_space import spread_of
 from eval.search_trials import FULL_DEPTH, Batch, statistics_of
+from eval.tables import Column, Table
 from skipdecode import SkipSchedule
 from skipdecode.files import write_whole
 
@@ -110,23 +111,17 @@ class SearchReport:
 
     def to_markdown(self) -> str:
         """The verdict, the table, and below it what it was measured with."""
-        header = [name for name, _ in self._columns()]
-        lines = [self.verdict(), "", "| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in self._cells()]
-        return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes())])
+        table = Table.of(self.trials, self._columns()).to_markdown()
+        return "\n".join([self.verdict(), "", table, "", *(f"{note}\n" for note in self.notes())])
 
-    def to_table(self) -> Table:
+    def to_table(self) -> rich.table.Table:
         """The same for the terminal."""
-        table = Table(title=f"{self.task} at {self.target}: {self.checkpoint}", title_justify="left")
-        for name, _ in self._columns():
-            table.add_column(name, justify="right")
-        for row, cells in zip(self.trials, self._cells(), strict=True):
-            table.add_row(*cells, style="bold" if row.trial == self.winner else None)
-        return table
+        table = Table.of(self.trials, self._columns(), f"{self.task} at {self.target}: {self.checkpoint}")
+        return replace(table, bold=[n for n, row in enumerate(self.trials) if row.trial == self.winner]).to_rich()
 
     def verdict(self) -> str:
         """Which schedule wins, in plain words."""
-        others, name = len(self.trials) - 1, LABELS[self.metric]
+        others, name = len(self.trials) - 1, metric_named(self.metric).label
         if self.winner:
             found = self.winning.difference
             return (
@@ -148,7 +143,7 @@ class SearchReport:
             f"{self.prompts} validation prompts{_leaving(self.rungs)}, batch {self.batch_size}, at most "
             f"{self.max_new_tokens} new tokens, greedy, {self.dtype}, {self.weights} weights on "
             f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
-            f"Full depth: {self.full_depth.value:.2f} {LABELS[self.metric]} "
+            f"Full depth: {self.full_depth.value:.2f} {metric_named(self.metric).label} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
             "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
             f"prompts. Predicted: over the first {self.steps} generated tokens"
@@ -166,14 +161,11 @@ class SearchReport:
             lines.append(warning(self.trained_on, self.prompts))
         return [*lines, f"Command: `{self.command}`"]
 
-    def _cells(self) -> list[list[str]]:
-        return [[cell(row) for _, cell in self._columns()] for row in self.trials]
-
-    def _columns(self) -> list[tuple[str, Callable[[TrialRow], str]]]:
+    def _columns(self) -> list[Column[TrialRow]]:
         """Column heads and what stands below them."""
         marks = {0: "default"}
         marks[self.winner] = "default, winner" if self.winner == 0 else "winner"
-        columns: list[tuple[str, Callable[[TrialRow], str]]] = [
+        columns: list[Column[TrialRow]] = [
             ("trial", lambda r: f"{r.trial} ({marks[r.trial]})" if r.trial in marks else f"{r.trial}"),
             ("max", lambda r: f"{r.schedule['max_layers']}"),
             ("min", lambda r: f"{r.schedule['min_layers']}"),
@@ -189,7 +181,7 @@ class SearchReport:
             ("predicted", lambda r: f"{r.predicted_speedup:.2f}x"),
             ("measured", lambda r: f"{r.speedup:.2f}x [{r.speedup_quartiles[0]:.2f}, {r.speedup_quartiles[1]:.2f}]"),
             ("prompts", lambda r: f"{r.prompts}"),
-            (LABELS[self.metric], lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
+            (metric_named(self.metric).label, lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
             (
                 "difference",
                 lambda r: (

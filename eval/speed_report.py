@@ -3,12 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import rich.table
 
 from eval.frontier import STYLES, save_figure
+from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.ratio import Ratio
 
@@ -97,25 +99,15 @@ class SpeedReport:
 
     def to_markdown(self) -> str:
         """A table for each batch size, and below what they were measured with."""
-        lines = []
+        parts = []
         for batch_size, rows in self._by_batch():
-            heads = self._heads(rows)
-            lines += [f"Batch {batch_size}:", "", "| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
-            lines += ["| " + " | ".join(self._cells(row)) + " |" for row in rows]
-            lines.append("")
-        return "\n".join([*lines, *self.notes(), ""])
+            parts += [f"Batch {batch_size}:", self._table(rows).to_markdown()]
+        return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
-    def to_tables(self) -> list[Table]:
+    def to_tables(self) -> list[rich.table.Table]:
         """The same for the terminal."""
-        tables = []
-        for batch_size, rows in self._by_batch():
-            table = Table(title=f"{self.conditions.model}, {self.conditions.dtype}, batch {batch_size}")
-            for head in self._heads(rows):
-                table.add_column(head, justify="right")
-            for row in rows:
-                table.add_row(*self._cells(row))
-            tables.append(table)
-        return tables
+        title = f"{self.conditions.model}, {self.conditions.dtype}, batch"
+        return [self._table(rows, f"{title} {batch_size}").to_rich() for batch_size, rows in self._by_batch()]
 
     def notes(self) -> list[str]:
         """How the figures were measured, a line each."""
@@ -138,27 +130,31 @@ class SpeedReport:
         sizes = dict.fromkeys(row.batch_size for row in self.rows)
         return [(size, [row for row in self.rows if row.batch_size == size]) for size in sizes]
 
-    def _heads(self, rows: Sequence[SpeedRow]) -> list[str]:
-        first = ["weights", "target", "layers", "prefill s", "decode s", "tokens/s", "speed", "end to end"]
-        peers = [f"over {name}" for name in rows[0].over_peers]
-        return [*first, *peers, "bound", "of bound", "of copy", "cache MB"]
+    def _table(self, rows: Sequence[SpeedRow], title: str | None = None) -> Table:
+        peers = [(f"over {name}", partial(_over_peer, name)) for name in rows[0].over_peers]
+        return Table.of(rows, [*COLUMNS, *peers, *BOUNDS], title)
 
-    def _cells(self, row: SpeedRow) -> list[str]:
-        return [
-            row.weights,
-            f"{row.speedup_target:g}x",
-            f"{row.mean_layers:.2f} of {row.schedule['num_layers']}",
-            f"{row.prefill_seconds:.3f}",
-            f"{row.decode_seconds:.3f}",
-            f"{row.tokens_per_second:.1f}",
-            str(row.wall_clock_speedup),
-            f"{row.end_to_end_speedup.median:.2f}x",
-            *(f"{ratio.median:.2f}x" for ratio in row.over_peers.values()),
-            f"{row.bound_speedup:.2f}x",
-            f"{row.wall_clock_speedup.median / row.bound_speedup:.2f}",
-            f"{row.bandwidth_share:.2f}",
-            f"{row.cache_bytes / 1e6:.2f}",
-        ]
+
+def _over_peer(name: str, row: SpeedRow) -> str:
+    return f"{row.over_peers[name].median:.2f}x"
+
+
+COLUMNS: list[Column[SpeedRow]] = [
+    ("weights", lambda r: r.weights),
+    ("target", lambda r: f"{r.speedup_target:g}x"),
+    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+    ("prefill s", lambda r: f"{r.prefill_seconds:.3f}"),
+    ("decode s", lambda r: f"{r.decode_seconds:.3f}"),
+    ("tokens/s", lambda r: f"{r.tokens_per_second:.1f}"),
+    ("speed", lambda r: str(r.wall_clock_speedup)),
+    ("end to end", lambda r: f"{r.end_to_end_speedup.median:.2f}x"),
+]
+BOUNDS: list[Column[SpeedRow]] = [
+    ("bound", lambda r: f"{r.bound_speedup:.2f}x"),
+    ("of bound", lambda r: f"{r.wall_clock_speedup.median / r.bound_speedup:.2f}"),
+    ("of copy", lambda r: f"{r.bandwidth_share:.2f}"),
+    ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.2f}"),
+]
 
 
 def _read_row(values: dict[str, Any]) -> SpeedRow:

@@ -4,19 +4,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.families import decoder_layers
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
-
-SystemKind = Literal["full depth", "skip", "calm"]
-FULL_DEPTH: SystemKind = "full depth"
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class SkipSystem(System):
     ) -> None:
         super().__init__(label, checkpoint, speedup_target)
         self.schedule = schedule
-        self.kind = FULL_DEPTH if schedule.min_layers == schedule.num_layers else "skip"
+        self.kind = "full depth" if schedule.min_layers == schedule.num_layers else "skip"
 
     @property
     def cached(self) -> SkipSchedule:

@@ -9,8 +9,8 @@ from tiny_bert import save_tiny_bert
 from transformers import AutoTokenizer
 from transformers import BertModel as Bert
 
-from eval.bertscore import BertModel, bertscore, describe
-from eval.scores import score
+from eval.score.bertscore import BertModel, bertscore, describe
+from eval.score.scores import score
 from skipdecode import ConfigError
 
 PREDICTIONS = ["aromi is a pub.", "zizzi", " "]

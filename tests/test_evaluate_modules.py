@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tiny_bert import save_tiny_bert
 
-from eval.bertscore import BertModel
-from eval.scores import METRICS, score
+from eval.score.bertscore import BertModel
+from eval.score.scores import METRICS, score
 
 ROOT = Path(__file__).resolve().parent.parent
 PREDICTIONS = ["Aromi is a pub by the river.", "Zizzi serves food"]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nltk.translate.nist_score import corpus_nist
 
-from eval.cider import cider
-from eval.nist import nist
-from eval.words import words
+from eval.score.cider import cider
+from eval.score.nist import nist
+from eval.score.words import words
 
 WORD = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 TEXT = st.lists(WORD, min_size=6, max_size=12).map(" ".join)

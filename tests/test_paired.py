@@ -6,7 +6,7 @@ import pytest
 import sacrebleu
 
 from eval.paired import METRICS, corpus_score, estimate, sentence_statistics
-from eval.scores import score
+from eval.score.scores import score
 from skipdecode import ConfigError
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "by", "river", "and", "ate", "cheap", "food", "in", "town"]

@@ -9,7 +9,7 @@ from sacrebleu.metrics import BLEU
 
 import eval.report.positions
 from eval.report.positions import MOST_BINS, bin_width, by_position, matched_ngrams
-from eval.words import words
+from eval.score.words import words
 
 WORDS = st.lists(st.sampled_from(["the", "The", "cat", "sat", "mat.", "3,000", "don't", "-"]), min_size=1, max_size=14)
 TEXTS = st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=3)), min_size=1, max_size=6)

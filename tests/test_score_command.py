@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eval.score import main
-from eval.scores import score
+from eval.score.cli import main
+from eval.score.scores import score
 
 LINES: list[dict[str, Any]] = [
     {

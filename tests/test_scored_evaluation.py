@@ -12,9 +12,9 @@ from tiny_bert import save_tiny_bert
 
 import eval.cli
 import eval.score
-from eval.bertscore import BertModel
 from eval.results import Report
-from eval.scores import Scores, score
+from eval.score.bertscore import BertModel
+from eval.score.scores import Scores, score
 from skipdecode import SkipSchedule
 
 MEANINGS = ["name[Aromi], area[riverside]", "name[Zizzi], food[Italian], near[The Mill]", "name[Cotto], eatType[pub]"]

@@ -12,10 +12,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
-from eval.bootstrap import RESAMPLES, interval, p_value, resample
-from eval.meteor import meteor
-from eval.metric import mean_of
-from eval.scores import choose_metrics, score
+from eval.score.bootstrap import RESAMPLES, interval, p_value, resample
+from eval.score.meteor import meteor
+from eval.score.metric import mean_of
+from eval.score.scores import choose_metrics, score
 from skipdecode import ConfigError
 
 PREDICTIONS = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
@@ -202,7 +202,7 @@ def test_lists_of_different_length_are_refused() -> None:
 
 
 def test_metrics_are_the_tasks_or_those_asked_for() -> None:
-    from eval.bertscore import BertModel
+    from eval.score.bertscore import BertModel
 
     task, bert = ("bleu", "rougeL", "bertscore"), BertModel("roberta-large")
     assert choose_metrics(task) == ("bleu", "rougeL")

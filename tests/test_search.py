@@ -15,7 +15,7 @@ import eval.cli
 import eval.search_trials
 from data import load_task
 from eval.decoding import decode_test_set
-from eval.scores import score
+from eval.score.scores import score
 from eval.search import main
 from eval.search_report import choose_winner, critical_value, make_rows
 from eval.search_trials import FULL_DEPTH, Batch, TrialLog, Turn, better_half, plan_rungs

@@ -6,9 +6,9 @@ import pytest
 
 from data import load_task
 from data.e2e import parse_mr, read_meaning
-from eval.metric import NotAvailableError
-from eval.scores import score
-from eval.slot_errors import VALUES, slot_error_rate, slot_errors
+from eval.score.metric import NotAvailableError
+from eval.score.scores import score
+from eval.score.slot_errors import VALUES, slot_error_rate, slot_errors
 from skipdecode import ConfigError
 
 FULL = (

@@ -7,7 +7,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from eval.results import FILE_NAME, LABELS, SHOWN, Report, Row
+from eval.results import FILE_NAME, Report, Row
+from eval.score.registry import headline, short
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import CostModel
@@ -101,20 +102,20 @@ def _drawn(recipe: Recipe, remembered: SkipConfig) -> str:
 
 
 def _frontier(report: Report, folder: Path) -> dict[str, Any]:
-    metrics = [name for name in SHOWN if name in report.rows[0].scores] or list(report.rows[0].scores)[:3]
+    metrics = short(report.rows[0].scores)[:5]
     picture = Path(EVALUATION, "frontier.png")
 
     def cells(row: Row) -> list[str]:
-        scores = [f"{row.scores[name]:.2f}" for name in metrics]
-        if metrics[0] in row.intervals:
-            low, high = row.intervals[metrics[0]]
+        scores = [f"{row.scores[metric.name]:.2f}" for metric in metrics]
+        if metrics[0].name in row.intervals:
+            low, high = row.intervals[metrics[0].name]
             scores[0] += f" [{low:.1f}, {high:.1f}]"
         low, high = row.wall_clock_quartiles
         speed = f"{row.wall_clock_speedup:.2f}x [{low:.2f}, {high:.2f}]"
         return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", speed, *scores]
 
     return {
-        "heads": ["target", "layers per token", "measured speed [quartiles]", *(LABELS.get(m, m) for m in metrics)],
+        "heads": ["target", "layers per token", "measured speed [quartiles]", *(metric.label for metric in metrics)],
         "rows": [cells(row) for row in report.rows],
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
@@ -127,15 +128,15 @@ def _metadata(recipe: Recipe, remembered: SkipConfig, report: Report | None, rep
     dataset = _DATA.get(recipe.data.task, ("", None))[1]
     results = []
     for row in report.rows if report is not None else []:
-        metric = next(name for name in (*SHOWN, *row.scores) if name in row.scores)
+        metric = headline(row.scores)
         results.append(
             EvalResult(
                 task_type="text-generation",
                 dataset_type=dataset or recipe.data.task,
                 dataset_name=recipe.data.task,
-                metric_type=metric,
-                metric_value=round(row.scores[metric], 2),
-                metric_name=f"{LABELS.get(metric, metric)} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",
+                metric_type=metric.name,
+                metric_value=round(row.scores[metric.name], 2),
+                metric_name=f"{metric.label} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",
             )
         )
     return ModelCardData(

@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.progress import track
 
 from eval.console import make_console
-from eval.predictions import Prediction
 from eval.report.bounds import bounds_of
 from eval.report.positions import ORDERS, Bin, bin_width, by_position
 from eval.report.runs import Run
 from eval.results import Report, Row
+from eval.score.predictions import Prediction
+from eval.score.words import words
 from eval.speed_report import SpeedReport
-from eval.words import words
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from markupsafe import Markup
 from eval.console import make_console
 from eval.lock import check_new_files
 from eval.report.comparison import Comparison, Line, Text, compare
-from eval.report.metrics import Metric
 from eval.report.pictures import by_position, frontier, schedule_map
 from eval.report.positions import ORDERS
 from eval.report.runs import read_runs
@@ -26,6 +25,8 @@ from eval.report.tables import (
     speed_table,
     timing_table,
 )
+from eval.score.metric import Metric
+from eval.score.registry import metric_named
 from eval.speed_report import SpeedReport
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
@@ -130,9 +131,8 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def metrics_of(comparison: Comparison) -> list[Metric]:
-    """The metrics that all runs have, each with decimals for all of its values."""
-    points = [point for line in comparison.lines for point in line.points]
-    return [Metric.of(name, [point.scores[name] for point in points]) for name in comparison.metrics]
+    """The metrics that all runs have."""
+    return [metric_named(name) for name in comparison.metrics]
 
 
 def marked(text: str, other: str) -> list[tuple[str, bool]]:

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.report.comparison import Comparison, Line, Point, Positions
-from eval.report.metrics import Metric
 from eval.report.svg import EMPTY, MUTED, SERIES, STYLE, printable, to_svg
+from eval.score.metric import Metric
 from skipdecode import SkipSchedule
 
 SIZE = (4.8, 3.9)  # inches: legible when a phone shows it in its width
@@ -44,11 +44,11 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)
         bounds = [v for line in comparison.lines for point in line.points for v in _interval(point, metric)]
         _leave_room(axes, bounds)
-        axes.set_title(f"{metric.long_label}{', lower is better' if metric.lower_is_better else ''}")
+        axes.set_title(f"{metric.title}{', lower is better' if metric.lower_is_better else ''}")
         axes.set_xlabel("measured decode speed, times full depth")
         axes.xaxis.set_major_formatter("{x:g}x")
         _legend(figure, [line.name for line in comparison.lines])
-        title = f"{metric.long_label} against measured decode speed"
+        title = f"{metric.title} against measured decode speed"
         return to_svg(figure, key, title, _words(comparison.lines, metric))
 
 

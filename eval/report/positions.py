@@ -72,7 +72,7 @@ def by_position(
     """The bins of `width` words each in which there are at least FEWEST n-grams.
 
     Args:
-        predictions: words of each text, as BLEU counts them (`eval.words`).
+        predictions: words of each text, as BLEU counts them (`eval.score.words`).
         references: words of each reference, for each text.
         n: length of the n-grams; one belongs to the bin of its last word.
     """

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line, Point
-from eval.report.metrics import Metric
+from eval.results import TIMINGS
+from eval.score.metric import Metric
 from eval.speed_report import SpeedReport, SpeedRow
-from eval.timing import TIMING_HEADS
 from skipdecode.ratio import Ratio
 
 
@@ -99,7 +99,7 @@ def timing_table(line: Line) -> Table | None:
         )
         for timing, point in timed
     ]
-    heads = ("row", *TIMING_HEADS[1:])
+    heads = ("row", *(header for header, _ in TIMINGS[1:]))
     return Table(f"{line.name}: speed at other batch sizes", heads, tuple(rows)) if rows else None
 
 

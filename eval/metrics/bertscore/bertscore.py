@@ -2,19 +2,16 @@
 
 from typing import Any
 
-import evaluate
-
-from eval.bertscore import BertModel, bertscore, load_scorer
-from eval.loadable import as_lists, compares_with_references
-
-CITATION = "Zhang et al., ICLR 2020"
+from eval.score import loadable
+from eval.score.bertscore import BERTSCORE, load_scorer
+from eval.score.metric import BertModel, Texts
 
 
-class BertScore(evaluate.Metric):  # type: ignore[misc]
-    """As in `eval.bertscore`, from the root of the repository."""
+class BertScore(loadable.Loadable):
+    """As in `eval.score.bertscore`, from the root of the repository."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        return compares_with_references("bert-score, F1 of the best reference", CITATION)
+    metrics = (BERTSCORE,)
+    description = "bert-score, F1 of the best reference"
 
     def _compute(
         self,
@@ -25,5 +22,5 @@ class BertScore(evaluate.Metric):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """`model`: a folder or a Hub name; `layers`: None takes bert-score's for that name."""
         bert = BertModel(model, layers)
-        value = bertscore(predictions, as_lists(references), bert).value
+        value = BERTSCORE.compute(Texts(predictions, loadable.as_lists(references), bert=bert)).value
         return {"bertscore": value, "model": model, "layer": load_scorer(bert).num_layers}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eval.metric import Array, Statistics
-from eval.words import words
+from eval.score.metric import Array, Metric, Statistics, Texts
+from eval.score.words import words
 
 ORDER = 5  # the longest n-grams, in words
 # A system whose texts have two thirds of the references' words gets half of its score.
@@ -47,8 +47,7 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
     return Statistics(np.array(items, dtype=np.float64), _score)
 
 
-def describe() -> str:
-    """What was computed."""
+def _describe(texts: Texts) -> str:
     return f"mteval-v13a's definition, n = {ORDER}, case-insensitive, 13a tokens, all references"
 
 
@@ -64,3 +63,15 @@ def _score(sums: Array) -> float:
     ratio = min(1.0, system_words / reference_words)
     penalty = math.exp(-BETA * math.log(ratio) ** 2)
     return penalty * sum(float(i / total) for i, total in zip(information, totals, strict=True) if total)
+
+
+NIST = Metric(
+    "nist",
+    "NIST",
+    "Doddington, HLT 2002",
+    lambda texts: nist(texts.predictions, texts.references),
+    _describe,
+    in_short_table=True,
+    decimals=3,
+    least_range=1.0,  # it goes to about ten
+)

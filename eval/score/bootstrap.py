@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.metric import Array, Statistics
+from eval.score.metric import Array, Statistics
 
 RESAMPLES = 1000
 SEED = 12345  # sacrebleu's default, so that the p values of BLEU are its own

@@ -4,8 +4,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from eval.metric import Statistics, mean_of
-from eval.words import words
+from eval.score.metric import Metric, Statistics, Texts, mean_of
+from eval.score.words import words
 
 ORDER = 4  # the longest n-grams, in words
 SIGMA = 6.0  # words of difference in length that cost 39 %
@@ -49,8 +49,7 @@ def cider(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> St
     return mean_of(scores, scale=SCALE)
 
 
-def describe() -> str:
-    """What was computed."""
+def _describe(texts: Texts) -> str:
     return f"CIDEr-D, n = {ORDER}, sigma = {SIGMA:g}, all references, 13a tokens without punctuation"
 
 
@@ -75,3 +74,14 @@ def _likeness(prediction: Vector, reference: Vector) -> float:
         min(weight, reference[gram]) * reference[gram] for gram, weight in prediction.items() if gram in reference
     )
     return product / (lengths[0] * lengths[1])
+
+
+CIDER = Metric(
+    "cider",
+    "CIDEr",
+    "Vedantam, Zitnick and Parikh, CVPR 2015",
+    lambda texts: cider(texts.predictions, texts.references),
+    _describe,
+    decimals=3,
+    least_range=1.0,  # it goes to ten
+)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.e2e import MENTIONS, SLOTS, placeholder, read_meaning
-from eval.metric import Array, NotAvailableError, Statistics
+from eval.score.metric import Array, Metric, NotAvailableError, Statistics, Texts
 from skipdecode.errors import ConfigError
 
 _FIVE = r"\s*(?:out\s+of|of|/|-)\s*(?:5|five)\b"
@@ -163,8 +163,7 @@ def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Stat
     return Statistics(np.array(items, dtype=np.float64), _rate)
 
 
-def describe() -> str:
-    """What was computed."""
+def _describe(texts: Texts) -> str:
     return "slot error rate: slots missing, wrong, repeated or added, percent of all slots, found by patterns"
 
 
@@ -190,3 +189,23 @@ def _without(text: str, value: str) -> str:
 def _own_words(value: str) -> str:
     """The pattern of a value as it is written, with blanks or hyphens between its words."""
     return r"(?<!\w)" + r"[\s-]+".join(map(re.escape, value.split())) + r"(?!\w)"
+
+
+def _compute(texts: Texts) -> Statistics:
+    if texts.meanings is None:
+        raise NotAvailableError("it is for tasks with meaning representations, such as e2e")
+    return slot_error_rate(texts.predictions, texts.meanings)
+
+
+SLOT_ERROR_RATE = Metric(
+    "slot_error_rate",
+    "SER",
+    "Dušek, Howcroft and Rieser, INLG 2019",
+    _compute,
+    _describe,
+    long_label="slot error rate",
+    against="meanings",
+    in_short_table=True,
+    lower_is_better=True,
+    decimals=3,
+)

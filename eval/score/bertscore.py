@@ -1,29 +1,15 @@
 """BERTScore (Zhang et al., ICLR 2020) by the bert-score library."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from eval.metric import Statistics, mean_of
+from eval.score.metric import BertModel, Metric, NotAvailableError, Statistics, Texts, mean_of
 from skipdecode.errors import ConfigError, first_line
 
 _NO_LENGTH = 10**9  # a tokenizer that names no length says 10**30
-
-
-@dataclass(frozen=True)
-class BertModel:
-    """The model whose hidden states are compared.
-
-    Attributes:
-        name: a folder, or a name on the Hub.
-        layers: after how many layers the states are taken; None: as many as the library's authors chose for that name.
-    """
-
-    name: str
-    layers: int | None = None
 
 
 def bert_model(name: str | None, layers: int | None) -> BertModel | None:
@@ -50,7 +36,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[Sequence[str]], m
 
 
 def describe(model: BertModel) -> str:
-    """What was computed, with the model and its layer."""
+    """What BERTScore computes with a model, and at which layer."""
     version, layer = metadata.version("bert-score"), load_scorer(model).num_layers
     return f"bert-score {version}, F1 of the best reference, mean over items, {model.name}, layer {layer}"
 
@@ -84,3 +70,17 @@ def load_scorer(model: BertModel) -> Any:
             f"the tokenizer of {model.name!r} names no longest text: set model_max_length in its tokenizer_config.json"
         )
     return BERTScorer(model_type=model.name, num_layers=layers)
+
+
+def _compute(texts: Texts) -> Statistics:
+    if texts.bert is None:
+        raise NotAvailableError("it has no default model: name one with --bertscore-model")
+    return bertscore(texts.predictions, texts.references, texts.bert)
+
+
+def _describe(texts: Texts) -> str:
+    assert texts.bert is not None  # else it wasn't computed
+    return describe(texts.bert)
+
+
+BERTSCORE = Metric("bertscore", "BERTScore", "Zhang et al., ICLR 2020", _compute, _describe, in_short_table=True)

@@ -1,12 +1,5 @@
 """The scores of predictions that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
 
-import sys
-
-if __name__ == "__main__":  # first of all, as the imports below take seconds
-    from skipdecode.command import run_module
-
-    sys.exit(run_module("eval.score"))
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -17,12 +10,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from data import TASKS
-from eval.bertscore import BertModel, bert_model, load_scorer
-from eval.bootstrap import SIGNIFICANT
 from eval.console import make_console
 from eval.lock import check_new_files
-from eval.predictions import Prediction, matched, read_predictions
-from eval.scores import Scores, choose_metrics, score
+from eval.score.bertscore import BertModel, bert_model, load_scorer
+from eval.score.bootstrap import SIGNIFICANT
+from eval.score.predictions import Prediction, matched, read_predictions
+from eval.score.scores import Scores, choose_metrics, score
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.files import write_whole

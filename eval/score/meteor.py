@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from eval.metric import NotAvailableError, Statistics, mean_of
-from eval.words import words
+from eval.score.metric import Metric, NotAvailableError, Statistics, Texts, mean_of
+from eval.score.words import words
 
 
 def meteor(predictions: Sequence[str], references: Sequence[Sequence[str]], wordnet: Any = None) -> Statistics:
@@ -27,8 +27,7 @@ def meteor(predictions: Sequence[str], references: Sequence[Sequence[str]], word
     return mean_of(scores, scale=100)
 
 
-def describe() -> str:
-    """What was computed."""
+def _describe(texts: Texts) -> str:
     return f"nltk {metadata.version('nltk')} (exact, stem and WordNet; not METEOR 1.5), 13a tokens, best reference"
 
 
@@ -43,3 +42,12 @@ def _installed_wordnet() -> Any:
             "NLTK_DATA"
         ) from error
     return wordnet
+
+
+METEOR = Metric(
+    "meteor",
+    "METEOR",
+    "Lavie and Agarwal, WMT 2007",
+    lambda texts: meteor(texts.predictions, texts.references),
+    _describe,
+)

@@ -1,0 +1,53 @@
+"""Metrics as `evaluate` loads them.
+
+`evaluate.load("eval/metrics/bleu")` copies that one file elsewhere and imports it from there, so the arithmetic stays
+in this package, which it finds from the repository's root.
+"""
+
+from typing import Any, ClassVar
+
+import datasets
+import evaluate
+
+from eval.score.metric import Metric, Texts
+
+_TEXT = datasets.Value("string")
+_AGAINST = {
+    "references": "for each of them a list of texts, or one text.",
+    "meanings": "a meaning representation for each, such as name[Aromi], food[Italian].",
+}
+
+
+class Loadable(evaluate.Metric):  # type: ignore[misc]
+    """Metrics of the registry that one module of `evaluate` computes.
+
+    Attributes:
+        metrics: of one family, which are described alike.
+        description: one line on what is computed; None for the metric's own.
+    """
+
+    metrics: ClassVar[tuple[Metric, ...]]
+    description: ClassVar[str | None] = None
+
+    def _info(self) -> evaluate.MetricInfo:
+        metric = self.metrics[0]
+        one = datasets.Features({"predictions": _TEXT, "references": _TEXT})
+        several = datasets.Features({"predictions": _TEXT, "references": datasets.Sequence(_TEXT)})
+        return evaluate.MetricInfo(
+            description=self.description or metric.describe(Texts((), ())),
+            citation=metric.citation,
+            inputs_description=f"predictions: a list of texts.\nreferences: {_AGAINST[metric.against]}\n",
+            features=[several, one] if metric.against == "references" else one,
+        )
+
+    def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
+        if self.metrics[0].against == "meanings":
+            texts = Texts(predictions, (), meanings=[str(meaning) for meaning in references])
+        else:
+            texts = Texts(predictions, as_lists(references))
+        return {metric.name: metric.compute(texts).value for metric in self.metrics}
+
+
+def as_lists(references: list[str] | list[list[str]]) -> list[list[str]]:
+    """References as one list for each prediction, however they were given."""
+    return [[texts] if isinstance(texts, str) else texts for texts in references]
