@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from eval.journal import Journal
-from eval.systems import Checkpoint, SkipSystem, System, Turn
+from eval.systems.base import Checkpoint, SkipSystem, System, Turn
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
 from skipdecode.projections import Weights

@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.calm import CalmSystem
-from eval.calm_threshold import PROBES, calibrated_threshold
 from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
 from eval.results import Threshold
-from eval.systems import SkipSystem, System
+from eval.systems.base import SkipSystem, System
+from eval.systems.calm import CalmSystem
+from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost
 from skipdecode.cost import Cost, depth_mismatch
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean

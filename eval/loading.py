@@ -12,11 +12,11 @@ import torch
 
 from data import Example, Task, load_task
 from data.columns import Prompt
-from eval.calm_threshold import PROMPTS
 from eval.decoding import encode_test_set
 from eval.machine import describe_machine, versions
 from eval.request import Request
-from eval.systems import Checkpoint
+from eval.systems.base import Checkpoint
+from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.device import resolve_device

@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example
-from eval.calm import CalmSystem
 from eval.console import bar_columns, make_console
 from eval.decoding import Decoded, batch_count, take_turns
 from eval.frontier import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import line_up
 from eval.loading import Loaded, identity, load_request
-from eval.lock import only_writer
 from eval.machine import describe_machine, versions
+from eval.output import only_writer
 from eval.request import Request
 from eval.results import Report, Row, Timing
 from eval.score.registry import headline
 from eval.score.scores import Scores, choose_metrics, score
-from eval.systems import SkipSystem, System
+from eval.systems.base import SkipSystem, System
+from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
 

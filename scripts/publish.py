@@ -37,7 +37,7 @@ def main() -> int:
 
 def publish(options: argparse.Namespace) -> int:
     """Check, show, ask, send."""
-    from eval.lock import only_writer  # here: it takes seconds, and a mistyped option should not
+    from eval.output import only_writer  # here: it takes seconds, and a mistyped option should not
 
     with only_writer(options.checkpoint, "the checkpoint"):
         return _publish(options)

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.calm import Threshold
 from eval.results import Report, Row, write_predictions
+from eval.systems.calm import Threshold
 from eval.timing import Timing
 from skipdecode import SkipSchedule
 from skipdecode.ratio import Ratio

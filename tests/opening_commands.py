@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import eval.cli
-import eval.search
-import eval.speed
+import eval.search.cli
+import eval.speed.cli
 import skipdecode.cli
 
 
@@ -17,6 +17,6 @@ def opening_commands(name: str, folder: Path) -> list[Callable[[], int]]:
         lambda: skipdecode.cli.main(["compare", name, "hello"]),
         lambda: skipdecode.cli.main(["export", name, str(folder / "out"), "--speedup", "2"]),
         lambda: eval.cli.main(["--checkpoint", name, "--output", str(folder / "out")]),
-        lambda: eval.search.main(["--checkpoint", name, "--speedup", "2", "--output", str(folder / "out")]),
-        lambda: eval.speed.main(["--model", name, "--output", str(folder / "out.json")]),
+        lambda: eval.search.cli.main(["--checkpoint", name, "--speedup", "2", "--output", str(folder / "out")]),
+        lambda: eval.speed.cli.main(["--model", name, "--output", str(folder / "out.json")]),
     ]

@@ -7,7 +7,7 @@ import torch
 from tiny_models import END, PAD, ragged_prompts, tiny_family, tiny_opt
 from transformers import PreTrainedModel
 
-from eval.calm import calm_generate, margins
+from eval.systems.calm import calm_generate, margins
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
 from skipdecode.lean import lean_decoder
@@ -168,7 +168,7 @@ def test_a_model_without_lean_steps_is_refused() -> None:
 
 
 def test_copies_for_propagation_are_made_once() -> None:
-    from eval import calm as module
+    from eval.systems import calm as module
 
     ids, mask = ragged_prompts([4], 6)
     model = tiny("opt")

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.calm_threshold import CLOSE, PROBES, largest_below
+from eval.systems.threshold import CLOSE, PROBES, largest_below
 
 thresholds = st.floats(0, 1, exclude_min=True)
 

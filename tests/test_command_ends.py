@@ -17,9 +17,9 @@ from small_runs import SMALL
 import eval.cli
 import eval.report.cli
 import eval.run
-import eval.score
-import eval.search
-import eval.speed
+import eval.score.cli
+import eval.search.cli
+import eval.speed.cli
 import skipdecode.cli
 import train.cli
 import train.run
@@ -75,13 +75,18 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     "train": (train.cli.main, ["--recipe", "quickstart", "output.dir={}/new"], train.run, "run"),
     "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "evaluate"),
     "search": (
-        eval.search.main,
+        eval.search.cli.main,
         ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
-        eval.search,
+        eval.search.cli,
         "find_plan",
     ),
-    "score": (eval.score.main, ["--predictions", "x", "--output", "{}/new", "--task", "e2e"], eval.score, "_run"),
-    "speed": (eval.speed.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed, "_model"),
+    "score": (
+        eval.score.cli.main,
+        ["--predictions", "x", "--output", "{}/new", "--task", "e2e"],
+        eval.score.cli,
+        "_run",
+    ),
+    "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.cli, "_model"),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
     "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.cli, "_decoder"),
 }

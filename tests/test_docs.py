@@ -18,8 +18,8 @@ from small_runs import SMALL
 
 import eval.cli
 import eval.report.cli
-import eval.search
-import eval.speed
+import eval.search.cli
+import eval.speed.cli
 import skipdecode.cli
 import train.cli
 from train.recipe import load_recipe

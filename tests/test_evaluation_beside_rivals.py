@@ -14,9 +14,9 @@ import pytest
 from small_checkpoints import save_checkpoint
 
 import eval.cli
-from eval.calm_threshold import CLOSE
 from eval.journal import FILE_NAME
 from eval.results import Report
+from eval.systems.threshold import CLOSE
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 
@@ -229,7 +229,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
 def test_what_a_journal_holds_is_not_decoded_again(full: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Killed between the last batch and the report, and just before the last batch."""
     import eval.run
-    from eval.systems import System
+    from eval.systems.base import System
 
     words = ["--checkpoint", str(full), *RESUMED, *SMALL, "--output", str(tmp_path / "out")]
     with monkeypatch.context() as patched:

@@ -16,12 +16,12 @@ import pytest
 from small_runs import SMALL
 
 import eval.cli
-import eval.lock
+import eval.output
 import eval.report.cli
-import eval.search
-import eval.speed
+import eval.search.cli
+import eval.speed.cli
 import train.cli
-from eval.lock import only_writer
+from eval.output import only_writer
 from skipdecode import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,14 +43,14 @@ def start(command: str, folder: Path) -> int:
         return train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}"])
     if command == "eval":
         return eval.cli.main(["--checkpoint", "x", "--output", str(folder)])
-    return eval.search.main(["--checkpoint", "x", "--speedup", "2", "--output", str(folder)])
+    return eval.search.cli.main(["--checkpoint", "x", "--speedup", "2", "--output", str(folder)])
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "search"])
 def test_a_folder_that_another_process_writes_into_is_refused_and_left_alone(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(eval.lock, "PATIENCE", 0.05)
+    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
     folder = tmp_path / "out"
     with held(folder):
         assert start(command, folder) == 2
@@ -63,7 +63,7 @@ def test_a_folder_that_another_process_writes_into_is_refused_and_left_alone(
 def test_a_checkpoint_that_another_process_publishes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval.lock, "PATIENCE", 0.05)
+    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
     publish = runpy.run_path(str(ROOT / "scripts" / "publish.py"))["publish"]
     with held(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
         publish(argparse.Namespace(checkpoint=tmp_path, repository="me/x", evaluation=None))
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_another_process_publishes_is_refused(
 
 def test_the_lock_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from eval.lock import only_writer\n"
+        "import sys, time; from pathlib import Path; from eval.output import only_writer\n"
         "with only_writer(Path(sys.argv[1]), 'x'): print('held', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -116,7 +116,7 @@ def test_a_file_that_can_not_be_written_is_one_line_before_anything_is_done(
 ) -> None:
     (tmp_path / "file").touch()
     commands = [
-        (eval.speed.main, ["--model", "opt-tiny", "--output"], ".json"),
+        (eval.speed.cli.main, ["--model", "opt-tiny", "--output"], ".json"),
         (eval.report.cli.main, ["nothing", "--output"], ".html"),
     ]
     for main, arguments, suffix in commands:

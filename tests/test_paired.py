@@ -5,8 +5,8 @@ import random
 import pytest
 import sacrebleu
 
-from eval.paired import METRICS, corpus_score, estimate, sentence_statistics
 from eval.score.scores import score
+from eval.search.paired import METRICS, corpus_score, estimate, sentence_statistics
 from skipdecode import ConfigError
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "by", "river", "and", "ate", "cheap", "food", "in", "town"]

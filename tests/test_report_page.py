@@ -24,7 +24,7 @@ from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
 from eval.results import Report
-from eval.speed_report import Conditions, SpeedReport, SpeedRow
+from eval.speed.report import Conditions, SpeedReport, SpeedRow
 from skipdecode import CostModel, SkipSchedule
 from skipdecode.ratio import Ratio
 

@@ -11,7 +11,7 @@ from small_runs import train_small_on
 from tiny_bert import save_tiny_bert
 
 import eval.cli
-import eval.score
+import eval.score.cli
 from eval.results import Report
 from eval.score.bertscore import BertModel
 from eval.score.scores import Scores, score
@@ -67,7 +67,7 @@ def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, 
     assert "Xname" in lines[0]["prompt"]
     files = [str(evaluated / "predictions" / f"{speed}x.jsonl") for speed in (3, 1)]
     arguments = ["--predictions", files[0], "--against", files[1], "--task", "e2e"]
-    assert eval.score.main([*arguments, "--output", str(tmp_path / "scores.json")]) == 0
+    assert eval.score.cli.main([*arguments, "--output", str(tmp_path / "scores.json")]) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())
     full, fast = Report.load(evaluated / "report.json").rows
     for name in scores["metrics"]:

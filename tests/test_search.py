@@ -12,13 +12,13 @@ import torch
 from small_runs import train_small
 
 import eval.cli
-import eval.search_trials
+import eval.search.trials
 from data import load_task
 from eval.decoding import decode_test_set
 from eval.score.scores import score
-from eval.search import main
-from eval.search_report import choose_winner, critical_value, make_rows
-from eval.search_trials import FULL_DEPTH, Batch, TrialLog, Turn, better_half, plan_rungs
+from eval.search.cli import main
+from eval.search.report import choose_winner, critical_value, make_rows
+from eval.search.trials import FULL_DEPTH, Batch, TrialLog, Turn, better_half, plan_rungs
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def rungs_of_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.search_trials, "LEAST", 5)  # so that 20 prompts make rungs of 5, 10 and 20
+    monkeypatch.setattr(eval.search.trials, "LEAST", 5)  # so that 20 prompts make rungs of 5, 10 and 20
 
 
 def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
@@ -47,7 +47,7 @@ def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.search_trials, "LEAST", 5)
+        patch.setattr(eval.search.trials, "LEAST", 5)
         output = tmp_path_factory.mktemp("search") / "found"
         assert main(arguments(checkpoint, output)) == 0
     return output
@@ -123,7 +123,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
             if killing and len({name for name, _ in decoded}) == kill_after:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(eval.search_trials, "decode_test_set", counting)
+    monkeypatch.setattr(eval.search.trials, "decode_test_set", counting)
     killing = True
     assert main(arguments(checkpoint, tmp_path / "again")) == 130
     assert not (tmp_path / "again" / "search.json").exists()

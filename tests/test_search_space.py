@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.search_space import ROOM, Budget, LayerCount, Space, behaviour, choose_schedules
+from eval.search.space import ROOM, Budget, LayerCount, Space, behaviour, choose_schedules
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, solve_schedule
 from skipdecode.cost import Cost
 from skipdecode.schedule import Decay, Placement

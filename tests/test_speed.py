@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.speed import main
+from eval.speed.cli import main
 from skipdecode.ratio import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}

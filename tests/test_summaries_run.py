@@ -10,7 +10,7 @@ import eval.cli
 import eval.decoding
 import train.cli
 from data import load_task
-from eval.systems import System, Turn
+from eval.systems.base import System, Turn
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 

@@ -11,7 +11,7 @@ from small_checkpoints import TASK
 from data import load_task
 from eval.decoding import take_turns
 from eval.journal import Journal
-from eval.systems import System, Turn
+from eval.systems.base import System, Turn
 from skipdecode.ratio import Ratio
 
 EXAMPLES = load_task("departures", **TASK).load("test")

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from configs.files import read_yaml
 from eval.difference import difference
-from eval.lock import LOCK
+from eval.output import LOCK
 from eval.results import FILE_NAME
 from skipdecode import ConfigError
 from train.card import CARD, EVALUATION

@@ -17,7 +17,7 @@ from eval.report.runs import Run
 from eval.results import Report, Row
 from eval.score.predictions import Prediction
 from eval.score.words import words
-from eval.speed_report import SpeedReport
+from eval.speed.report import SpeedReport
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from eval.console import make_console
-from eval.lock import check_new_files
+from eval.output import check_new_files
 from eval.report.comparison import Comparison, Line, Text, compare
 from eval.report.pictures import by_position, frontier, schedule_map
 from eval.report.positions import ORDERS
@@ -27,11 +27,11 @@ from eval.report.tables import (
 )
 from eval.score.metric import Metric
 from eval.score.registry import metric_named
-from eval.speed_report import SpeedReport
+from eval.speed.report import SpeedReport
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from eval.report.comparison import Comparison, Line, Point
 from eval.results import TIMINGS
 from eval.score.metric import Metric
-from eval.speed_report import SpeedReport, SpeedRow
+from eval.speed.report import SpeedReport, SpeedRow
 from skipdecode.ratio import Ratio
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from data import TASKS
 from eval.console import make_console
-from eval.lock import check_new_files
+from eval.output import check_new_files
 from eval.score.bertscore import BertModel, bert_model, load_scorer
 from eval.score.bootstrap import SIGNIFICANT
 from eval.score.predictions import Prediction, matched, read_predictions

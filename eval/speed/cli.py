@@ -1,18 +1,12 @@
 """How fast a model decodes under schedules, beside what else a user could pick: `python -m eval.speed`."""
 
-import sys
-
-if __name__ == "__main__":  # first of all, as the imports below take seconds
-    from skipdecode.command import run_module
-
-    sys.exit(run_module("eval.speed"))
-
 import argparse
 import datetime
 import math
 import operator
 import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,11 +17,11 @@ from rich.progress import Progress
 
 from configs.shapes import random_model, read_shape
 from eval.console import make_console
-from eval.lock import check_new_files
 from eval.machine import copy_bytes_per_second, describe_machine, versions
-from eval.peers import CTranslate2, Decoder, SkipDecode, Transformers
-from eval.profiles import print_profiles
-from eval.speed_report import Conditions, SpeedReport, SpeedRow, draw_speeds
+from eval.output import check_new_files
+from eval.speed.peers import CTranslate2, Decoder, SkipDecode, Transformers
+from eval.speed.profiles import print_profiles
+from eval.speed.report import Conditions, SpeedReport, SpeedRow, draw_speeds
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.command import run_command
 from skipdecode.cost import Cost

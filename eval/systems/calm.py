@@ -21,7 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from eval.results import Threshold
-from eval.systems import Checkpoint, System
+from eval.systems.base import Checkpoint, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.block import LeanBlock, StepInputs, rotate
 from skipdecode.cache import PlannedLayer

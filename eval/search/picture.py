@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.frontier import STYLES, save_figure
 from eval.score.registry import metric_named
-from eval.search_report import SearchReport, TrialRow
+from eval.search.report import SearchReport, TrialRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from eval.console import bar_columns, make_console
 from eval.decoding import decode_test_set
-from eval.paired import Items, corpus_score, sentence_statistics
+from eval.search.paired import Items, corpus_score, sentence_statistics
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.projections import Weights
 
@@ -30,7 +30,7 @@ class Turn:
 
     Attributes:
         trial: its number.
-        statistics: of each prompt, as `eval.paired` gives them.
+        statistics: of each prompt, as `eval.search.paired` gives them.
         seconds_per_step: None where the batch ended with its first token.
         layers, tokens: layers run by generated tokens, and these tokens, over the rows of the batch.
     """

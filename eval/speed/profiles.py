@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from eval.peers import Decoder
+from eval.speed.peers import Decoder
 
 
 def print_profiles(decoders: Sequence[Decoder], ids: torch.Tensor, new_tokens: int, console: Console) -> None:

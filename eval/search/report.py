@@ -9,10 +9,10 @@ from typing import Any
 
 import rich.table
 
-from eval.paired import Estimate, estimate
 from eval.score.registry import metric_named
-from eval.search_space import spread_of
-from eval.search_trials import FULL_DEPTH, Batch, statistics_of
+from eval.search.paired import Estimate, estimate
+from eval.search.space import spread_of
+from eval.search.trials import FULL_DEPTH, Batch, statistics_of
 from eval.tables import Column, Table
 from skipdecode import SkipSchedule
 from skipdecode.files import write_whole

@@ -1,15 +1,9 @@
 """The best schedule for a budget, found on validation data: `python -m eval.search`."""
 
-import sys
-
-if __name__ == "__main__":  # first of all, as the imports below take seconds
-    from skipdecode.command import run_module
-
-    sys.exit(run_module("eval.search"))
-
 import argparse
 import datetime
 import shlex
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,14 +19,14 @@ from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.lineup import calibrated_cost
 from eval.loading import load_checkpoint
-from eval.lock import only_writer
 from eval.machine import describe_machine, versions
-from eval.paired import METRICS, estimate
-from eval.search_picture import draw_search
-from eval.search_plan import Plan, SearchRequest, find_plan
-from eval.search_report import WINNER_FILE, SearchReport, choose_winner, make_rows, warning
-from eval.search_space import Budget, LayerCount, Space, choose_schedules
-from eval.search_trials import (
+from eval.output import only_writer
+from eval.search.paired import METRICS, estimate
+from eval.search.picture import draw_search
+from eval.search.plan import Plan, SearchRequest, find_plan
+from eval.search.report import WINNER_FILE, SearchReport, choose_winner, make_rows, warning
+from eval.search.space import Budget, LayerCount, Space, choose_schedules
+from eval.search.trials import (
     FILE_NAME,
     FULL_DEPTH,
     Batch,

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from eval.calm import CalmSystem
 from eval.journal import Journal
 from eval.results import Threshold
-from eval.systems import Checkpoint
+from eval.systems.base import Checkpoint
+from eval.systems.calm import CalmSystem
 
 PROMPTS = 60  # of the validation data, at most
 BATCH_SIZE = 32

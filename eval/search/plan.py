@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.lock import LOCK
-from eval.paired import METRICS
+from eval.output import LOCK
+from eval.search.paired import METRICS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.errors import unknown
 from skipdecode.files import write_whole

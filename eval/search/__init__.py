@@ -1,0 +1,1 @@
+"""The best schedule for a budget, found on validation data: `python -m eval.search`."""

@@ -1,0 +1,7 @@
+"""`python -m eval.search`."""
+
+import sys
+
+from skipdecode.command import run_module
+
+sys.exit(run_module("eval.search.cli"))
