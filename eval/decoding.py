@@ -8,22 +8,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from eval.journal import Journal
-from eval.systems.base import Checkpoint, SkipSystem, System, Turn
+from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
-from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
 
 WARM_UP_TOKENS = 8
 
 
 @dataclass
-class Decoded:
+class DecodedSet:
     """What one system made of the test set so far: predictions in its order, and every batch's turn."""
 
     system: System
     predictions: list[str]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[DecodedBatch] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -70,7 +69,7 @@ class Decoded:
         """Keys and values of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
 
-    def speed_over(self, slower: "Decoded") -> Ratio:
+    def speed_over(self, slower: "DecodedSet") -> Ratio:
         """How many times faster a decode step is than that of another system which took turns, over the batches."""
         pairs = [
             (theirs, ours)
@@ -105,8 +104,7 @@ def encode_test_set(
 
 
 def decode_test_set(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint,
     task: Task,
     examples: Sequence[Example],
     prompts: Sequence[list[int]],
@@ -114,13 +112,11 @@ def decode_test_set(
     *,
     batch_size: int,
     max_new_tokens: int,
-    weights: Weights = "model",
-) -> Iterator[list[Decoded]]:
+) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, under each schedule, as `take_turns` does.
 
     The results are in the order of the schedules.
     """
-    checkpoint = Checkpoint("", model, tokenizer, weights)
     systems = [SkipSystem(str(number), checkpoint, schedule) for number, schedule in enumerate(schedules)]
     yield from take_turns(
         systems, task, examples, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, journal=Journal()
@@ -142,7 +138,7 @@ def take_turns(
     max_new_tokens: int,
     journal: Journal,
     stage: str = "test",
-) -> Iterator[list[Decoded]]:
+) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, greedily by each system.
 
     Yields the results so far after every batch of prompts. What `journal` has of this `stage` isn't decoded again; what
@@ -152,7 +148,7 @@ def take_turns(
     rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
     """
     order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
-    results = [Decoded(system, [""] * len(examples)) for system in systems]
+    results = [DecodedSet(system, [""] * len(examples)) for system in systems]
     warm: set[str] = set()
     for number in range(batch_count(len(order), batch_size)):
         batch = order[number * batch_size :][:batch_size]
@@ -166,7 +162,7 @@ def take_turns(
                     system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
                     warm.add(system.label)
                 journal.add(key, asdict(system.decode(ids, max_new_tokens)))
-            turn = Turn(**journal[key])
+            turn = DecodedBatch(**journal[key])
             result.turns.append(turn)
             for n, text in zip(batch, turn.texts, strict=True):
                 result.predictions[n] = task.restore(examples[n], text)

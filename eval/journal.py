@@ -1,4 +1,4 @@
-"""What an evaluation has found so far, in a file, so that one that is killed goes on where it was."""
+"""The results of long work so far, in a file, so that work that is killed goes on where it was."""
 
 import json
 import os
@@ -25,13 +25,17 @@ class Journal:
     Args:
         path: the file; None for a journal in memory alone.
         header: plain values; a file that begins with others is refused.
+        work: the kind of work, for messages.
 
     Raises:
         ConfigError: for a file of another header, naming what differs, and for one that is no journal.
     """
 
-    def __init__(self, path: Path | None = None, header: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, header: Mapping[str, Any] | None = None, work: str = "evaluation"
+    ) -> None:
         self._path = path
+        self._work = work
         # As a file gives it back: without tuples, and with texts for keys.
         self._header: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **(header or {})}))
         self._values: dict[Key, Any] = {}
@@ -82,11 +86,9 @@ class Journal:
             header, *entries = (json.loads(line) for line in lines)
             values = {tuple(key): value for key, value in entries}
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged, or no journal of an evaluation: {advice}") from error
+            raise ConfigError(f"{path} is damaged, or no journal of this kind: {advice}") from error
         if header != self._header:
-            raise ConfigError(
-                f"{path} is of an unfinished evaluation of another kind ({difference(header, self._header)}): {advice}"
-            )
+            raise ConfigError(f"{path} is of another {self._work} ({difference(header, self._header)}): {advice}")
         self._values = values
         self._whole = sum(len(line) + 1 for line in lines)
 

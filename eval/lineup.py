@@ -12,13 +12,13 @@ from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
 from eval.results import Threshold
-from eval.systems.base import SkipSystem, System
+from eval.systems.base import Checkpoint, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
-from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost
+from skipdecode import ConfigError, SkipSchedule, measure_cost
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost, depth_mismatch
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
-from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 
 _PLAN = ("plan",)
@@ -62,56 +62,67 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 
 
 def _plan(request: Request, loaded: Loaded) -> Plan:
-    weights = _weights(request, loaded)
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
+    reason = why_not_lean(checkpoint.model)
+    if request.system == "calm" and reason is not None:
+        raise ConfigError(f"--system calm can't decode with this model: {reason}")
+    weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     targets = request.targets if reference is not None else (1.0, *(t for t in request.targets if t != 1))
     if reference is not None and targets != (1.0,) and reference.cost != checkpoint.cost:
         raise ConfigError(
             f"--speedup is {list(targets)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
         )
-    cost: CostModel | Cost = checkpoint.cost
-    if request.calibrate:
-        config = replace(config, schedules={})  # those of the training were solved for another clock
-        cost = calibrated_cost(checkpoint.model, loaded.prompt_ids, request.batch_size, weights)
+    decoder = replace(checkpoint, weights=weights)
+    config, cost = solved_by(config, decoder, loaded.prompt_ids, request.batch_size, calibrate=request.calibrate)
     return Plan(weights, {target: config.schedule_for(cost, target) for target in targets})
 
 
-def calibrated_cost(
-    model: GenerativeModel, prompts: Sequence[Sequence[int]], batch_size: int, weights: Weights
-) -> MeasuredCost:
-    """What decode steps take on this machine after prompts such as these, in batches of so many."""
-    return measure_cost(
-        model,
+def solved_by(
+    config: SkipConfig,
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    *,
+    calibrate: bool,
+) -> tuple[SkipConfig, Cost]:
+    """The settings and the cost that a target's schedule follows from.
+
+    Those of the training; or, where steps are timed here after prompts such as these, without the schedules that were
+    trained under, which were solved for another clock.
+    """
+    if not calibrate:
+        return config, checkpoint.cost.at(**config.conditions)
+    cost = measure_cost(
+        checkpoint.model,
         batch_size=min(batch_size, len(prompts)),
         prompt_length=round(statistics.median(map(len, prompts))),
-        weights=weights,
+        weights=checkpoint.weights,
     )
+    return replace(config, schedules={}), cost
 
 
-def _weights(request: Request, loaded: Loaded) -> Weights:
-    """The same for all models, so that their clocks compare."""
-    checkpoints = [loaded.checkpoint, *([loaded.reference] if loaded.reference is not None else [])]
+def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
+    """What decode steps of all these models compute with, so that their clocks compare.
+
+    Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
+    """
     reasons = [why_not_lean(checkpoint.model) for checkpoint in checkpoints]
-    if request.weights not in (None, "model") and any(reasons):
-        raise ConfigError(
-            f"--weights {request.weights}: this model can't decode with them: {next(filter(None, reasons))}"
-        )
-    if request.system == "calm" and reasons[0] is not None:
-        raise ConfigError(f"--system calm can't decode with this model: {reasons[0]}")
-    if any(reasons) and not all(reasons):
+    reason = next(filter(None, reasons), None)
+    if asked not in (None, "model") and reason is not None:
+        raise ConfigError(f"--weights {asked}: this model can't decode with them: {reason}")
+    if reason is not None and not all(reasons):
         raise ConfigError(
             f"--reference: of {' and '.join(c.name for c in checkpoints)} one decodes through its own forward pass "
-            f"({next(filter(None, reasons))}), the other doesn't have to: their clocks wouldn't compare"
+            f"({reason}), the other doesn't have to: their clocks wouldn't compare"
         )
-    if all(reasons):
+    if reason is not None:
         return "model"
-    weights = request.weights
-    if weights is None:
-        weights = "packed" if all(choose_weights(c.model) == "packed" for c in checkpoints) else "model"
+    if asked is None:
+        asked = "packed" if all(choose_weights(c.model) == "packed" for c in checkpoints) else "model"
     for checkpoint in checkpoints:
-        lean_decoder(checkpoint.model, weights)  # which refuses what the device can't do
-    return weights
+        lean_decoder(checkpoint.model, asked)  # which refuses what the device can't do
+    return asked
 
 
 def _thresholds(

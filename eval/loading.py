@@ -65,11 +65,14 @@ def load_request(request: Request) -> Loaded:
     checkpoint = load_named(request.checkpoint)
     reference = load_named(request.reference) if request.reference is not None else None
     config = SkipConfig.of(checkpoint.model.config)
-    task = _task(request, config)
+    name, options = task_options(request.task, config)
+    task = load_task(name, path=request.data_dir, **options)
     examples = list(islice(task.stream("test"), request.limit))
-    validation = _validation_examples(request, task)
+    validation = []
+    if request.system == "calm" and set(request.targets) != {1.0}:
+        validation = validation_examples(task, PROMPTS, "--system calm needs it, or thresholds by --calm-threshold")
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
-    longest = _trained_on(task.name, config).get("max_prompt_tokens", task.max_prompt_tokens)
+    longest = remembered(config, name).get("max_prompt_tokens", task.max_prompt_tokens)
 
     def encode(by: Checkpoint, texts: Sequence[Example]) -> list[Prompt]:
         return encode_test_set(by.model, by.tokenizer, texts, max_prompt_tokens=longest, max_new_tokens=max_new_tokens)
@@ -136,30 +139,30 @@ def load_checkpoint(
     return Checkpoint(name, model, tokenizer)
 
 
-def _task(request: Request, config: SkipConfig | None) -> Task:
-    """The task asked for, with the options that the checkpoint was trained with where it is the same task."""
-    name = request.task or (config.task.get("name") if config is not None else None)
+def remembered(config: SkipConfig | None, task: str) -> Mapping[str, Any]:
+    """What a checkpoint says of a task; nothing where it was trained on another."""
+    return config.task if config is not None and config.task.get("name") == task else {}
+
+
+def task_options(asked: str | None, config: SkipConfig | None) -> tuple[str, dict[str, Any]]:
+    """Name and options of the task asked for, or else of the checkpoint's: those that it was trained with.
+
+    Raises ConfigError where neither names one.
+    """
+    name = asked or (config.task.get("name") if config is not None else None)
     if name is None:
         raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
-    return load_task(name, path=request.data_dir, **_trained_on(name, config).get("options", {}))
+    return name, dict(remembered(config, name).get("options", {}))
 
 
-def _trained_on(name: str, config: SkipConfig | None) -> Mapping[str, Any]:
-    """What the checkpoint remembers of a task; nothing where it was trained on another."""
-    return config.task if config is not None and config.task.get("name") == name else {}
-
-
-def _validation_examples(request: Request, task: Task) -> list[Example]:
-    if request.system != "calm" or set(request.targets) == {1.0}:
-        return []
+def validation_examples(task: Task, limit: int | None, advice: str) -> list[Example]:
+    """Validation data, as much as is asked for. Raises ConfigError, with the advice, where there is none."""
     try:
-        examples = list(islice(task.stream("validation"), PROMPTS))
+        examples = list(islice(task.stream("validation"), limit))
     except ConfigError as error:
-        raise ConfigError(
-            f"--system calm finds its thresholds on validation data ({error}); or name thresholds with --calm-threshold"
-        ) from error
+        raise ConfigError(f"no validation data: {error}; {advice}") from error
     if not examples:
-        raise ConfigError(f"task {task.name!r} has no validation data: name thresholds with --calm-threshold")
+        raise ConfigError(f"no validation data: the validation split of task {task.name!r} is empty here; {advice}")
     return examples
 
 

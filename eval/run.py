@@ -12,8 +12,8 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from data import Example
 from eval.console import bar_columns, make_console
-from eval.decoding import Decoded, batch_count, take_turns
-from eval.frontier import draw_frontier
+from eval.decoding import DecodedSet, batch_count, take_turns
+from eval.drawing import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import line_up
 from eval.loading import Loaded, identity, load_request
@@ -67,7 +67,7 @@ def _evaluate(request: Request) -> Report:
 
 def _decode(
     request: Request, loaded: Loaded, systems: Sequence[System], journal: Journal, console: Console
-) -> list[Decoded]:
+) -> list[DecodedSet]:
     """The whole test set by every system."""
     turns = take_turns(
         systems,
@@ -132,10 +132,10 @@ def _time(
     return found
 
 
-def _last(results: Iterator[list[Decoded]], title: str, batches: int, console: Console) -> list[Decoded]:
+def _last(results: Iterator[list[DecodedSet]], title: str, batches: int, console: Console) -> list[DecodedSet]:
     """The final results, with a progress bar on the way."""
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("batches"))
-    final: list[Decoded] = []
+    final: list[DecodedSet] = []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task(title, total=batches)
         for so_far in results:
@@ -147,7 +147,7 @@ def _last(results: Iterator[list[Decoded]], title: str, batches: int, console: C
 def _report(
     request: Request,
     loaded: Loaded,
-    results: Sequence[Decoded],
+    results: Sequence[DecodedSet],
     scores: Sequence[Scores],
     timings: Sequence[Sequence[Timing]],
 ) -> Report:
@@ -176,7 +176,7 @@ def _report(
     )
 
 
-def _row(decoded: Decoded, baseline: Decoded, scores: Scores, timings: Sequence[Timing]) -> Row:
+def _row(decoded: DecodedSet, baseline: DecodedSet, scores: Scores, timings: Sequence[Timing]) -> Row:
     """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
     system = decoded.system
     speed = decoded.speed_over(baseline)
@@ -205,7 +205,7 @@ def _row(decoded: Decoded, baseline: Decoded, scores: Scores, timings: Sequence[
     )
 
 
-def _timing(decoded: Decoded, baseline: Decoded, batch_size: int) -> Timing:
+def _timing(decoded: DecodedSet, baseline: DecodedSet, batch_size: int) -> Timing:
     """The speed of a system that took turns with that of the 1x row."""
     return Timing(
         batch_size=batch_size,
@@ -222,7 +222,7 @@ def _write(
     folder: Path,
     report: Report,
     examples: Sequence[Example],
-    results: Sequence[Decoded],
+    results: Sequence[DecodedSet],
     others: Mapping[str, Report],
 ) -> None:
     (folder / "predictions").mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,9 @@ import eval.report.cli
 import eval.run
 import eval.score.cli
 import eval.search.cli
+import eval.search.run
 import eval.speed.cli
+import eval.speed.run
 import skipdecode.cli
 import train.cli
 import train.run
@@ -77,8 +79,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     "search": (
         eval.search.cli.main,
         ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
-        eval.search.cli,
-        "find_plan",
+        eval.search.run,
+        "search",
     ),
     "score": (
         eval.score.cli.main,
@@ -86,7 +88,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
         eval.score.cli,
         "_run",
     ),
-    "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.cli, "_model"),
+    "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.run, "_model"),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
     "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.cli, "_decoder"),
 }
@@ -160,7 +162,12 @@ def test_ctrl_c_ends_a_training_run_with_130_and_names_what_is_left(tmp_path: Pa
     command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, "train.max_steps=5000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
-        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        [*command, f"output.dir={folder}"],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     while not (folder / "checkpoint-3").exists() and run.poll() is None:
         time.sleep(0.1)

@@ -66,7 +66,7 @@ def test_a_journal_of_another_evaluation_is_refused_and_named(tmp_path: Path) ->
     Journal(path, HEADER).add(("a",), 1)
     before = path.read_bytes()
     with pytest.raises(
-        ConfigError, match=r"another kind \(batch_size was 4, is 8, schedules.2x.max_layers was 6, is 7"
+        ConfigError, match=r"another evaluation \(batch_size was 4, is 8, schedules.2x.max_layers was 6, is 7"
     ):
         Journal(path, {**HEADER, "batch_size": 8, "schedules": {"2x": {"max_layers": 7}}})
     assert path.read_bytes() == before
@@ -76,7 +76,7 @@ def test_a_journal_of_another_evaluation_is_refused_and_named(tmp_path: Path) ->
 def test_what_is_no_journal_is_refused_and_left_alone(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is damaged, or no journal of an evaluation|of another kind"):
+    with pytest.raises(ConfigError, match=r"is damaged, or no journal of this kind|of another evaluation"):
         Journal(path, HEADER)
     assert path.read_bytes() == content
 

@@ -18,8 +18,8 @@ from eval.decoding import decode_test_set
 from eval.score.scores import score
 from eval.search.cli import main
 from eval.search.report import choose_winner, critical_value, make_rows
-from eval.search.trials import FULL_DEPTH, Batch, TrialLog, Turn, better_half, plan_rungs
-from skipdecode import ConfigError, SkipSchedule, skip_generate
+from eval.search.trials import FULL_DEPTH, Batch, TrialResult, better_half, plan_rungs
+from skipdecode import SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 from skipdecode.seal import SEAL
@@ -60,7 +60,7 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 def test_all_is_written_and_the_default_is_the_first_trial(checkpoint: Path, found: Path) -> None:
     files = {file.name for file in found.iterdir()}
-    assert files == {"plan.json", "trials.jsonl", "search.json", "search.md", "search.png", "winner.json"}
+    assert files == {"trials.jsonl", "search.json", "search.md", "search.png", "winner.json"}
     assert (found / "search.png").stat().st_size > 20_000
     report = report_of(found)
     config = SkipConfig.load(checkpoint)
@@ -113,7 +113,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
     decoded: list[tuple[str, SkipSchedule]] = []
 
     def counting(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        examples, schedules, at = args[3], args[5], 0
+        examples, schedules, at = args[2], args[4], 0
         for results in decode_test_set(*args, **kwargs):
             yield results
             # It is asked for the next batch once this one is written down.
@@ -129,7 +129,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
     assert not (tmp_path / "again" / "search.json").exists()
     killing = False
     with (tmp_path / "again" / "trials.jsonl").open("a") as log:
-        log.write('{"prompts": [1, 2')  # torn, as by a machine that went down
+        log.write('[["batch", "4"], {"prompts": [1, 2')  # torn, as by a machine that went down
     assert main(arguments(checkpoint, tmp_path / "again")) == 0
     assert len(decoded) == len(set(decoded))
     assert main(arguments(checkpoint, tmp_path / "again")) == 0  # finished: the report is made again, nothing decoded
@@ -209,18 +209,19 @@ def test_other_arguments_or_other_files_in_the_folder_are_refused(
 ) -> None:
     before = {file.name: file.read_bytes() for file in found.iterdir()}
     assert main(arguments(checkpoint, found, trials=8, seed=1)) == 2
-    assert "other arguments (--trials was 9, is 8, --seed was 0, is 1)" in capsys.readouterr().err
+    assert "is of another search (--trials was 9, is 8, --seed was 0, is 1)" in capsys.readouterr().err
     (tmp_path / "kept").write_text("kept")
     assert main(arguments(checkpoint, tmp_path)) == 2
     assert "holds files that are no search's" in capsys.readouterr().err
     copy = shutil.copytree(found, tmp_path / "copy")
-    plan = json.loads((copy / "plan.json").read_text())
-    (copy / "plan.json").write_text(json.dumps({**plan, "data": plan["data"] + 1}))
+    log = copy / "trials.jsonl"
+    header, *entries = log.read_text().splitlines()
+    log.write_text("\n".join([json.dumps({**json.loads(header), "validation data": 1}), *entries, ""]))
     assert main(arguments(checkpoint, copy)) == 2
-    assert "a search on other validation data" in capsys.readouterr().err
-    (copy / "plan.json").write_text("{}")
+    assert "is of another search (validation data was 1, is " in capsys.readouterr().err
+    log.write_text("{}\n" + "\n".join(entries[1:]))
     assert main(arguments(checkpoint, copy)) == 2
-    assert "plan.json is damaged" in capsys.readouterr().err
+    assert "is of another search" in capsys.readouterr().err
     assert before == {file.name: file.read_bytes() for file in found.iterdir()}
 
 
@@ -273,7 +274,7 @@ def test_rungs_hold_every_prompt_once_in_batches_of_like_length() -> None:
 def made_up(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Batch]:
     """One batch in which each trial, full depth first, got ROUGE scores and took so long for a step."""
     turns = [
-        Turn(trial, [[value, 1.0] for value in values], time, layers=1, tokens=1)
+        TrialResult(trial, [[value, 1.0] for value in values], time, layers=1, tokens=1)
         for trial, (values, time) in enumerate(zip(scores, seconds, strict=True), FULL_DEPTH)
     ]
     return [Batch(list(range(len(scores[0]))), turns)]
@@ -313,16 +314,3 @@ def test_the_better_half_goes_on_and_never_fewer_than_three() -> None:
     batches = made_up([[9.0], [0.0], [5.0], [7.0], [1.0], [8.0], [6.0], [2.0], [3.0]], [1.0] * 9)
     assert better_half(batches, "rougeL") == [0, 1, 2, 4, 5]
     assert better_half(made_up([[9.0], [0.0], [5.0], [7.0], [1.0], [8.0]], [1.0] * 6), "rougeL") == [0, 1, 2, 4]
-
-
-def test_a_damaged_log_is_refused_but_a_torn_line_is_dropped(tmp_path: Path) -> None:
-    log = TrialLog(tmp_path / "trials.jsonl")
-    (batch,) = made_up([[1.0], [2.0]], [1.0, 1.0])
-    log.append(batch)
-    with log.path.open("a") as stream:
-        stream.write('{"prompts"')
-    assert TrialLog(log.path).batches == [batch]
-    assert log.path.read_text().endswith("}\n")
-    log.path.write_text('{"prompts": [1]}\n' + log.path.read_text())
-    with pytest.raises(ConfigError, match=r"line 1, is damaged"):
-        TrialLog(log.path)

@@ -10,7 +10,7 @@ import eval.cli
 import eval.decoding
 import train.cli
 from data import load_task
-from eval.systems.base import System, Turn
+from eval.systems.base import DecodedBatch, System
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
 
@@ -52,7 +52,7 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     decoded: list[list[list[int]]] = []
     original = System.decode
 
-    def recording(self: System, prompts: list[list[int]], max_new_tokens: int) -> Turn:
+    def recording(self: System, prompts: list[list[int]], max_new_tokens: int) -> DecodedBatch:
         decoded.append(prompts)
         return original(self, prompts, max_new_tokens)
 

@@ -11,7 +11,7 @@ from small_checkpoints import TASK
 from data import load_task
 from eval.decoding import take_turns
 from eval.journal import Journal
-from eval.systems.base import System, Turn
+from eval.systems.base import DecodedBatch, System
 from skipdecode.ratio import Ratio
 
 EXAMPLES = load_task("departures", **TASK).load("test")
@@ -31,11 +31,11 @@ class Counting(System):
 
     def _continue(self, model: Any, request: Any) -> Any: ...
 
-    def decode(self, prompts: Any, max_new_tokens: int) -> Turn:
+    def decode(self, prompts: Any, max_new_tokens: int) -> DecodedBatch:
         self.calls.append((self.label, [len(prompt) for prompt in prompts], max_new_tokens))
         texts = [f" {self.label} {len(prompt)}" for prompt in prompts]
         seconds = float(len(self.calls))
-        return Turn(texts, seconds, seconds, 2, 2 * len(texts), 3, 4, 5)
+        return DecodedBatch(texts, seconds, seconds, 2, 2 * len(texts), 3, 4, 5)
 
 
 def decode(labels: str, batch_size: int, journal: Journal, calls: list[Any]) -> list[Any]:
@@ -120,11 +120,11 @@ def test_batches_hold_prompts_of_like_length_and_predictions_come_in_the_order_o
 
 
 def test_a_speed_is_the_median_over_batches_that_both_decoded() -> None:
-    from eval.decoding import Decoded
+    from eval.decoding import DecodedSet
 
-    def decoded(seconds: list[float], steps: list[int]) -> Decoded:
-        turns = [Turn([], 0.0, s, n, 0, 0, 0, 0) for s, n in zip(seconds, steps, strict=True)]
-        return Decoded(Counting("a", []), [], turns)
+    def decoded(seconds: list[float], steps: list[int]) -> DecodedSet:
+        turns = [DecodedBatch([], 0.0, s, n, 0, 0, 0, 0) for s, n in zip(seconds, steps, strict=True)]
+        return DecodedSet(Counting("a", []), [], turns)
 
     full = decoded([4.0, 6.0, 1.0, 9.0], [2, 2, 0, 3])
     fast = decoded([1.0, 1.0, 1.0, 0.0], [1, 1, 1, 0])

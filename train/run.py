@@ -12,8 +12,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
 from eval.console import make_console
+from eval.drawing import draw_schedules
 from eval.output import only_writer
-from eval.schedule_map import draw_schedules
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from skipdecode.files import write_whole

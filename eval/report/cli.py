@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from skipdecode.command import run_command
 
@@ -46,16 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--speed",
         nargs="+",
+        type=Path,
         default=[],
         metavar="FILE",
         help="benchmarks to show as well: JSON of python -m eval.speed",
     )
     parser.add_argument("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
-    options = parser.parse_args(arguments)
-    return run_command(lambda: _write(options), left=lambda: f"{options.output} was not written")
+    options = vars(parser.parse_args(arguments))
+    return run_command(lambda: _write(options), left=lambda: f"{options['output']} was not written")
 
 
-def _write(options: argparse.Namespace) -> None:
+def _write(options: dict[str, Any]) -> None:
     from eval.report.page import write_page  # here: it takes seconds, and a mistyped option should not
 
-    write_page(options.runs, options.output, speed=[Path(file) for file in options.speed], samples=options.samples)
+    write_page(**options)

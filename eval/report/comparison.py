@@ -57,7 +57,7 @@ NEAR = 1.25
 
 
 @dataclass(frozen=True)
-class Rival:
+class Nearest:
     """The points nearest to a speed, one of each line.
 
     Attributes:
@@ -113,7 +113,7 @@ class Comparison:
     metrics: tuple[str, ...]
     shared_prompts: int
     lines: tuple[Line, ...]
-    rivals: tuple[Rival, ...]
+    rivals: tuple[Nearest, ...]
     samples: tuple[Sample, ...]
     conditions: tuple[Conditions, ...]
     speeds: dict[str, SpeedReport]
@@ -199,7 +199,7 @@ def _positions(
     return [Positions(label, n, tuple(by_position(texts, references, n, width))) for n in ORDERS]
 
 
-def _rivals(lines: Sequence[Line]) -> list[Rival]:
+def _rivals(lines: Sequence[Line]) -> list[Nearest]:
     """For each whole target that a row was made for, the nearest rows by measured speed among those that skip."""
     targets = {point.speedup_target or 1.0 for line in lines for point in line.points}
     rivals = []
@@ -211,7 +211,7 @@ def _rivals(lines: Sequence[Line]) -> list[Rival]:
             near = min(apart, key=apart.__getitem__, default=None)
             labels.append(near if near is not None and apart[near] <= math.log(NEAR) else None)
         if any(label is not None for label in labels):
-            rivals.append(Rival(speed, tuple(labels)))
+            rivals.append(Nearest(speed, tuple(labels)))
     return rivals
 
 

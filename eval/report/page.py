@@ -16,7 +16,7 @@ from eval.report.pictures import by_position, frontier, schedule_map
 from eval.report.positions import ORDERS
 from eval.report.runs import read_runs
 from eval.report.tables import (
-    Table,
+    PageTable,
     benchmark_tables,
     escape,
     position_table,
@@ -43,16 +43,16 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """What the page shows of one line: its tables and pictures, and the rows whose tokens leave by confidence."""
 
     name: str
-    quality: Table
-    speed: Table
-    timings: Table | None
+    quality: PageTable
+    speed: PageTable
+    timings: PageTable | None
     bound_note: str
     positions: tuple[Picture, ...]
-    position_tables: tuple[Table, ...]
+    position_tables: tuple[PageTable, ...]
     schedules: tuple[Picture, ...]
     by_confidence: tuple[str, ...]
 
@@ -166,11 +166,11 @@ def merged(texts: Sequence[Text]) -> list[Text]:
     return [replace(text, label=", ".join(several)) for text, several in labels.items()]
 
 
-def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[Metric]) -> Section:
+def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[Metric]) -> PageSection:
     maps = [(point, schedule_map(point, f"s{number}-{n}")) for n, point in enumerate(line.points)]
     conditions = next(conditions for conditions in comparison.conditions if conditions.name == line.run)
     orders = ORDERS if any(positions.bins for positions in line.positions) else ()
-    return Section(
+    return PageSection(
         name=line.name,
         quality=quality_table(line, metrics),
         speed=speed_table(line),

@@ -2,47 +2,17 @@
 
 import re
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from eval.frontier import STYLES
+from eval.drawing import EMPTY, INK, MUTED, RULE, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours in pictures that the page's style sheet replaces: it has a light and a dark value of each.
-INK, MUTED, RULE, EMPTY = "#222222", "#767676", "#dddddd", "#efefef"
-# Black is SVG's default, which matplotlib leaves out: a black that is named can be replaced.
-SERIES = [("#010101" if colour == "#000000" else colour, marker) for colour, marker in STYLES]
+# Colours that the page's style sheet replaces: it has a light and a dark value of each.
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", EMPTY: "empty"}
 _VARIABLES |= {colour.lower(): f"series-{number}" for number, (colour, _) in enumerate(SERIES)}
-
-# What every picture is drawn with. Text stays text, as it came: no mathematics between dollar signs; the same input
-# gives the same bytes.
-STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
-    "svg.fonttype": "none",
-    "svg.hashsalt": "skipdecode",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "text.parse_math": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-}
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _LINK = "{http://www.w3.org/1999/xlink}href"

@@ -22,7 +22,7 @@ Cell = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """A caption, heads and rows of as many cells; the first cell of a row is its head."""
 
     caption: str
@@ -52,14 +52,14 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(map(escape, cells)) + " |"
 
 
-def quality_table(line: Line, metrics: Sequence[Metric]) -> Table:
+def quality_table(line: Line, metrics: Sequence[Metric]) -> PageTable:
     """All scores of a run's rows with their intervals."""
     rows = [(_name(point), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
     heads = ("row", "measured speed", *(_head(metric) for metric in metrics))
-    return Table(f"{line.name}: quality", heads, tuple(rows))
+    return PageTable(f"{line.name}: quality", heads, tuple(rows))
 
 
-def speed_table(line: Line) -> Table:
+def speed_table(line: Line) -> PageTable:
     """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
     own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
     rows = [
@@ -78,10 +78,10 @@ def speed_table(line: Line) -> Table:
         for point in line.points
     ]
     heads = [head for head in rows[0] if any(row[head] != _text("") for row in rows)]
-    return Table(f"{line.name}: speed", tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
+    return PageTable(f"{line.name}: speed", tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
 
 
-def timing_table(line: Line) -> Table | None:
+def timing_table(line: Line) -> PageTable | None:
     """Speeds at other batch sizes, one size after another; None where none were measured."""
     timed = sorted(
         ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
@@ -100,10 +100,10 @@ def timing_table(line: Line) -> Table | None:
         for timing, point in timed
     ]
     heads = ("row", *(header for header, _ in TIMINGS[1:]))
-    return Table(f"{line.name}: speed at other batch sizes", heads, tuple(rows)) if rows else None
+    return PageTable(f"{line.name}: speed at other batch sizes", heads, tuple(rows)) if rows else None
 
 
-def position_table(line: Line, n: int) -> Table:
+def position_table(line: Line, n: int) -> PageTable:
     """Shares of n-grams by position, a column for each speed."""
     shown = [positions for positions in line.positions if positions.n == n and positions.bins]
     starts = sorted({(part.first, part.last) for positions in shown for part in positions.bins})
@@ -115,10 +115,10 @@ def position_table(line: Line, n: int) -> Table:
             cells.append(_ranged(part.share, part.interval, "{:.1f}") if part is not None else _text(""))
         rows.append(tuple(cells))
     heads = ("words", *(positions.label for positions in shown))
-    return Table(f"{line.name}: percent of {n}-grams that a reference holds", heads, tuple(rows))
+    return PageTable(f"{line.name}: percent of {n}-grams that a reference holds", heads, tuple(rows))
 
 
-def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Table]:
+def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[PageTable]:
     """For each speed, every line's nearest row: a column each."""
     tables = []
     for rival in comparison.rivals:
@@ -133,11 +133,11 @@ def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Tabl
             (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
         ]
         rows += [(_text(_head(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
-        tables.append(Table(f"about {rival.speed:g}x", ("", *(line.name for line, _ in columns)), tuple(rows)))
+        tables.append(PageTable(f"about {rival.speed:g}x", ("", *(line.name for line, _ in columns)), tuple(rows)))
     return tables
 
 
-def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
+def benchmark_tables(name: str, report: SpeedReport) -> list[PageTable]:
     """A speed benchmark, a table for each batch size."""
     tables = []
     for size in dict.fromkeys(row.batch_size for row in report.rows):
@@ -146,7 +146,7 @@ def benchmark_tables(name: str, report: SpeedReport) -> list[Table]:
         heads = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
         heads += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
         caption = f"{name}: {report.conditions.model}, {report.conditions.dtype}, batch {size}"
-        tables.append(Table(caption, heads, tuple(_benchmark_row(row, peers) for row in rows)))
+        tables.append(PageTable(caption, heads, tuple(_benchmark_row(row, peers) for row in rows)))
     return tables
 
 

@@ -83,5 +83,4 @@ CIDER = Metric(
     lambda texts: cider(texts.predictions, texts.references),
     _describe,
     decimals=3,
-    least_range=1.0,  # it goes to ten
 )

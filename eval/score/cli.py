@@ -3,11 +3,11 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from data import TASKS
 from eval.console import make_console
@@ -16,6 +16,7 @@ from eval.score.bertscore import BertModel, bert_model, load_scorer
 from eval.score.bootstrap import SIGNIFICANT
 from eval.score.predictions import Prediction, matched, read_predictions
 from eval.score.scores import Scores, choose_metrics, score
+from eval.tables import Table
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.files import write_whole
@@ -35,23 +36,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", type=Path, metavar="FILE", help="another system's predictions for the same items")
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
-    options = parser.parse_args(arguments)
-    return run_command(lambda: _run(options), left=lambda: f"{options.output} was not written")
+    options = vars(parser.parse_args(arguments))
+    return run_command(lambda: _run(ScoreRequest(**options)), left=lambda: f"{options['output']} was not written")
 
 
-def _run(options: argparse.Namespace) -> None:
-    if options.task is None and options.metrics is None:
-        raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
-    if options.task is not None and options.task not in TASKS:
-        raise unknown("task", options.task, TASKS)
-    if not options.output.resolve().parent.is_dir():
-        raise ConfigError(f"--output {options.output}: there is no folder {options.output.parent}")
-    check_new_files("--output", options.output)
-    bert = bert_model(options.bertscore_model, options.bertscore_layers)
-    task = TASKS[options.task].metrics if options.task is not None else ()
-    metrics = choose_metrics(task, options.metrics, bert)
-    found = read_predictions(options.predictions)
-    others = matched(found, read_predictions(options.against)) if options.against is not None else None
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Scores, as the options of `python -m eval.score` ask for them.
+
+    Raises ConfigError where metrics are named by neither a task nor themselves, and for an output that can't be.
+    """
+
+    predictions: Path
+    output: Path
+    task: str | None = None
+    metrics: Sequence[str] | None = None
+    against: Path | None = None
+    bertscore_model: str | None = None
+    bertscore_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.task is None and self.metrics is None:
+            raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
+        if self.task is not None and self.task not in TASKS:
+            raise unknown("task", self.task, TASKS)
+        if not self.output.resolve().parent.is_dir():
+            raise ConfigError(f"--output {self.output}: there is no folder {self.output.parent}")
+        check_new_files("--output", self.output)
+
+
+def _run(request: ScoreRequest) -> None:
+    bert = bert_model(request.bertscore_model, request.bertscore_layers)
+    task = TASKS[request.task].metrics if request.task is not None else ()
+    metrics = choose_metrics(task, request.metrics, bert)
+    found = read_predictions(request.predictions)
+    others = matched(found, read_predictions(request.against)) if request.against is not None else None
     if bert is not None:
         load_scorer(bert)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -62,9 +81,9 @@ def _run(options: argparse.Namespace) -> None:
     if not scores.values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
-    write_whole(options.output, json.dumps(_as_json(scores, baseline, options), indent=2, ensure_ascii=False) + "\n")
+    write_whole(request.output, json.dumps(_as_json(scores, baseline, request), indent=2, ensure_ascii=False) + "\n")
     console = make_console()
-    console.print(_table(scores, baseline))
+    console.print(_table(scores, baseline).to_rich())
     for name, reason in scores.unavailable.items():
         console.print(f"{name} is not there: {reason}", style="dim", soft_wrap=True)
 
@@ -82,7 +101,7 @@ def _score(
     )
 
 
-def _as_json(scores: Scores, against: Scores | None, options: argparse.Namespace) -> dict[str, Any]:
+def _as_json(scores: Scores, against: Scores | None, request: ScoreRequest) -> dict[str, Any]:
     """The values by their keys, and beside them what there is to know of them."""
     result: dict[str, Any] = {
         **scores.values,
@@ -90,26 +109,25 @@ def _as_json(scores: Scores, against: Scores | None, options: argparse.Namespace
         "metrics": scores.metrics,
         "unavailable": scores.unavailable,
         "items": scores.items,
-        "predictions": str(options.predictions),
-        "task": options.task,
+        "predictions": str(request.predictions),
+        "task": request.task,
     }
     if against is not None:
         result["p_values"] = scores.p_values
-        result["against"] = {"predictions": str(options.against), **against.values, "intervals": against.intervals}
+        result["against"] = {"predictions": str(request.against), **against.values, "intervals": against.intervals}
     return result
 
 
 def _table(scores: Scores, against: Scores | None) -> Table:
-    table = Table("metric", title=f"{scores.items:,} predictions", title_justify="left")
-    heads = ["score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
-    for head in heads:
-        table.add_column(head, justify="right")
+    headers = ["metric", "score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
+    rows = []
     for name, value in scores.values.items():
         low, high = scores.intervals[name]
-        cells = [f"{value:.2f}", f"[{low:.2f}, {high:.2f}]"]
-        if against is not None and name in against.values:
-            p = scores.p_values[name]
-            difference = value - against.values[name]
-            cells += [f"{against.values[name]:.2f}", f"{difference:+.2f}", f"{p:.3f}{'*' if p < SIGNIFICANT else ''}"]
-        table.add_row(name, *cells)
-    return table
+        cells = [name, f"{value:.2f}", f"[{low:.2f}, {high:.2f}]"]
+        if against is not None:
+            other = against.values.get(name)
+            p = scores.p_values.get(name, 1.0)
+            star = "*" if p < SIGNIFICANT else ""
+            cells += ["", "", ""] if other is None else [f"{other:.2f}", f"{value - other:+.2f}", f"{p:.3f}{star}"]
+        rows.append(cells)
+    return Table(headers, rows, f"{scores.items:,} predictions", left=1)

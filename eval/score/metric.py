@@ -82,7 +82,6 @@ class Metric:
         against: which of the texts predictions are held against.
         in_short_table: among the few that a table on the terminal, a card and a tracker have room for.
         lower_is_better: as error rates are.
-        least_range: the half of a picture's axis, at least, so that a difference of noise doesn't look like a cliff.
         decimals: as many as tell rows apart.
         adds_up: the statistics of an item follow from its own texts, so those of batches add up.
     """
@@ -96,7 +95,6 @@ class Metric:
     against: Literal["references", "meanings"] = "references"
     in_short_table: bool = False
     lower_is_better: bool = False
-    least_range: float = 6.0
     decimals: int = 2
     adds_up: bool = False
 

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eval.frontier import STYLES, save_figure
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.drawing import MUTED, SERIES, STYLE, save_png
 from eval.score.registry import metric_named
 from eval.search.report import SearchReport, TrialRow
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-OTHER, DEFAULT, WINNER = STYLES[0][0], STYLES[1][0], STYLES[2][0]
+OTHER, DEFAULT, WINNER = SERIES[0][0], SERIES[1][0], SERIES[2][0]
 
 # Titles of the panels by dimension and what stands on their axis; words and whole numbers stand side by side.
 DIMENSIONS: list[tuple[str, Callable[[TrialRow], Any]]] = [
@@ -29,41 +30,38 @@ def draw_search(path: Path, report: SearchReport) -> None:
     Left against measured speed, with 95 % intervals of those tried on all prompts; right by spread, warm-up, decay and
     horizon. Schedules that left the search early, whose leads are of fewer prompts, are hollow.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    mosaic = "s01\ns23"  # a large panel beside two by two
-    figure, panels = pyplot.subplot_mosaic(
-        mosaic, figsize=(13, 5.6), dpi=160, layout="constrained", width_ratios=[1.7, 1, 1]
-    )
-    main = panels["s"]
-    _draw_speeds(main, report)
-    for number, (title, place) in enumerate(DIMENSIONS):
-        _draw_dimension(panels[str(number)], report, title, place)
-    close, far = _extent(report)
-    for axes in panels.values():
-        _tidy(axes, close, far)
-    name = metric_named(report.metric).label
-    default = report.row(0)
-    main.set_ylabel(f"{name} less the default's on the same prompts")
-    main.set_xlabel("measured decode speed, times full depth on the wall clock")
-    main.xaxis.set_major_formatter("{x:.3g}x")
-    figure.suptitle(f"{report.task} at {report.target}: {len(report.trials)} schedules", x=0.01, ha="left", fontsize=12)
-    main.set_title(
-        f"default: {default.score.value:.2f} {name}; dotted: full depth, {report.full_depth.value:.2f}\n"
-        f"{report.prompts} validation prompts, bars: 95 % intervals, hollow: left after fewer prompts"
-        + (f"; below {-close:.1f} a logarithm's scale" if far else ""),
-        loc="left",
-        fontsize=8,
-        color="#555555",
-    )
-    main.legend(frameon=False, loc="best", fontsize=8)
-    save_figure(path, figure)
+    with matplotlib.rc_context(STYLE):
+        mosaic = "s01\ns23"  # a large panel beside two by two
+        figure = Figure(figsize=(13, 5.6), layout="constrained")
+        panels = figure.subplot_mosaic(mosaic, width_ratios=[1.7, 1, 1])
+        main = panels["s"]
+        _draw_speeds(main, report)
+        for number, (title, place) in enumerate(DIMENSIONS):
+            _draw_dimension(panels[str(number)], report, title, place)
+        close, far = _extent(report)
+        for axes in panels.values():
+            _tidy(axes, close, far)
+        name = metric_named(report.metric).label
+        default = report.row(0)
+        main.set_ylabel(f"{name} less the default's on the same prompts")
+        main.set_xlabel("measured decode speed, times full depth on the wall clock")
+        main.xaxis.set_major_formatter("{x:.3g}x")
+        figure.suptitle(
+            f"{report.task} at {report.target}: {len(report.trials)} schedules", x=0.01, ha="left", fontsize=12
+        )
+        main.set_title(
+            f"default: {default.score.value:.2f} {name}; dotted: full depth, {report.full_depth.value:.2f}\n"
+            f"{report.prompts} validation prompts, bars: 95 % intervals, hollow: left after fewer prompts"
+            + (f"; below {-close:.1f} a logarithm's scale" if far else ""),
+            loc="left",
+            fontsize=8,
+            color=MUTED,
+        )
+        main.legend(loc="best", fontsize=8)
+        save_png(path, figure)
 
 
-def _draw_speeds(axes: "Axes", report: SearchReport) -> None:
+def _draw_speeds(axes: Axes, report: SearchReport) -> None:
     labelled: set[str] = set()
     for row in reversed(report.trials):  # the best on top
         style = _style(report, row)
@@ -79,10 +77,10 @@ def _draw_speeds(axes: "Axes", report: SearchReport) -> None:
             axes.annotate(str(row.trial), (row.speedup, lead.value), xytext=(5, 4), textcoords="offset points", size=7)
     axes.axhline(0, color=DEFAULT, lw=0.8, zorder=0)
     default = report.row(0)
-    axes.axhline(report.full_depth.value - default.score.value, color="#777777", lw=0.9, ls=":", zorder=0)
+    axes.axhline(report.full_depth.value - default.score.value, color=MUTED, lw=0.9, ls=":", zorder=0)
 
 
-def _draw_dimension(axes: "Axes", report: SearchReport, title: str, place: Callable[[TrialRow], Any]) -> None:
+def _draw_dimension(axes: Axes, report: SearchReport, title: str, place: Callable[[TrialRow], Any]) -> None:
     values = sorted({place(row) for row in report.trials})
     side_by_side = not isinstance(values[0], float)  # a spread lies on a line; numbers and words get a place each
     at = {value: n if side_by_side else value for n, value in enumerate(values)}
@@ -118,7 +116,7 @@ def _extent(report: SearchReport) -> tuple[float, float]:
     return close, math.ceil(worst) if worst > 3 * close else 0
 
 
-def _tidy(axes: "Axes", close: float, far: float) -> None:
+def _tidy(axes: Axes, close: float, far: float) -> None:
     if far:
         # Those that lost by far shall not flatten the others.
         axes.set_yscale("symlog", linthresh=close)
@@ -128,7 +126,4 @@ def _tidy(axes: "Axes", close: float, far: float) -> None:
         axes.set_ylim(-far * 1.3, close * 1.2)
     else:
         axes.yaxis.set_major_formatter("{x:+.2g}")
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
     axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)

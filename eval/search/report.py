@@ -197,10 +197,10 @@ def make_rows(
     """A row for each schedule, best first: those that were tried on more prompts, then by their lead on the default."""
     rows = []
     for trial, schedule in enumerate(schedules):
-        tried = [batch for batch in batches if any(turn.trial == trial for turn in batch.turns)]
+        tried = [batch for batch in batches if any(result.trial == trial for result in batch.results)]
         own, default = statistics_of(tried, trial), statistics_of(tried, 0)
-        turns = [turn for batch in tried for turn in batch.turns if turn.trial == trial]
-        tokens = sum(turn.tokens for turn in turns)
+        results = [result for batch in tried for result in batch.results if result.trial == trial]
+        tokens = sum(result.tokens for result in results)
         lower, median, upper = _ratio(tried, FULL_DEPTH, trial)
         rows.append(
             TrialRow(
@@ -213,7 +213,7 @@ def make_rows(
                 speedup=median,
                 speedup_quartiles=(lower, upper),
                 speed_over_default=_ratio(tried, 0, trial)[1],
-                mean_layers=sum(t.layers for t in turns) / tokens if tokens else float(schedule.budget(0)),
+                mean_layers=sum(result.layers for result in results) / tokens if tokens else float(schedule.budget(0)),
             )
         )
     return sorted(rows, key=lambda row: (-row.prompts, -row.difference.value, row.trial))
@@ -255,7 +255,7 @@ def _ratio(batches: Sequence[Batch], slower: int, faster: int) -> tuple[float, f
     """Lower quartile, median and upper quartile over batches of one trial's seconds per step over another's."""
     ratios = []
     for batch in batches:
-        seconds = {turn.trial: turn.seconds_per_step for turn in batch.turns}
+        seconds = {result.trial: result.seconds_per_step for result in batch.results}
         above, below = seconds[slower], seconds[faster]
         if above is not None and below is not None:
             ratios.append(above / below)

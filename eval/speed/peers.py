@@ -20,7 +20,7 @@ from skipdecode.projections import Weights
 _SETTLE = 0.3  # seconds after which the threads of a process that is done no longer spin
 
 
-class Decoder(ABC):
+class TimedDecoder(ABC):
     """Something that continues prompts."""
 
     name: str
@@ -33,7 +33,7 @@ class Decoder(ABC):
         """
 
 
-class Transformers(Decoder):
+class Transformers(TimedDecoder):
     """`model.generate` of transformers, with its default cache or with its static cache, which it compiles on CUDA."""
 
     def __init__(self, model: GenerativeModel, *, static: bool = False) -> None:
@@ -65,7 +65,7 @@ class SkipDecode(Transformers):
         self._options = {"custom_generate": skip_generate, "schedule": schedule, "weights": weights}
 
 
-class CTranslate2(Decoder):
+class CTranslate2(TimedDecoder):
     """The same weights in CTranslate2, on CPU.
 
     Raises ConfigError where it isn't installed, or has no converter for the model.

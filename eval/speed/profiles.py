@@ -1,16 +1,16 @@
-"""Where the time of a decode step goes."""
+"""The time of a decode step, by operation."""
 
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from eval.speed.peers import Decoder
+from eval.speed.peers import TimedDecoder
+from eval.tables import Table
 
 
-def print_profiles(decoders: Sequence[Decoder], ids: torch.Tensor, new_tokens: int, console: Console) -> None:
+def print_profiles(decoders: Sequence[TimedDecoder], ids: torch.Tensor, new_tokens: int, console: Console) -> None:
     """Print what the operations of a decode step take: those of a whole run less those of its prefill."""
     on_cuda = ids.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -21,9 +21,6 @@ def print_profiles(decoders: Sequence[Decoder], ids: torch.Tensor, new_tokens: i
         with profile(activities=activities) as whole:
             decoder.run(ids, new_tokens)
         console.print(f"\n{decoder.name}, batch {len(ids)}: a decode step, by operation")
-        table = Table()
-        for head in ("operation", "calls", "microseconds", "share"):
-            table.add_column(head, justify="left" if head == "operation" else "right")
         steps = new_tokens - 1
         before = {event.key: event for event in prefill.key_averages()}
         found = []
@@ -37,7 +34,9 @@ def print_profiles(decoders: Sequence[Decoder], ids: torch.Tensor, new_tokens: i
             if time > 0:  # what only the prefill does differs a little between the two runs
                 found.append((time / steps, calls / steps, event.key))
         total = sum(time for time, _, _ in found)
-        for time, calls, name in sorted(found, reverse=True)[:15]:
-            table.add_row(name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
-        table.add_row("all", "", f"{total:.0f}", "100 %")
-        console.print(table)
+        rows = [
+            (name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
+            for time, calls, name in sorted(found, reverse=True)[:15]
+        ]
+        rows.append(("all", "", f"{total:.0f}", "100 %"))
+        console.print(Table(("operation", "calls", "microseconds", "share"), rows, left=1).to_rich())

@@ -7,16 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import rich.table
+from matplotlib.figure import Figure
 
-from eval.frontier import STYLES, save_figure
+from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.ratio import Ratio
 
 
 @dataclass(frozen=True)
-class Conditions:
+class SpeedConditions:
     """What was measured, where and how.
 
     Attributes:
@@ -80,7 +82,7 @@ class SpeedRow:
 class SpeedReport:
     """All rows of a benchmark."""
 
-    conditions: Conditions
+    conditions: SpeedConditions
     rows: list[SpeedRow]
 
     def to_json(self) -> str:
@@ -93,7 +95,7 @@ class SpeedReport:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             rows = [_read_row(row) for row in values.pop("rows")]
-            return cls(Conditions(**values), rows)
+            return cls(SpeedConditions(**values), rows)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
 
@@ -166,35 +168,27 @@ def _read_row(values: dict[str, Any]) -> SpeedRow:
 
 def draw_speeds(path: Path, report: SpeedReport) -> None:
     """Draw measured speed against the target, a line for each batch size and kind of weights, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), dpi=160, layout="constrained")
-    kinds = dict.fromkeys((row.batch_size, row.weights) for row in report.rows)
-    for number, (batch_size, weights) in enumerate(kinds):
-        colour, marker = STYLES[number % len(STYLES)]
-        rows = [row for row in report.rows if (row.batch_size, row.weights) == (batch_size, weights)]
-        targets, speeds = [row.speedup_target for row in rows], [row.wall_clock_speedup for row in rows]
-        spread = [[s.median - s.lower for s in speeds], [s.upper - s.median for s in speeds]]
-        label = f"batch {batch_size}, {weights} weights"
-        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "lw": 1.8, "capsize": 2.5}
-        axes.errorbar(targets, [s.median for s in speeds], yerr=spread, label=label, **style)
-        axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")
-    highest = max(row.speedup_target for row in report.rows)
-    axes.plot([1, highest], [1, highest], color="#777777", lw=0.9, ls=":", zorder=0)
-    axes.set_xlabel("target speedup")
-    axes.set_ylabel("measured decode speed, times full depth")
     c = report.conditions
-    axes.set_title(f"{c.model}, {c.dtype}: measured speed against the target", loc="left", fontsize=12, pad=20)
-    note = f"{c.machine['processor']}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
-    note += "dashed: bytes to read; dotted: the target"
-    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color="#555555")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}x")
-    axes.grid(color="#dddddd", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
-    save_figure(path, figure)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+        axes = figure.add_subplot()
+        kinds = dict.fromkeys((row.batch_size, row.weights) for row in report.rows)
+        for number, (batch_size, weights) in enumerate(kinds):
+            rows = [row for row in report.rows if (row.batch_size, row.weights) == (batch_size, weights)]
+            targets, speeds = [row.speedup_target for row in rows], [row.wall_clock_speedup for row in rows]
+            medians = [speed.median for speed in speeds]
+            quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
+            draw_series(axes, number, f"batch {batch_size}, {weights} weights", targets, medians, yerr=quartiles)
+            colour = SERIES[number % len(SERIES)][0]
+            axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")
+        highest = max(row.speedup_target for row in report.rows)
+        axes.plot([1, highest], [1, highest], color=MUTED, lw=0.9, ls=":", zorder=0)
+        axes.set_xlabel("target speedup")
+        axes.set_ylabel("measured decode speed, times full depth")
+        axes.set_title(f"{c.model}, {c.dtype}: measured speed against the target", fontsize=12, pad=20)
+        note = f"{c.machine['processor']}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
+        add_note(axes, note + "dashed: bytes to read; dotted: the target")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}x")
+        axes.legend(loc="upper left")
+        save_png(path, figure)

@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DecodedBatch:
     """One batch as one system decoded it.
 
     Attributes:
@@ -97,7 +97,7 @@ class System(ABC):
         each step.
         """
 
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Turn:
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int) -> DecodedBatch:
         """Continue prompts, token ids, greedily up to and with the end token."""
         model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
         inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, columns]
@@ -120,7 +120,7 @@ class System(ABC):
         # A row's last token is never an input, so its steps are one less than its tokens.
         going = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
         held = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
-        return Turn(
+        return DecodedBatch(
             texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows],
             prefill_seconds=clock.prefill_seconds,
             decode_seconds=clock.decode_seconds,

@@ -1,25 +1,21 @@
-"""What a search was asked for and which schedules it tries, kept so that it can go on after a stop."""
+"""The request for a search."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.output import LOCK
 from eval.search.paired import METRICS
-from skipdecode import ConfigError, SkipSchedule
+from skipdecode import ConfigError
 from skipdecode.errors import unknown
-from skipdecode.files import write_whole
 from skipdecode.projections import Weights
 from skipdecode.schedule import Decay, Placement
 
-FILE_NAME = "plan.json"
 MOST_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What `python -m eval.search` was asked for; as there, one of `speedup` and `mean_layers`.
+    """A search, as the options of `python -m eval.search` ask for it: with one of `speedup` and `mean_layers`.
 
     Raises ConfigError for a value out of range.
     """
@@ -77,69 +73,9 @@ class SearchRequest:
         return f"{self.speedup:g}x" if self.speedup is not None else f"{self.mean_layers:g} layers on average"
 
     def to_dict(self) -> dict[str, Any]:
-        """All that its results depend on, as JSON gives it back; the data itself is compared, not where it lies."""
+        """All that its results depend on, by option; the data itself is compared, not where it lies."""
         values = {key: value for key, value in asdict(self).items() if key not in ("output", "data_dir")}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The schedules of a search, the default first.
-
-    Attributes:
-        request: what it was asked for, as `SearchRequest.to_dict` gives it.
-        data: a checksum of the validation prompts.
-        steps: generated tokens over which speeds are predicted.
-        schedules: as fields.
-        predicted: their speedups.
-    """
-
-    request: dict[str, Any]
-    data: int
-    steps: int
-    schedules: list[dict[str, Any]]
-    predicted: list[float]
-
-    def save(self, folder: Path) -> None:
-        """Write `plan.json`, whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
-
-    def to_schedules(self) -> list[SkipSchedule]:
-        """The schedules themselves."""
-        return [SkipSchedule.from_dict(values) for values in self.schedules]
-
-    def check_data(self, data: int, folder: Path) -> None:
-        """Raise ConfigError where the validation data isn't what the search was started on."""
-        if data != self.data:
-            raise ConfigError(f"--output {folder} holds a search on other validation data: {_ADVICE}")
-
-
-def find_plan(request: SearchRequest) -> Plan | None:
-    """The plan that the output folder holds of the same request; None where the folder is new or empty.
-
-    Raises ConfigError where it holds something else, with what differs from an earlier request.
-    """
-    folder = request.output
-    left = {f"{FILE_NAME}.partial", LOCK}  # of a process that was killed while it wrote
-    if not folder.exists() or all(file.name in left for file in folder.iterdir()):
-        return None
-    if not (folder / FILE_NAME).exists():
-        raise ConfigError(f"--output {folder} holds files that are no search's: {_ADVICE}")
-    try:
-        plan = Plan(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
-        plan.to_schedules()
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{folder / FILE_NAME} is damaged ({error}): remove the folder") from error
-    now = request.to_dict()
-    changed = [key for key in {**plan.request, **now} if plan.request.get(key) != now.get(key)]
-    if changed:
-        words = ", ".join(f"{_option(key)} was {plan.request.get(key)}, is {now.get(key)}" for key in changed)
-        raise ConfigError(f"--output {folder} holds a search with other arguments ({words}): {_ADVICE}")
-    return plan
-
-
-_ADVICE = "name another folder, or remove it"
+        return {_option(key): list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _option(key: str) -> str:

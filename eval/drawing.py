@@ -1,0 +1,188 @@
+"""Drawing: the look of every picture, and the parts that several of them share."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from eval.results import Report, Row
+from eval.score.metric import Metric
+from eval.score.registry import headline
+from skipdecode.files import replaced
+from skipdecode.schedule import SkipSchedule
+
+# Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well. Black is SVG's default, which
+# matplotlib leaves out: a black that is named can be replaced by a page's style sheet.
+SERIES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P")]
+SERIES += [("#010101", "X"), ("#999999", "*")]
+INK, MUTED, RULE, EMPTY = "#222222", "#767676", "#dddddd", "#efefef"
+
+# What every picture is drawn with. Text stays text, as it came: no mathematics between dollar signs; the same input
+# gives the same bytes.
+STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
+    "svg.fonttype": "none",
+    "svg.hashsalt": "skipdecode",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+MOST_MAPS = 5  # of schedules in one picture; of more targets, as many evenly spaced ones
+
+
+def save_png(path: Path, figure: Figure) -> None:
+    """Write a figure as a PNG that is there whole or not at all."""
+    with replaced(path) as partial:
+        figure.savefig(partial, format="png", dpi=160)
+
+
+def draw_series(axes: Axes, number: int, label: str, x: Sequence[float], y: Sequence[float], **bars: Any) -> None:
+    """Draw the line of a number, in a colour and with a marker of its own; `bars` are `xerr` and `yerr`."""
+    colour, marker = SERIES[number % len(SERIES)]
+    dashes = "-" if number < len(SERIES) else "--"
+    sizes = {"markersize": 5.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2}
+    axes.errorbar(x, y, label=label, color=colour, marker=marker, linestyle=dashes, **sizes, **bars)
+
+
+def error_bars(values: Sequence[float], intervals: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """Lengths of error bars below and above; none where a resampled interval leaves its value out."""
+    below = [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]
+    return [below, above]
+
+
+def interval_of(row: Row, metric: Metric) -> tuple[float, float]:
+    """The confidence interval of a score; the score alone where it has none."""
+    return row.intervals.get(metric.name, (row.scores[metric.name],) * 2)
+
+
+def draw_quality(axes: Axes, number: int, label: str, rows: Sequence[Row], metric: Metric, **bars: Any) -> None:
+    """Draw a metric against the measured speed, a point for each row, with the quartiles of the speed."""
+    speeds = [row.wall_clock_speedup for row in rows]
+    quartiles = error_bars(speeds, [row.wall_clock_quartiles for row in rows])
+    draw_series(axes, number, label, speeds, [row.scores[metric.name] for row in rows], xerr=quartiles, **bars)
+    axes.set_xlabel("measured decode speed, times full depth")
+    axes.xaxis.set_major_formatter("{x:g}x")
+
+
+def leave_room(axes: Axes, values: Sequence[float], *, above: float = 1.0) -> None:
+    """Show at least a fifth of the largest value, so that a difference of noise doesn't look like a cliff.
+
+    `above` is the room above the middle, times that below it.
+    """
+    if not values:
+        return
+    low, high = min(values), max(values)
+    half = max(0.1 * max(abs(low), abs(high)), 0.6 * (high - low)) or 0.5
+    bottom = (low + high) / 2 - half
+    axes.set_ylim(max(0.0, bottom) if low >= 0 else bottom, (low + high) / 2 + above * half)
+
+
+def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
+    """Fill which layer (upwards) runs for which of the first `tokens` generated tokens (to the right)."""
+    layers = range(1, schedule.num_layers + 1)
+    # By law 3 the tokens that a layer runs are the first ones: a bar is the whole of it.
+    axes.barh(layers, [tokens] * len(layers), height=1.0, color=EMPTY, linewidth=0)
+    axes.barh(layers, schedule.cutoffs(tokens), height=0.9, color=SERIES[0][0], linewidth=0)
+    axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")
+    axes.set_xlim(0, tokens)
+    axes.set_ylim(0.5, schedule.num_layers + 0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.set_xlabel("generated token")
+    axes.grid(visible=False)
+
+
+def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:
+    """Draw BLEU, or the first metric without it, against the measured speedup, a line for each report, into a PNG.
+
+    The first report's points carry their target or name, and mean layers; horizontal bars are the speed's quartiles. A
+    line is of a report's own checkpoint; the first report's reference is a point beside it.
+    """
+    first = next(iter(reports.values()))
+    full, metric = first.rows[0], headline(first.rows[0].scores)
+    few = len(reports) <= 4
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, report) in enumerate(reports.items()):
+            own = [row for row in report.rows if row.checkpoint == report.checkpoint]
+            draw_quality(axes, number, name, sorted(own, key=lambda row: row.wall_clock_speedup), metric)
+            if number == 0 and few:
+                for row in own:
+                    _annotate(axes, row, metric)
+        axes.axhline(full.scores[metric.name], color=MUTED, lw=0.9, ls=":", zorder=0)
+        if first.reference is not None:
+            reference = f"{Path(first.reference).name} at full depth"
+            axes.plot(1.0, full.scores[metric.name], "o", color=MUTED, markersize=6, ls="", label=reference)
+        values = [row.scores[metric.name] for report in reports.values() for row in report.rows]
+        leave_room(axes, values, above=1.2)  # for the labels
+        axes.margins(x=0.12)
+        axes.set_ylabel(metric.label)
+        axes.set_title(title, fontsize=12, pad=20)
+        conditions = f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.examples} prompts"
+        add_note(axes, f"{conditions}; bars: quartiles over batches; dotted: full depth")
+        if len(reports) > 1 or first.reference is not None:
+            # A few names have room below the lines; more of them would cover some.
+            if few:
+                axes.legend(loc="lower left")
+            else:
+                figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+        save_png(path, figure)
+
+
+def _annotate(axes: Axes, row: Row, metric: Metric) -> None:
+    name = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
+    axes.annotate(
+        f"{name}\n{row.mean_layers:.1f} layers",
+        (row.wall_clock_speedup, row.scores[metric.name]),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+        bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
+    )
+
+
+def add_note(axes: Axes, note: str) -> None:
+    """Write a small line between a picture and its title."""
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color=MUTED)
+
+
+def draw_schedules(path: Path, schedules: Mapping[float, SkipSchedule], *, tokens: int | None = None) -> None:
+    """Draw a map for each target speedup into a PNG: layers upwards, generated tokens to the right, filled where run.
+
+    `tokens` to the right; by default a quarter more than the longest horizon.
+    """
+    targets = sorted(schedules)
+    if len(targets) > MOST_MAPS:
+        targets = [targets[round(n * (len(targets) - 1) / (MOST_MAPS - 1))] for n in range(MOST_MAPS)]
+    tokens = tokens or max(round(1.25 * schedules[target].horizon) for target in targets)
+    with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.titlesize": 9}):
+        figure = Figure(figsize=(1.2 + 1.9 * len(targets), 2.9), layout="constrained")
+        panels = figure.subplots(1, len(targets), sharey=True, squeeze=False)
+        for axes, target in zip(panels[0], targets, strict=True):
+            draw_layers(axes, schedules[target], tokens)
+            axes.set_title(f"{target:g}x: {schedules[target].mean_budget(tokens):.1f} layers")
+        panels[0][0].set_ylabel("layer")
+        save_png(path, figure)

@@ -1,0 +1,209 @@
+"""A search, from a request to the report and the winner."""
+
+import datetime
+import shlex
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from configs.files import YAML_ERRORS
+from data import Example, Task, load_task
+from eval.console import make_console
+from eval.decoding import encode_test_set
+from eval.journal import Journal
+from eval.lineup import common_weights, solved_by
+from eval.loading import load_checkpoint, remembered, task_options, validation_examples
+from eval.machine import describe_machine, versions
+from eval.output import LOCK, only_writer
+from eval.search.paired import estimate
+from eval.search.picture import draw_search
+from eval.search.report import WINNER_FILE, SearchReport, TrialRow, choose_winner, make_rows, warning
+from eval.search.request import SearchRequest
+from eval.search.space import Budget, LayerCount, Space, choose_schedules
+from eval.search.trials import FULL_DEPTH, Batch, Validation, run_trials, rung_ends, statistics_of
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cost import Cost
+from skipdecode.device import resolve_device
+from skipdecode.errors import first_line
+
+PICTURE, TRIALS = "search.png", "trials.jsonl"
+HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none are named
+_PLAN = ("plan",)
+
+
+def search(request: SearchRequest) -> SearchReport:
+    """Try schedules that reach a budget on validation data, and write the winner and how it was found.
+
+    Raises ConfigError, before anything is written, for a request that can't be met.
+    """
+    with only_writer(request.output, "--output"):
+        return _try_schedules(request)
+
+
+def _try_schedules(request: SearchRequest) -> SearchReport:
+    console = make_console(width=200)
+    _check_folder(request.output)
+    config = SkipConfig.load(request.checkpoint)
+    name, options = task_options(request.task, config)
+    options |= _changed_options(request.task_options)
+    task = load_task(name, path=request.data_dir, **options)
+    examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
+    checksum = zlib.crc32(repr([(e.prompt, e.references) for e in examples]).encode())
+    header = {**request.to_dict(), "validation data": checksum}
+    journal = Journal(request.output / TRIALS, header, "search")
+    data = _load(request, config, task, examples)
+    trained_on = _trained_on(request, config, name, options, examples)
+    if trained_on:
+        make_console(stderr=True).print(warning(trained_on, len(examples)), style="bold red")
+    if _PLAN not in journal:
+        budget, schedules = _choose(request, config or SkipConfig(solver={"horizon": task.horizon}), data)
+        predicted = [budget.predicted(schedule) for schedule in schedules]
+        journal.add(_PLAN, [budget.steps, [schedule.to_dict() for schedule in schedules], predicted])
+    steps, fields, predicted = journal[_PLAN]
+    schedules = [SkipSchedule.from_dict(values) for values in fields]
+    batches = run_trials(schedules, data, journal, request.seed)
+    rows = make_rows(schedules, predicted, batches, request.metric)
+    report = _report(request, data, options, steps, trained_on, batches, rows)
+    draw_search(request.output / PICTURE, report)
+    report.save(request.output)
+    console.print(report.to_table())
+    console.print(report.verdict(), style="bold")
+    for line in report.notes():
+        console.print(line, style="dim")
+    console.print(f"winner: {request.output / WINNER_FILE}", soft_wrap=True)
+    console.print(f"picture: {request.output / PICTURE}", soft_wrap=True)
+    return report
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ConfigError where the output holds something else than a search."""
+    files = {file.name for file in folder.iterdir()} - {LOCK} if folder.exists() else set()
+    if files and TRIALS not in files:
+        raise ConfigError(f"--output {folder} holds files that are no search's: name another folder, or remove it")
+
+
+def _report(
+    request: SearchRequest,
+    data: Validation,
+    options: Mapping[str, Any],
+    steps: int,
+    trained_on: int,
+    batches: Sequence[Batch],
+    rows: list[TrialRow],
+) -> SearchReport:
+    """The report of finished trials."""
+    model = data.checkpoint.model
+    return SearchReport(
+        checkpoint=request.checkpoint,
+        task=data.task.name,
+        task_options=dict(options),
+        metric=request.metric,
+        target=request.target,
+        steps=steps,
+        prompts=len(data.prompts),
+        rungs=rung_ends(len(data.prompts), request.batch_size),
+        trained_on=trained_on,
+        asked_for=request.trials,
+        batch_size=request.batch_size,
+        max_new_tokens=data.max_new_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        weights=data.checkpoint.weights,
+        calibrated=request.calibrate,
+        seed=request.seed,
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["python", "-m", "eval.search", *sys.argv[1:]]),
+        machine=describe_machine(model.device),
+        versions=versions(),
+        full_depth=estimate(request.metric, statistics_of(batches, FULL_DEPTH)),
+        winner=choose_winner(rows),
+        trials=rows,
+    )
+
+
+def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of the task from `key=value` pairs. Raises ConfigError for what is none."""
+    for pair in pairs:
+        if not all(part.strip() for part in pair.partition("=")):
+            raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
+    try:
+        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+    except YAML_ERRORS as error:
+        raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
+    assert isinstance(changes, dict)
+    return {str(key): value for key, value in changes.items()}
+
+
+def _trained_on(
+    request: SearchRequest,
+    config: SkipConfig | None,
+    name: str,
+    options: Mapping[str, Any],
+    examples: Sequence[Example],
+) -> int:
+    """How many of the examples the checkpoint was trained on.
+
+    With the options that it was trained with none, by what a validation split is; with others, by looking.
+    """
+    trained_with = remembered(config, name).get("options")
+    if trained_with is None or dict(trained_with) == dict(options):
+        return 0
+    wanted = {example.references for example in examples}
+    seen = {e.references for e in load_task(name, path=request.data_dir, **trained_with).stream("train")} & wanted
+    return sum(example.references in seen for example in examples)
+
+
+def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
+    """The checkpoint, ready to decode the examples."""
+    device = resolve_device(request.device)
+    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, trust_remote_code=request.trust_remote_code)
+    checkpoint = replace(checkpoint, weights=common_weights(request.weights, [checkpoint]))
+    max_new_tokens = request.max_new_tokens or task.max_new_tokens
+    longest = remembered(config, task.name).get("max_prompt_tokens", task.max_prompt_tokens)
+    encoded = encode_test_set(
+        checkpoint.model,
+        checkpoint.tokenizer,
+        examples,
+        max_prompt_tokens=longest,
+        max_new_tokens=max_new_tokens,
+    )
+    return Validation(
+        checkpoint=checkpoint,
+        task=task,
+        examples=examples,
+        prompts=[prompt.ids for prompt in encoded],
+        batch_size=request.batch_size,
+        max_new_tokens=max_new_tokens,
+        metric=request.metric,
+    )
+
+
+def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tuple[Budget, list[SkipSchedule]]:
+    """The budget, and the schedules that reach it, the default first."""
+    depth = data.checkpoint.num_layers
+    if request.mean_layers is not None:
+        if request.mean_layers >= depth:
+            raise ConfigError(f"--mean-layers is {request.mean_layers:g}: it must be below the model's {depth} layers")
+        least = config.solver.get("warmup_layers", 1)
+        if request.mean_layers < least:
+            raise ConfigError(f"--mean-layers is {request.mean_layers:g}: the default schedule warms up {least} layers")
+        cost: Cost = LayerCount(depth)
+        speedup = depth / request.mean_layers
+        config = replace(config, schedules={})  # those of the training were solved for a clock
+    else:
+        assert request.speedup is not None  # one of the two is given
+        speedup = request.speedup
+        config, cost = solved_by(config, data.checkpoint, data.prompts, request.batch_size, calibrate=request.calibrate)
+    default = config.schedule_for(cost, speedup)
+    budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt)
+    horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * default.horizon)) for share in HORIZONS))
+    space = Space(request.warmup, request.decays, horizons, request.placements)
+    schedules = choose_schedules(
+        budget, space, default, trials=request.trials, tokens=data.max_new_tokens, seed=request.seed
+    )
+    return budget, schedules

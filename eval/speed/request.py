@@ -1,0 +1,54 @@
+"""The request for a speed benchmark."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.output import check_new_files
+from skipdecode.errors import ConfigError
+from skipdecode.projections import Weights
+
+LARGEST = 1_000_000  # of rows, tokens and repeats
+PEERS = ("transformers", "transformers-static", "ctranslate2")
+
+
+@dataclass(frozen=True)
+class SpeedRequest:
+    """A benchmark, as the options of `python -m eval.speed` ask for it.
+
+    Raises ConfigError for values out of range, and for an output that is there already.
+    """
+
+    model: str
+    output: Path
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    device: str | None = None
+    vocab_size: int | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_length: int = 64
+    new_tokens: int = 64
+    speedups: tuple[float, ...] = (1, 2, 3, 4, 5)
+    weights: tuple[Weights, ...] | None = None
+    peers: tuple[str, ...] = ("transformers",)
+    repeats: int = 5
+    predict: bool = False
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        counts = [("--batch-size", size, 1) for size in self.batch_sizes]
+        counts += [("--prompt-length", self.prompt_length, 1), ("--new-tokens", self.new_tokens, 2)]
+        counts += [("--repeats", self.repeats, 1)]
+        counts += [("--vocab-size", self.vocab_size, 1)] if self.vocab_size is not None else []
+        for name, number, least in counts:
+            if not least <= number <= LARGEST:
+                raise ConfigError(f"{name} is {number}: it must lie between {least} and {LARGEST}")
+        if not all(1 <= speedup < math.inf for speedup in self.speedups):
+            raise ConfigError(f"--speedup is {list(self.speedups)}: name different targets of 1 or more, such as 1 2 4")
+        several = {"--speedup": self.speedups, "--batch-size": self.batch_sizes, "--peers": self.peers}
+        for name, values in {**several, "--weights": self.weights or ()}.items():
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name} is {list(values)}: name each once")
+        if self.output.suffix != ".json":
+            raise ConfigError(f"--output {self.output}: name a .json file; a .md and a .png are written beside it")
+        check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
