@@ -1,7 +1,6 @@
 """An evaluation, from a request to report, predictions and picture."""
 
 import datetime
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ from eval.machine import describe_machine, versions
 from eval.output import only_writer
 from eval.request import Request
 from eval.results import Report, Row, Timing
+from eval.score.predictions import write_predictions
 from eval.score.registry import headline
 from eval.score.scores import Scores, choose_metrics, score
 from eval.systems.base import SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
 
 # Prompts that are timed where the user says nothing: enough batches for quartiles, and enough rows to be worth a batch.
 LEAST_PROMPTS, BATCHES = 24, 8
@@ -232,8 +231,7 @@ def _write(
             | ({"meaning": e.meaning} if e.meaning else {})
             for e, text in zip(examples, result.predictions, strict=True)
         ]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_whole(folder / "predictions" / f"{row.label}.jsonl", text)
+        write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)
     name = Path(report.checkpoint).name
     draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
     report.save(folder)

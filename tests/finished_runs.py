@@ -7,9 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.results import Report, Row, write_predictions
-from eval.systems.calm import Threshold
-from eval.timing import Timing
+from eval.results import Report, Row, Threshold, Timing
+from eval.score.predictions import write_predictions
 from skipdecode import SkipSchedule
 from skipdecode.ratio import Ratio
 

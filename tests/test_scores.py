@@ -1,8 +1,11 @@
 """Scores equal their libraries' on the same texts, and known values on fixed ones."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import finished_runs
 import numpy as np
 import pytest
 import sacrebleu
@@ -14,7 +17,8 @@ from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
 from eval.score.bootstrap import RESAMPLES, interval, p_value, resample
 from eval.score.meteor import meteor
-from eval.score.metric import mean_of
+from eval.score.metric import Metric, mean_of
+from eval.score.registry import METRICS
 from eval.score.scores import choose_metrics, score
 from skipdecode import ConfigError
 
@@ -220,3 +224,24 @@ def test_what_was_computed_is_said_with_its_version() -> None:
     assert f"|version:{sacrebleu.__version__}" in scores.metrics["bleu"]
     assert "mteval-v13a" in scores.metrics["nist"]
     assert scores.metrics["rouge1"].startswith("rouge-score 0.")
+
+
+def test_a_metric_is_one_object_and_one_line_of_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = Metric(
+        "words",
+        "words",
+        "nobody",
+        lambda texts: mean_of([len(text.split()) for text in texts.predictions]),
+        lambda texts: "words a text",
+        lower_is_better=True,
+    )
+    monkeypatch.setitem(METRICS, words.name, words)
+    scores = score(PREDICTIONS, REFERENCES, ["words"])
+    assert scores.values == {"words": pytest.approx((6 + 4 + 8) / 3)}
+    assert scores.metrics == {"words": "words a text"}
+    report = finished_runs.write_run(tmp_path / "run")
+    rows = [replace(row, scores={"words": 5.0}, intervals={"words": (4.0, 6.0)}, p_values={}) for row in report.rows]
+    text = replace(report, rows=rows, metrics=scores.metrics).to_markdown()
+    assert "| words |" in text
+    assert "5.00 [4.0, 6.0]" in text
+    assert "words: words a text." in text

@@ -1,12 +1,13 @@
 """Files of predictions: a JSON object a line, with `id`, `prompt`, `prediction` and `references`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ConfigError
+from skipdecode.files import write_whole
 
 FIELDS = ("id", "prompt", "prediction", "references")
 
@@ -48,6 +49,11 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
             raise ConfigError(f"{read.where}: the id {read.id!r} is that of another line, {found[read.id].where}")
         found[read.id] = read
     return found
+
+
+def write_predictions(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write JSON lines, whole or not at all."""
+    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def matched(found: Mapping[str, Prediction], other: Mapping[str, Prediction]) -> list[Prediction]:
