@@ -60,7 +60,7 @@ def draw_series(axes: Axes, number: int, label: str, x: Sequence[float], y: Sequ
     """Draw the line of a number, in a colour and with a marker of its own; `bars` are `xerr` and `yerr`."""
     colour, marker = SERIES[number % len(SERIES)]
     dashes = "-" if number < len(SERIES) else "--"
-    sizes = {"markersize": 5.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2}
+    sizes: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2}
     axes.errorbar(x, y, label=label, color=colour, marker=marker, linestyle=dashes, **sizes, **bars)
 
 

@@ -9,7 +9,8 @@ from tiny_bert import save_tiny_bert
 from transformers import AutoTokenizer
 from transformers import BertModel as Bert
 
-from eval.score.bertscore import BertModel, bertscore, describe
+from eval.score.bertscore import bertscore, describe
+from eval.score.metric import BertModel
 from eval.score.scores import score
 from skipdecode import ConfigError
 

@@ -15,7 +15,7 @@ from small_checkpoints import save_checkpoint
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.cli import main
-from skipdecode.texts import DecodedSet, Decoder, compare
+from skipdecode.texts import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
@@ -141,7 +141,7 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
     calls: list[tuple[int, int | None]] = []
     decode = decoder.decode
 
-    def timed(prompts: Any, schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None) -> DecodedSet:
+    def timed(prompts: Any, schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None) -> Decoded:
         found = decode(prompts, schedule, streamer, tokens=tokens)
         calls.append((schedule.max_layers, tokens))
         if tokens is None:

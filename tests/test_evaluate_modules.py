@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from tiny_bert import save_tiny_bert
 
-from eval.score.bertscore import BertModel
-from eval.score.scores import METRICS, score
+from eval.score.metric import BertModel
+from eval.score.registry import METRICS
+from eval.score.scores import score
 
 ROOT = Path(__file__).resolve().parent.parent
 PREDICTIONS = ["Aromi is a pub by the river.", "Zizzi serves food"]

@@ -24,7 +24,7 @@ from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
 from eval.results import Report
-from eval.speed.report import Conditions, SpeedReport, SpeedRow
+from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode import CostModel, SkipSchedule
 from skipdecode.ratio import Ratio
 
@@ -308,7 +308,7 @@ def benchmark() -> SpeedReport:
         cache_bytes=4096,
         full_depth_cache_bytes=8192,
     )
-    conditions = Conditions(
+    conditions = SpeedConditions(
         model="opt",
         parameters=10**6,
         dtype="float32",

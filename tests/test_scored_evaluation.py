@@ -13,7 +13,7 @@ from tiny_bert import save_tiny_bert
 import eval.cli
 import eval.score.cli
 from eval.results import Report
-from eval.score.bertscore import BertModel
+from eval.score.metric import BertModel
 from eval.score.scores import Scores, score
 from skipdecode import SkipSchedule
 

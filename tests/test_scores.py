@@ -206,7 +206,7 @@ def test_lists_of_different_length_are_refused() -> None:
 
 
 def test_metrics_are_the_tasks_or_those_asked_for() -> None:
-    from eval.score.bertscore import BertModel
+    from eval.score.metric import BertModel
 
     task, bert = ("bleu", "rougeL", "bertscore"), BertModel("roberta-large")
     assert choose_metrics(task) == ("bleu", "rougeL")

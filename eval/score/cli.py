@@ -12,8 +12,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from data import TASKS
 from eval.console import make_console
 from eval.output import check_new_files
-from eval.score.bertscore import BertModel, bert_model, load_scorer
+from eval.score.bertscore import bert_model, load_scorer
 from eval.score.bootstrap import SIGNIFICANT
+from eval.score.metric import BertModel
 from eval.score.predictions import Prediction, matched, read_predictions
 from eval.score.scores import Scores, choose_metrics, score
 from eval.tables import Table
