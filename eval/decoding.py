@@ -69,6 +69,11 @@ class DecodedSet:
         """Keys and values of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
 
+    def bound_over(self, slower: "DecodedSet") -> float | None:
+        """How many times fewer bytes a mean step must read than that of another system; None where none was run."""
+        theirs, ours = (sum(turn.read_bytes for turn in each.turns) for each in (slower, self))
+        return theirs / slower.steps * self.steps / ours if theirs and ours else None
+
     def speed_over(self, slower: "DecodedSet") -> Ratio:
         """How many times faster a decode step is than that of another system which took turns, over the batches."""
         pairs = [

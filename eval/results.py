@@ -97,6 +97,8 @@ class Row:
         wall_clock_speedup: the 1x row's seconds per decode step over this row's: the median over batches.
         wall_clock_quartiles: the quartiles of the same.
         cache_bytes: keys and values held for the largest batch (law 6).
+        bound_by_bytes: bytes of weights and cache that a mean step of the 1x row must read, over those of this row: how
+            much faster it could be where a step waits for memory alone; None in a report from before it was recorded.
     """
 
     label: str
@@ -118,6 +120,7 @@ class Row:
     cache_bytes: int = 0
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     p_values: dict[str, float] = field(default_factory=dict)
+    bound_by_bytes: float | None = None
     threshold: Threshold | None = None
     timings: list[Timing] = field(default_factory=list)
 

@@ -200,6 +200,7 @@ def _row(decoded: DecodedSet, baseline: DecodedSet, scores: Scores, timings: Seq
         wall_clock_speedup=speed.median,
         wall_clock_quartiles=(speed.lower, speed.upper),
         cache_bytes=decoded.cache_bytes,
+        bound_by_bytes=decoded.bound_over(baseline),
         timings=list(timings),
     )
 

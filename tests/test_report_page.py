@@ -14,7 +14,6 @@ from typing import Any
 import finished_runs
 import pytest
 from finished_runs import save, write_calm_run, write_run
-from transformers import OPTConfig
 
 import eval.report.comparison
 import eval.report.page
@@ -25,7 +24,6 @@ from eval.report.comparison import spread
 from eval.report.page import marked
 from eval.results import Report
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
-from skipdecode import CostModel, SkipSchedule
 from skipdecode.ratio import Ratio
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
@@ -206,37 +204,21 @@ def test_rivals_are_the_nearest_rows_by_measured_speed(built: Built) -> None:
     assert None in [label for rival in values["rivals"] for label in rival["labels"]]
 
 
-def test_the_bound_counts_the_bytes_of_the_steps_that_were_run(tmp_path: Path) -> None:
-    config = OPTConfig(
-        hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=8, ffn_dim=48, num_attention_heads=4, vocab_size=96
-    )
-    config.save_pretrained(tmp_path / "model")
-    report = write_run(tmp_path / "a", checkpoint=str(tmp_path / "model"))
-    cost = CostModel.of(config)
-    schedules = [SkipSchedule.from_dict(row.schedule) for row in report.rows]
-    rows = [
-        replace(row, cache_bytes=cost.cache_bytes(schedule, 10, 23, 8))  # 10 columns, 24 new tokens, batch 8
-        for row, schedule in zip(report.rows, schedules, strict=True)
-    ]
+def test_a_recorded_bound_is_shown_and_an_older_report_has_none(tmp_path: Path) -> None:
+    report = write_run(tmp_path / "a")
+    rows = [replace(row, bound_by_bytes=1.5 * n) for n, row in enumerate(report.rows, 1)]
     save(replace(report, rows=rows), tmp_path / "a")
+    before = json.loads((tmp_path / "a" / "report.json").read_text())
     _, html, values = build(tmp_path, str(tmp_path / "a"))
-    points = {point["label"]: point for point in values["lines"][0]["points"]}
-    # Four batches took 120 steps. A step reads its layers, the final norm, the head; each of 8 rows its cache.
-    layer = 4 * (32 * 32 + 32) + 2 * 32 * 48 + 48 + 32 + 4 * 32
-
-    def step(layers: int, i: int) -> int:
-        return layers * layer + 64 + 96 * 32 + 8 * (2 * 32 + layers * 64 * (10 + i + 1))
-
-    full = sum(step(8, i) for i in range(30))
-    for label, schedule in zip(("1x", "2x", "3x"), schedules, strict=True):
-        expected = full / sum(step(schedule.budget(i), i) for i in range(30))
-        assert points[label]["bound_by_bytes"] == pytest.approx(expected)
-    assert "batch 8, prompt 10" in html
-
-
-def test_without_the_checkpoint_there_is_no_bound_and_the_page_says_so(built: Built) -> None:
-    assert all(point["bound_by_bytes"] is None for line in built.values["lines"] for point in line["points"])
-    assert "".join(built.page.text).count("no bound by bytes: outputs/nowhere/config.json is not here") == 2
+    assert [point["bound_by_bytes"] for point in values["lines"][0]["points"]] == [1.5, 3.0, 4.5]
+    assert '<data value="4.5">4.50x</data>' in html
+    for row in before["rows"]:
+        del row["bound_by_bytes"]
+    (tmp_path / "a" / "report.json").write_text(json.dumps(before))
+    (tmp_path / "page").mkdir()
+    _, html, values = build(tmp_path / "page", str(tmp_path / "a"))
+    assert all(point["bound_by_bytes"] is None for point in values["lines"][0]["points"])
+    assert '<th scope="col">bound</th>' not in html
 
 
 @pytest.fixture(scope="module")

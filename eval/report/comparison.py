@@ -11,20 +11,12 @@ from rich.markup import escape
 from rich.progress import track
 
 from eval.console import make_console
-from eval.report.bounds import bounds_of
 from eval.report.positions import ORDERS, Bin, bin_width, by_position
 from eval.report.runs import Run
 from eval.results import Report, Row
 from eval.score.predictions import Prediction
 from eval.score.words import words
 from eval.speed.report import SpeedReport
-
-
-@dataclass(frozen=True)
-class Point(Row):
-    """A row of a run, and how much faster it could be by the bytes that a step reads; None where that isn't known."""
-
-    bound_by_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +40,8 @@ class Line:
     name: str
     run: str
     checkpoint: str
-    full_depth: Point
-    points: tuple[Point, ...]
+    full_depth: Row
+    points: tuple[Row, ...]
     positions: tuple[Positions, ...]
 
 
@@ -91,12 +83,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a run was measured: the fields of its report but the rows, what it says of them, and a note on the bounds."""
+    """The conditions of a run: the fields of its report but the rows, and what it says of them."""
 
     name: str
     report: dict[str, Any]
     notes: tuple[str, ...]
-    bound_note: str
 
 
 @dataclass(frozen=True)
@@ -125,11 +116,10 @@ class Comparison:
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: int) -> Comparison:
     """Everything that a page shows of runs of one task."""
-    bounds = [bounds_of(run) for run in runs]
     width = bin_width([len(p.prediction.split()) for run in runs for lines in run.predictions for p in lines])
     lines: list[Line] = []
-    for run, bound in zip(runs, bounds, strict=True):
-        lines += _lines(run, bound.by_row, width)
+    for run in runs:
+        lines += _lines(run, width)
     shared = _shared_ids(runs)
     return Comparison(
         task=runs[0].report.task,
@@ -138,10 +128,7 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: 
         lines=tuple(lines),
         rivals=tuple(_rivals(lines)),
         samples=tuple(_samples(runs, spread(shared, samples))),
-        conditions=tuple(
-            Conditions(run.name, _conditions(run.report), tuple(run.report.notes()), bound.note)
-            for run, bound in zip(runs, bounds, strict=True)
-        ),
+        conditions=tuple(Conditions(run.name, _conditions(run.report), tuple(run.report.notes())) for run in runs),
         speeds=dict(speeds),
     )
 
@@ -162,8 +149,8 @@ def line_name(run: Run, row: Row) -> str:
     return run.name if row.checkpoint == run.report.checkpoint else f"{run.name}: {Path(row.checkpoint).name}"
 
 
-def _lines(run: Run, bounds: Sequence[float | None], width: int) -> list[Line]:
-    points = [Point(**vars(row), bound_by_bytes=bound) for row, bound in zip(run.report.rows, bounds, strict=True)]
+def _lines(run: Run, width: int) -> list[Line]:
+    points = run.report.rows
     references: dict[tuple[str, ...], list[list[str]]] = {}  # tokenised once for all rows
     lines = []
     for checkpoint in dict.fromkeys(point.checkpoint for point in points):

@@ -50,7 +50,6 @@ class PageSection:
     quality: PageTable
     speed: PageTable
     timings: PageTable | None
-    bound_note: str
     positions: tuple[Picture, ...]
     position_tables: tuple[PageTable, ...]
     schedules: tuple[Picture, ...]
@@ -114,10 +113,8 @@ def to_markdown(comparison: Comparison) -> str:
     metrics = metrics_of(comparison)
     parts = [f"# {escape(comparison.task)}: quality against measured speed", ""]
     parts += [table.to_markdown() for table in rival_tables(comparison, metrics)]
-    notes = {conditions.name: conditions for conditions in comparison.conditions}
     for line in comparison.lines:
         parts += [table.to_markdown() for table in (quality_table(line, metrics), speed_table(line))]
-        parts += [escape(notes[line.run].bound_note), ""]
         timings = timing_table(line)
         parts += [timings.to_markdown()] if timings is not None else []
     for name, report in comparison.speeds.items():
@@ -168,14 +165,12 @@ def merged(texts: Sequence[Text]) -> list[Text]:
 
 def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[Metric]) -> PageSection:
     maps = [(point, schedule_map(point, f"s{number}-{n}")) for n, point in enumerate(line.points)]
-    conditions = next(conditions for conditions in comparison.conditions if conditions.name == line.run)
     orders = ORDERS if any(positions.bins for positions in line.positions) else ()
     return PageSection(
         name=line.name,
         quality=quality_table(line, metrics),
         speed=speed_table(line),
         timings=timing_table(line),
-        bound_note=conditions.bound_note,
         positions=tuple(Picture(Markup(by_position(line, n, f"p{number}-{n}")), "") for n in orders),
         position_tables=tuple(position_table(line, n) for n in orders),
         schedules=tuple(

@@ -6,8 +6,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eval.drawing import SERIES, STYLE, draw_layers, draw_quality, draw_series, error_bars, interval_of, leave_room
-from eval.report.comparison import Comparison, Line, Point, Positions
+from eval.report.comparison import Comparison, Line, Positions
 from eval.report.svg import printable, to_svg
+from eval.results import Row
 from eval.score.metric import Metric
 from skipdecode import SkipSchedule
 
@@ -57,7 +58,7 @@ def by_position(line: Line, n: int, key: str) -> str:
         return to_svg(figure, key, title, " ".join(map(_position_words, shown)))
 
 
-def schedule_map(point: Point, key: str) -> str | None:
+def schedule_map(point: Row, key: str) -> str | None:
     """Which layer runs for which generated token; None where that is up to the token."""
     if point.schedule is None:
         return None

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from eval.report.comparison import Comparison, Line, Point
-from eval.results import TIMINGS
+from eval.report.comparison import Comparison, Line
+from eval.results import TIMINGS, Row
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
 from skipdecode.ratio import Ratio
@@ -198,17 +198,17 @@ def _times(ratio: Ratio) -> Cell:
     return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
 
 
-def _name(point: Point) -> Cell:
+def _name(point: Row) -> Cell:
     """What a row is called, and the confidence at which its tokens leave where that isn't by a schedule."""
     exits = () if point.threshold is None else (Part(", λ "), *_number(point.threshold.value, "{:.4g}"))
     return (Part(point.label), *exits)
 
 
-def _speed(point: Point) -> Cell:
+def _speed(point: Row) -> Cell:
     return _times(Ratio(point.wall_clock_speedup, *point.wall_clock_quartiles))
 
 
-def _score(point: Point, metric: Metric) -> Cell:
+def _score(point: Row, metric: Metric) -> Cell:
     """A score, its interval and how likely it is that its difference from the 1x row is chance, where known."""
     shape = f"{{:.{metric.decimals}f}}"
     value, interval = point.scores[metric.name], point.intervals.get(metric.name)

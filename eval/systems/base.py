@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,8 +40,13 @@ class Checkpoint:
 
     @cached_property
     def cost(self) -> CostModel:
-        """What its decode steps read, counted."""
+        """The sizes of its layers, head and cache."""
         return CostModel.of(self.model)
+
+    def step_bytes(self, layers: int, context: int, rows: int) -> int:
+        """Bytes that a step of `layers` layers must read, with `context` columns cached for each of `rows` rows."""
+        cost = replace(self.cost, weight_bytes=1) if self.weights == "int8" else self.cost
+        return cost.step_bytes(layers, context, rows)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class DecodedBatch:
         layers: layers that these ran as inputs, summed over tokens.
         batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
         cache_bytes: of keys and values.
+        read_bytes: of weights and cache that the steps had to read.
     """
 
     texts: list[str]
@@ -67,6 +73,7 @@ class DecodedBatch:
     layers: int
     batch_layers: int
     cache_bytes: int
+    read_bytes: int = 0
 
 
 class System(ABC):
@@ -129,6 +136,10 @@ class System(ABC):
             layers=sum(ran[n] for ran, rows_left in zip(layers, going, strict=True) for n in rows_left),
             batch_layers=sum(map(max, layers)),
             cache_bytes=held,
+            read_bytes=sum(
+                self.checkpoint.step_bytes(max(ran), prompt_columns + step, len(rows))
+                for step, ran in enumerate(layers)
+            ),
         )
 
 
