@@ -103,7 +103,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """What `make` makes of values that a user gave. Raises ConfigError for any error: families have all kinds."""
+    """Make something of values that a user gave. Raises ConfigError for any error: families have all kinds."""
     try:
         return make()
     except Exception as error:

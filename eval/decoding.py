@@ -18,7 +18,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass
 class DecodedSet:
-    """What one system made of the test set so far: predictions in its order, and every batch's turn."""
+    """The work of one system on the test set so far: predictions in its order, and every batch's turn."""
 
     system: System
     predictions: list[str]
@@ -70,12 +70,12 @@ class DecodedSet:
         return max((turn.cache_bytes for turn in self.turns), default=0)
 
     def bound_over(self, slower: "DecodedSet") -> float | None:
-        """How many times fewer bytes a mean step must read than that of another system; None where none was run."""
+        """Bytes that a mean step of another system must read, over those of its own; None where none was run."""
         theirs, ours = (sum(turn.read_bytes for turn in each.turns) for each in (slower, self))
         return theirs / slower.steps * self.steps / ours if theirs and ours else None
 
     def speed_over(self, slower: "DecodedSet") -> Ratio:
-        """How many times faster a decode step is than that of another system which took turns, over the batches."""
+        """Seconds of another system's decode step, which took turns, over those of its own: over the batches."""
         pairs = [
             (theirs, ours)
             for theirs, ours in zip(slower.seconds_per_step, self.seconds_per_step, strict=True)

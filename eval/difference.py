@@ -1,4 +1,4 @@
-"""What differs between two sets of settings, for a person."""
+"""Differences between two sets of settings, for a person."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which systems an evaluation compares."""
+"""The systems that an evaluation compares."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _PLAN = ("plan",)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided as an evaluation starts and holds when it is resumed: memory and clock may differ by then.
+    """Decisions that are made as an evaluation starts and hold when it is resumed: memory and clock may differ by then.
 
     Attributes:
         weights: what decode steps compute with.
@@ -43,7 +43,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
-        """What `to_dict` described."""
+        """The plan that `to_dict` described."""
         schedules = {float(target): SkipSchedule.from_dict(schedule) for target, schedule in values["schedules"]}
         return cls(values["weights"], schedules)
 
@@ -103,7 +103,7 @@ def solved_by(
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
-    """What decode steps of all these models compute with, so that their clocks compare.
+    """The kind of weights that decode steps of all these models compute with, so that their clocks compare.
 
     Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
     """

@@ -1,4 +1,4 @@
-"""What an evaluation decodes, and with which models: loaded, checked, and identified for its journal."""
+"""Models and prompts of an evaluation: loaded, checked, and identified for its journal."""
 
 import hashlib
 import json
@@ -140,7 +140,7 @@ def load_checkpoint(
 
 
 def remembered(config: SkipConfig | None, task: str) -> Mapping[str, Any]:
-    """What a checkpoint says of a task; nothing where it was trained on another."""
+    """A checkpoint's own settings of a task; none where it was trained on another."""
     return config.task if config is not None and config.task.get("name") == task else {}
 
 

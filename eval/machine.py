@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The machine that a measurement ran on, and the versions of what ran."""
 
 import os
 import platform

@@ -72,7 +72,7 @@ def only_writer(folder: Path, field: str) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, as its first two lines say."""
+    """The holder of a lock, as its first two lines say."""
     with suppress(OSError, ValueError):
         process, host, *_ = path.read_text(encoding="utf-8").splitlines()
         return f"process {process} on {host}"

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for."""
+"""The request for an evaluation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
 
 @dataclass(frozen=True)
 class Request:
-    """What `python -m eval` was asked for; each field is the option of its name.
+    """An evaluation, as the options of `python -m eval` ask for it; each field is the option of its name.
 
     Raises:
         ConfigError: for values that no evaluation can have.

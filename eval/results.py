@@ -187,7 +187,7 @@ class Report:
         return [*SPEEDS, *scores, *TIMES]
 
     def notes(self) -> list[str]:
-        """How the figures were measured, a line each."""
+        """Say how the figures were measured, a line each."""
         weights = f" with {self.weights} weights" if self.weights == "int8" else ""
         cut = f" ({self.prompts_cut} of them cut)" if self.prompts_cut else ""
         return [
@@ -213,7 +213,7 @@ class Report:
         return [metric_named(name) for name in self.rows[0].scores]
 
     def _described(self) -> dict[str, list[str]]:
-        """What was computed -> the metrics that it is said of."""
+        """A description of what was computed -> the metrics that it is said of."""
         said: dict[str, list[str]] = {}
         for name, what in self.metrics.items():
             said.setdefault(what, []).append(metric_named(name).label)

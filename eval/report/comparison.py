@@ -1,4 +1,4 @@
-"""What a page shows, as typed figures: the content of its JSON file."""
+"""The figures of a page, typed: the content of its JSON file."""
 
 import json
 import math
@@ -145,7 +145,7 @@ def spread(items: Sequence[str], count: int) -> list[str]:
 
 
 def line_name(run: Run, row: Row) -> str:
-    """What the line of a row is called in pictures and tables."""
+    """The name of a row's line in pictures and tables."""
     return run.name if row.checkpoint == run.report.checkpoint else f"{run.name}: {Path(row.checkpoint).name}"
 
 

@@ -44,7 +44,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PageSection:
-    """What the page shows of one line: its tables and pictures, and the rows whose tokens leave by confidence."""
+    """One line of the pictures: its tables and pictures, and the rows whose tokens leave by confidence."""
 
     name: str
     quality: PageTable
@@ -156,7 +156,7 @@ _WORDS = re.compile(r"(\s*)(\w+|[^\w\s])")
 
 
 def merged(texts: Sequence[Text]) -> list[Text]:
-    """Those of a sample with equal texts of a line in one, which has all of their labels."""
+    """Merge a sample's equal texts of a line into one, which has all of their labels."""
     labels: dict[Text, list[str]] = {}
     for text in texts:
         labels.setdefault(replace(text, label=""), []).append(text.label)

@@ -59,7 +59,7 @@ def by_position(line: Line, n: int, key: str) -> str:
 
 
 def schedule_map(point: Row, key: str) -> str | None:
-    """Which layer runs for which generated token; None where that is up to the token."""
+    """Map which layer runs for which generated token; None where that is up to the token."""
     if point.schedule is None:
         return None
     schedule = SkipSchedule.from_dict(point.schedule)

@@ -1,4 +1,4 @@
-"""Whether quality falls as a text goes on: how many of its n-grams a reference holds, by their position.
+"""Quality by position in the text: how many of its n-grams a reference holds.
 
 A budget falls with the position, so a loss that a mean over the text hides would show here. The counts are BLEU's:
 summed over all positions they are the matches and totals of its precisions.

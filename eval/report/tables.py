@@ -60,7 +60,7 @@ def quality_table(line: Line, metrics: Sequence[Metric]) -> PageTable:
 
 
 def speed_table(line: Line) -> PageTable:
-    """How fast a run's rows are, where the time goes, and how fast they could be by the bytes that they read."""
+    """Speeds of a run's rows, where their time goes, and how fast they could be by the bytes that they read."""
     own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
     rows = [
         {
@@ -194,12 +194,12 @@ def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
 
 
 def _times(ratio: Ratio) -> Cell:
-    """How many times faster, with quartiles."""
+    """A speedup with its quartiles."""
     return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
 
 
 def _name(point: Row) -> Cell:
-    """What a row is called, and the confidence at which its tokens leave where that isn't by a schedule."""
+    """The name of a row, and the confidence at which its tokens leave where that isn't by a schedule."""
     exits = () if point.threshold is None else (Part(", λ "), *_number(point.threshold.value, "{:.4g}"))
     return (Part(point.label), *exits)
 

@@ -36,7 +36,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[Sequence[str]], m
 
 
 def describe(model: BertModel) -> str:
-    """What BERTScore computes with a model, and at which layer."""
+    """Say what BERTScore computes with a model, and at which layer."""
     version, layer = metadata.version("bert-score"), load_scorer(model).num_layers
     return f"bert-score {version}, F1 of the best reference, mean over items, {model.name}, layer {layer}"
 

@@ -30,7 +30,7 @@ def interval(scores: Array) -> tuple[float, float]:
 
 
 def p_value(difference: float, resampled: Array) -> float:
-    """How likely a difference of this size, of either sign, is by chance.
+    """Probability of a difference of this size, of either sign, by chance.
 
     Args:
         difference: one system's score less another's.
@@ -49,6 +49,6 @@ def p_value(difference: float, resampled: Array) -> float:
 
 @lru_cache(maxsize=4)  # a search compares on a few numbers of items
 def _draws(items: int) -> NDArray[np.uint16]:
-    """How often each resample draws each item: [RESAMPLES, items]."""
+    """Counts of each item in each resample: [RESAMPLES, items]."""
     drawn = np.random.default_rng(SEED).choice(items, size=(RESAMPLES, items), replace=True)
     return np.stack([np.bincount(row, minlength=items) for row in drawn]).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""How good predictions are: metrics by name, with confidence intervals and paired significance."""
+"""Scores of predictions: metrics by name, with confidence intervals and paired significance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -89,7 +89,7 @@ FOODS = ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japa
 
 @dataclass(frozen=True)
 class SlotErrors:
-    """What is wrong with a text, slot by slot.
+    """Faults of a text, slot by slot.
 
     Attributes:
         slots: how many the meaning representation has.

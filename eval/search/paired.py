@@ -1,4 +1,4 @@
-"""How far one set of predictions lies above another of the same prompts: the paired bootstrap, from kept statistics.
+"""Differences of two sets of predictions of the same prompts: the paired bootstrap, from kept statistics.
 
 `eval.score.scores` says whether two systems differ. A search keeps what each prompt adds to the score, batch by batch,
 and asks for the difference of any two schedules later, with its standard error.

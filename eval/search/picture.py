@@ -109,7 +109,7 @@ def _style(report: SearchReport, row: TrialRow) -> dict[str, Any]:
 
 
 def _extent(report: SearchReport) -> tuple[float, float]:
-    """How far leads and intervals of what was tried on all prompts reach; and the worst loss, 0 where it isn't far."""
+    """Reach of leads and intervals of what was tried on all prompts; and the worst loss, 0 where it isn't far."""
     near = [row.difference for row in report.trials if row.prompts == report.prompts]
     close = max(0.5, *(abs(lead) for difference in near for lead in (difference.low, difference.high)))
     worst = -min(row.difference.value for row in report.trials)

@@ -1,4 +1,4 @@
-"""What a search found: typed rows, which schedule wins and why, as JSON, Markdown and a table on the terminal."""
+"""The result of a search: typed rows, which schedule wins and why, as JSON, Markdown and a table on the terminal."""
 
 import json
 import statistics
@@ -120,7 +120,7 @@ class SearchReport:
         return replace(table, bold=[n for n, row in enumerate(self.trials) if row.trial == self.winner]).to_rich()
 
     def verdict(self) -> str:
-        """Which schedule wins, in plain words."""
+        """Say in plain words which schedule wins."""
         others, name = len(self.trials) - 1, metric_named(self.metric).label
         if self.winner:
             found = self.winning.difference
@@ -137,7 +137,7 @@ class SearchReport:
         )
 
     def notes(self) -> list[str]:
-        """How the figures were measured, a line each."""
+        """Say how the figures were measured, a line each."""
         others = len(self.trials) - 1
         lines = [
             f"{self.prompts} validation prompts{_leaving(self.rungs)}, batch {self.batch_size}, at most "
@@ -244,7 +244,7 @@ def critical_value(comparisons: int) -> float:
 
 
 def warning(trained_on: int, prompts: int) -> str:
-    """What to say of validation data that a checkpoint was trained on."""
+    """The warning about validation data that a checkpoint was trained on."""
     return (
         f"WARNING: the checkpoint was trained on {trained_on} of these {prompts} validation prompts: the scores are of "
         "what it has seen, and say little about new prompts. Train one that holds them out for a search that counts."

@@ -146,7 +146,7 @@ def _trained_on(
     options: Mapping[str, Any],
     examples: Sequence[Example],
 ) -> int:
-    """How many of the examples the checkpoint was trained on.
+    """Count the examples that the checkpoint was trained on.
 
     With the options that it was trained with none, by what a validation split is; with others, by looking.
     """

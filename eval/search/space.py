@@ -60,7 +60,7 @@ class OverSteps(Cost):
 
 @dataclass(frozen=True)
 class Budget:
-    """What every schedule of a search has to reach.
+    """The target that every schedule of a search has to reach.
 
     Attributes:
         cost: of decode steps.
@@ -86,7 +86,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Space:
-    """Where a search looks. The budgets (max and min) aren't here: the target decides them, with a spread from 0 to 1.
+    """The space that a search looks in.
+
+    The budgets (max and min) aren't here: the target decides them, with a spread from 0 to 1.
 
     Raises ConfigError where one of them is empty, or names a number below 1.
     """
@@ -154,12 +156,12 @@ def choose_schedules(
 
 
 def behaviour(schedule: SkipSchedule, tokens: int) -> Hashable:
-    """What a schedule does with the prompt and the first `tokens` generated tokens: equal for two that do the same."""
+    """The layers that the prompt and the first `tokens` generated tokens run: equal for two that do the same."""
     return schedule.num_layers, schedule.prompt_layers, tuple(schedule.layers_at(i) for i in range(tokens))
 
 
 def spread_of(schedule: SkipSchedule) -> float:
-    """How far max and min lie apart, as in `solve_schedule`: (max - min) / (max + min)."""
+    """The distance of max and min, as in `solve_schedule`: (max - min) / (max + min)."""
     return (schedule.max_layers - schedule.min_layers) / (schedule.max_layers + schedule.min_layers)
 
 

@@ -91,7 +91,7 @@ class Validation:
 
 
 def rung_ends(prompts: int, batch_size: int) -> list[int]:
-    """How many of the prompts are decoded when each rung ends: all, and halves before, none below LEAST or a batch.
+    """Prompts that are decoded when each rung ends: all, and halves before, none below LEAST or a batch.
 
     >>> rung_ends(600, batch_size=32)
     [150, 300, 600]

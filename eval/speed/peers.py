@@ -1,4 +1,4 @@
-"""What decoding is timed against, behind one interface: this library, transformers, CTranslate2."""
+"""Decoders that are timed in turns, behind one interface: this library, transformers, CTranslate2."""
 
 import contextlib
 import multiprocessing

@@ -19,7 +19,7 @@ from skipdecode.ratio import Ratio
 
 @dataclass(frozen=True)
 class SpeedConditions:
-    """What was measured, where and how.
+    """The conditions of a benchmark: what was measured, where and how.
 
     Attributes:
         copy_bytes_per_second: bytes that a large copy read and wrote each second, in between the repeats.
@@ -112,7 +112,7 @@ class SpeedReport:
         return [self._table(rows, f"{title} {batch_size}").to_rich() for batch_size, rows in self._by_batch()]
 
     def notes(self) -> list[str]:
-        """How the figures were measured, a line each."""
+        """Say how the figures were measured, a line each."""
         c = self.conditions
         solved = "calibrated on this machine" if c.calibrated else "predicted"
         return [

@@ -1,4 +1,4 @@
-"""What decodes a test set, behind one interface: a checkpoint under a schedule, and what it is measured against."""
+"""Systems that decode a test set, behind one interface: a checkpoint under a schedule, and its rivals."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -206,7 +206,7 @@ class KeyValues:
 
 
 def margins(logits: torch.Tensor) -> list[float]:
-    """How much more probable each row's likeliest token is than the next, from logits [rows, vocabulary]."""
+    """Probability of each row's likeliest token less that of the next, from logits [rows, vocabulary]."""
     likeliest = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values
     return [first - second for first, second in likeliest.tolist()]  # few numbers: each operation of torch costs more
 
