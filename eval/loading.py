@@ -70,7 +70,9 @@ def load_request(request: Request) -> Loaded:
     examples = list(islice(task.stream("test"), request.limit))
     validation = []
     if request.system == "calm" and set(request.targets) != {1.0}:
-        validation = validation_examples(task, PROMPTS, "--system calm needs it, or thresholds by --calm-threshold")
+        validation = validation_examples(
+            task, PROMPTS, "--system calm finds its thresholds on it; or name thresholds with --calm-threshold"
+        )
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     longest = remembered(config, name).get("max_prompt_tokens", task.max_prompt_tokens)
 

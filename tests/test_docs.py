@@ -91,8 +91,8 @@ def run(words: list[str]) -> None:
         status = train.cli.main([*rest, *SMALLER["train"], *rows])
     elif script == "-m":
         module, rest = rest[0], rest[1:]
-        mains: dict[str, Any] = {"eval": eval.cli, "eval.report": eval.report.cli, "eval.speed": eval.speed}
-        mains["eval.search"] = eval.search
+        mains: dict[str, Any] = {"eval": eval.cli, "eval.report": eval.report.cli, "eval.speed": eval.speed.cli}
+        mains["eval.search"] = eval.search.cli
         smaller = {"eval": SMALLER["eval"], "eval.search": SMALLER["search"]}.get(module, [])
         status = mains[module].main([*rest, *smaller])
     elif script == "skipdecode":

@@ -151,10 +151,10 @@ def _entries(
     """This library's decoders, at full depth and at each target that can be reached."""
     entries = []
     for kind in weights:
-        conditions = {"batch_size": batch_size, "prompt_length": request.prompt_length}
-        cost: Cost = (
-            CostModel.of(model).at(**conditions) if request.predict else measure_cost(model, weights=kind, **conditions)
-        )
+        if request.predict:
+            cost: Cost = CostModel.of(model).at(prompt_length=request.prompt_length, batch_size=batch_size)
+        else:
+            cost = measure_cost(model, batch_size=batch_size, prompt_length=request.prompt_length, weights=kind)
         for speedup in sorted({1.0, *request.speedups}):
             try:
                 schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1)
