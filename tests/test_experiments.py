@@ -11,9 +11,9 @@ from small_runs import SMALL, metrics
 from tiny_models import ragged_prompts
 from transformers import AutoModelForCausalLM
 
-import eval.lock
+import eval.output
 import train.run
-from eval.lock import only_writer
+from eval.output import only_writer
 from scripts.experiments import objectives, rivals, runner, spreads
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import Experiment, resolve, run_unfinished
@@ -152,7 +152,7 @@ def test_what_cannot_be_trained_is_left_out_unless_it_is_named(
 
 
 def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(eval.output, "PATIENCE", 0.1)
     monkeypatch.setattr(sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS])
     with only_writer(tmp_path, "--output"), pytest.raises(ConfigError, match="another run is writing here"):
         spreads.main()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from eval.results import Report, markdown_table
+from eval.results import Report
+from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, make_parser, run_experiment
 from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
@@ -63,7 +64,8 @@ def main() -> int:
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
         rows = [[name, str(steps(name, variants)), *cells(report)] for name, report in reports.items()]
-        return markdown_table(["trained by", "steps", *(f"{speed:g}x" for speed in SPEEDS), "worst of 1x's"], rows)
+        headers = ["trained by", "steps", *(f"{speed:g}x" for speed in SPEEDS), "worst of 1x's"]
+        return [Table(headers, rows).to_markdown()]
 
     made = {name: partial(overrides, name) for name in OBJECTIVES}
     return run_experiment(options, Experiment("objectives", "ways to train, at equal work", made, table, steady))

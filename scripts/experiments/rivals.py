@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from eval.results import Report, Row, markdown_table
+from eval.results import Report, Row
+from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, at_speeds, make_parser, run_experiment
 from scripts.experiments.variants import Variants
 from skipdecode.checkpoint import SkipConfig
@@ -23,7 +24,14 @@ from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 
 TIMED = ("1", "8")
-HEADS = ["trained as", "layers a token", "BLEU [95 %]", "slot errors", "batch 32", *(f"batch {size}" for size in TIMED)]
+HEADERS = [
+    "trained as",
+    "layers a token",
+    "BLEU [95 %]",
+    "slot errors",
+    "batch 32",
+    *(f"batch {size}" for size in TIMED),
+]
 DRAWN = ["skipdecode", "skipdecode-constant", "unified", "d3", "early-termination", "shallow"]
 DRAWN += ["early-exit", "early-exit, calm"]
 # Full depth in every step, whatever the recipe draws from.
@@ -118,7 +126,7 @@ def tables(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
                 target = as_fast_as if row.speedup_target is None else row.speedup_target
                 if target is not None and abs(target - speed) < 0.5:
                     rows.append(cells(label if target == speed else f"{label} ({target:g}x)", row))
-        lines += [f"Target {speed:g}x:", "", *markdown_table(HEADS, rows), ""]
+        lines += [f"Target {speed:g}x:", "", Table(HEADERS, rows).to_markdown(), ""]
     return lines
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from configs.files import ROOT
 from eval.console import bar_columns, make_console
-from eval.files import ROOT, write_whole
-from eval.frontier import draw_frontier
-from eval.lock import only_writer
-from eval.results import FILE_NAME, Report, markdown_table
+from eval.drawing import draw_frontier
+from eval.output import only_writer
+from eval.results import FILE_NAME, Report
+from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.errors import ConfigError, check_counts, unknown
+from skipdecode.files import write_whole
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
 
@@ -118,7 +120,7 @@ def print_work(variants: Variants, overrides: Mapping[str, Sequence[str]]) -> No
     rows = [
         [name, f"{variants.layers(each)}", f"{variants.work(each) / whole:.2f}"] for name, each in overrides.items()
     ]
-    print(*markdown_table(["variant", "layers", "work a step"], rows), sep="\n")
+    print(Table(["variant", "layers", "work a step"], rows).to_markdown())
     print("\nWork: passes of a column through a layer, over the recipe's own; the LM head isn't counted.\n", flush=True)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from eval.results import Report, markdown_table
+from eval.results import Report
+from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, make_parser, run_experiment
 from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
@@ -35,8 +36,9 @@ def main() -> int:
         return {spread: each for spread, each in found.items() if each}
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
-        heads = ["spread", *(f"{speed:g}x: max to min, measured, BLEU [seeds]" for speed in SPEEDS)]
-        return markdown_table(heads, [[spread, *cells(each)] for spread, each in by_spread(reports).items()])
+        headers = ["spread", *(f"{speed:g}x: max to min, measured, BLEU [seeds]" for speed in SPEEDS)]
+        rows = [[spread, *cells(each)] for spread, each in by_spread(reports).items()]
+        return [Table(headers, rows).to_markdown()]
 
     def means(reports: Mapping[str, Report]) -> dict[str, Report]:
         return {f"spread {spread}": mean(each) for spread, each in by_spread(reports).items()}
