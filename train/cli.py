@@ -46,8 +46,10 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _train(recipe: Recipe, options: argparse.Namespace) -> int:
+    from train.progress import quiet_libraries
     from train.stops import RunStopped
 
+    quiet_libraries(with_deepspeed=recipe.deepspeed.config is not None)
     try:
         if options.dry_run:
             from train.dry_run.rehearsal import dry_run, print_dry_run

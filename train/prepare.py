@@ -1,6 +1,5 @@
 """Everything that a run needs, built and checked before anything is written."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -10,7 +9,7 @@ from typing import Any
 import datasets
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from data import Task
 from data.columns import ColumnCollator
@@ -94,11 +93,11 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
     """Say what is about to be trained."""
     model, encoded, arguments = prepared.model, prepared.encoded, prepared.arguments
     processes = arguments.world_size
+    held = count_parameters(model.parameters())
+    trained = count_parameters(p for p in model.parameters() if p.requires_grad)
     console.print(
-        f"{name}: {count_parameters(model.parameters()) / 1e6:.2f} M parameters, "
-        f"{count_parameters(p for p in model.parameters() if p.requires_grad) / 1e6:.2f} M of them trained, "
-        f"{len(encoded.rows)} rows, "
-        f"{prepared.rows_a_step} rows a step on {processes} process{'es' if processes > 1 else ''}"
+        f"{name}: {held / 1e6:.2f} M parameters{f' ({trained / 1e6:.2f} M trained)' if trained < held else ''}, "
+        f"{len(encoded.rows)} rows, {prepared.rows_a_step} a step on {processes} process{'es' if processes > 1 else ''}"
     )
     if encoded.prompts_cut:
         console.print(
@@ -121,8 +120,8 @@ def describe_schedules(prepared: Prepared) -> list[str]:
 
 
 def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCallback]) -> SkipTrainer:
-    """The trainer of what was prepared."""
-    return SkipTrainer(
+    """The trainer of what was prepared; what it shows, the callbacks do."""
+    trainer = SkipTrainer(
         model=prepared.model,
         args=prepared.arguments,
         train_dataset=prepared.encoded.rows,
@@ -134,6 +133,8 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         skip_config=prepared.skip_config,
         objective=Objective.of(recipe.optim),
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[ScheduleSampler, SkipConfig]:
@@ -237,7 +238,7 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             deepspeed=deepspeed,
             use_cpu=not torch.accelerator.is_available(),  # else torchrun's processes would each train alone
             dataloader_pin_memory=torch.accelerator.is_available(),
-            disable_tqdm=not sys.stderr.isatty(),
+            disable_tqdm=True,  # for train.progress to show
         )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error

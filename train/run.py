@@ -27,10 +27,11 @@ from train.distributed import check_world_size, is_first_process, on_first_proce
 from train.evaluation import check_evaluation, evaluate_run
 from train.output import RECIPE_FILE, check_folder, is_finished
 from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
+from train.progress import TrainingProgress
 from train.publish import check_name, describe, pack, send
 from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
-from train.tracking import MetricsFile, TimeEstimate
+from train.tracking import MetricsFile
 from train.trainer import SkipTrainer
 from train.weights_and_biases import SCHEDULES_FILE, Mode, choose_mode, tracked
 
@@ -108,10 +109,11 @@ def _train(
     recipe: Recipe, task: Task, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console
 ) -> None:
     stop = StopOnSignal()
-    trainer = make_trainer(recipe, prepared, [MetricsFile(folder), TimeEstimate(console), stop])
-    if checkpoint is not None:
-        console.print(f"continuing from {checkpoint}", soft_wrap=True)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with TrainingProgress(console) as progress:
+        trainer = make_trainer(recipe, prepared, [MetricsFile(folder), progress, stop])
+        if checkpoint is not None:
+            console.print(f"continuing from {checkpoint}", soft_wrap=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):

@@ -1,19 +1,16 @@
-"""A run's figures in its folder, and on the terminal."""
+"""A run's figures in its folder."""
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipdecode.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
-TIMED_STEPS = 8  # after the first, which warms up: schedules differ, so one says little
 
 
 class MetricsFile(TrainerCallback):
@@ -52,25 +49,6 @@ class MetricsFile(TrainerCallback):
             stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-
-
-class TimeEstimate(TrainerCallback):
-    """Says how long the run will take, as soon as a few of its steps have been timed."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._first_step = 0
-        self._start = 0.0
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._start == 0:
-            self._first_step, self._start = state.global_step, time.perf_counter()
-        elif state.global_step == self._first_step + TIMED_STEPS:
-            seconds = (time.perf_counter() - self._start) / TIMED_STEPS
-            left = (state.max_steps - state.global_step) * seconds
-            self._console.print(
-                f"{state.max_steps} steps, {seconds:.2f} s each so far: about {left / 60:.0f} minutes to go"
-            )
 
 
 def _step_of(line: str) -> float:

@@ -1,0 +1,135 @@
+"""What a training run shows: a bar that closes, and few rows, none wider than 80 columns."""
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_runs import SMALL, metrics, train_small
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from eval.console import make_console
+from train.progress import ROWS, TrainingProgress
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = {"loss": 12.3456, "grad_norm": 0.9, "layers_per_token": 6.5, "tokens_per_second": 123456.7, "epoch": 1.0}
+VALIDATION = {"eval_loss": 2.0, "eval_loss_1x": 1.5, "eval_loss_2.25x": 2.0, "eval_loss_4x": 2.5, "eval_runtime": 1.0}
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=80, highlight=False)
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=80, highlight=False)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines that a terminal was given, those that were overwritten later too, without colours and empty ones."""
+    return [line.rstrip() for line in CONTROL.sub("\n", COLOUR.sub("", text)).splitlines() if line.strip()]
+
+
+def take_steps(progress: TrainingProgress, folder: Path, *, first: int = 0, last: int, steps: int) -> None:
+    """The events of a run's steps from one to another, each of which is logged."""
+    arguments, control = TrainingArguments(output_dir=str(folder), use_cpu=True), TrainerControl()
+    state = TrainerState(global_step=first, max_steps=steps)
+    progress.on_train_begin(arguments, state, control)
+    for step in range(first + 1, last + 1):
+        state.global_step = step
+        progress.on_step_end(arguments, state, control)
+        progress.on_log(arguments, state, control, logs=LOGS)
+    progress.on_log(arguments, state, control, logs=VALIDATION)
+    progress.on_log(arguments, state, control, logs={"train_runtime": 1.0})
+
+
+def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_some_dozens(tmp_path: Path) -> None:
+    console = plain()
+    with TrainingProgress(console) as progress:
+        take_steps(progress, tmp_path, last=4_000, steps=4_000)
+    heads, *rows, validation = written(console).splitlines()
+    assert heads.split() == ["step", "loss", "grad", "norm", "layers/token", "tokens/s", "to", "go"]
+    assert ROWS <= len(rows) <= ROWS + 1
+    assert rows[0].split() == ["1/4000", "12.346", "0.9", "6.50", "123,457", "?"]
+    assert rows[-1].split()[0] == "4000/4000"
+    assert validation == "validation after step 4000: loss 1.500 at 1x to 2.500 at 4x"
+    assert max(map(len, [heads, *rows, validation])) < 80
+    assert "\x1b" not in written(console)
+
+
+def test_on_a_terminal_a_bar_says_loss_speed_and_time_to_go_and_goes_on_from_where_the_run_does(tmp_path: Path) -> None:
+    console = terminal()
+    with TrainingProgress(console) as progress:
+        take_steps(progress, tmp_path, first=400, last=600, steps=750)
+    lines = lines_of(written(console))
+    assert any(" 400/750" in line for line in lines)
+    assert re.search(r"━ 600/750 loss 12\.346, 123,457 tokens/s, 0:00:\d\d to go *$", lines[-1]), lines[-2:]
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_error_closes_the_bar(tmp_path: Path) -> None:
+    console = terminal()
+
+    def interrupt() -> None:
+        with TrainingProgress(console) as progress:
+            take_steps(progress, tmp_path, last=3, steps=9)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert written(console).endswith("\n\x1b[?25h")  # the cursor is on a line of its own, and to be seen again
+    assert "3/9 loss" in lines_of(written(console))[-1]
+
+
+def test_other_processes_show_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TrainingProgress(make_console(stderr=True, quiet=True)) as progress:
+        take_steps(progress, tmp_path, last=3, steps=3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train_small(tmp_path / "run", "train.max_steps=3", "train.validate_rows=8")
+    out, err = capsys.readouterr()
+    assert "{" not in out + err
+    assert [line.split()[0] for line in err.splitlines() if "/3 " in line] == ["1/3", "2/3", "3/3"]
+    assert "validation after step 3: loss " in err
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
+
+
+def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line(tmp_path: Path) -> None:
+    """The command in a terminal, with DeepSpeed installed and not used."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={tmp_path / 'run'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "TERM": "xterm"}
+    run = subprocess.Popen(
+        [*command, "train.max_steps=200"], cwd=ROOT, env=environment, stdout=theirs, stderr=theirs, close_fds=True
+    )
+    os.close(theirs)
+    said, interrupted = "", False
+    while True:
+        try:
+            said += os.read(ours, 65536).decode("utf-8", "replace")
+        except OSError:  # the command has ended
+            break
+        if "tokens/s, " in said and not interrupted:
+            interrupted = True
+            run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=60) == 130
+    os.close(ours)
+    lines = lines_of(said)
+    assert max(map(len, lines)) <= 80 or max(lines, key=len).startswith("interrupted")
+    assert not [line for line in lines if re.search("WARNING|DeepSpeed|{|it/s|Traceback", line)], said
+    assert lines[-1].startswith("interrupted: ")
+    assert re.search(r"━.* \d+/200 loss \d\.\d{3}, [\d,]+ tokens/s, [?:\d]+ to go$", lines[-2]), lines[-3:]

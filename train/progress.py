@@ -1,0 +1,125 @@
+"""A training run on the terminal: one bar, and now and then a row of figures."""
+
+import datetime
+import logging
+import math
+from types import TracebackType
+from typing import Any
+
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from train.distributed import is_first_process
+
+ROWS = 40  # of figures, and of validations, at most in a whole run
+WIDTHS = {"step": 15, "loss": 10, "grad norm": 12, "layers/token": 15, "tokens/s": 12, "to go": 15}  # 79 in all
+
+
+class TrainingProgress(TrainerCallback):
+    """Shows loss, speed and time to go: on a terminal in a bar, and everywhere in rows of one line.
+
+    A context, so that the bar is closed however the run ends. All figures stand in `metrics.jsonl`.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            expand=True,
+            refresh_per_second=2,
+            speed_estimate_period=math.inf,  # the last thousand steps: schedules differ, so a few say little
+            disable=console.quiet or not console.is_interactive,
+        )
+        self._task = self._bar.add_task("")
+        self._figures = ""  # of the last log, for the bar
+        self._last_row: dict[str, int] = {}  # kind of row -> its step
+
+    def __enter__(self) -> "TrainingProgress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._bar.reset(self._task, total=state.max_steps, completed=state.global_step)
+        self._bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._bar.update(self._task, completed=state.global_step)
+        self._describe()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            self._figures = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s, "
+            self._describe()
+            if "figures" not in self._last_row:
+                self._print_row({name: name for name in WIDTHS})
+            if self._is_due("figures", state):
+                self._print_row(
+                    {
+                        "step": f"{state.global_step}/{state.max_steps}",
+                        "loss": f"{logs['loss']:.3f}",
+                        "grad norm": f"{logs.get('grad_norm', math.nan):.3g}",
+                        "layers/token": f"{logs['layers_per_token']:.2f}",
+                        "tokens/s": f"{logs['tokens_per_second']:,.0f}",
+                        "to go": self._time_to_go(),
+                    }
+                )
+        elif "eval_loss" in logs and self._is_due("validation", state):
+            targets = [name for name in logs if name.startswith("eval_loss_")]  # from the slowest to the fastest
+            losses = [f"{logs[name]:.3f} at {name.removeprefix('eval_loss_')}" for name in targets]
+            said = f"{losses[0]} to {losses[-1]}" if len(losses) > 1 else losses[0]
+            self._console.print(f"validation after step {state.global_step}: loss {said}")
+
+    def _describe(self) -> None:
+        self._bar.update(self._task, description=f"{self._figures}{self._time_to_go()} to go")
+
+    def _is_due(self, kind: str, state: TrainerState) -> bool:
+        """Whether a row of a kind is shown in this step; the last step's is."""
+        passed = state.global_step - self._last_row.get(kind, -state.max_steps)
+        if passed < state.max_steps / ROWS and state.global_step < state.max_steps:
+            return False
+        self._last_row[kind] = state.global_step
+        return True
+
+    def _print_row(self, cells: dict[str, str]) -> None:
+        self._console.print("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()), soft_wrap=True)
+
+    def _time_to_go(self) -> str:
+        """Such as 0:04:12; before the second step a question mark."""
+        seconds = self._bar.tasks[0].time_remaining
+        return "?" if seconds is None else str(datetime.timedelta(seconds=seconds))
+
+
+def quiet_libraries(*, with_deepspeed: bool) -> None:
+    """Keep other libraries' progress bars, and what they say in runs that don't concern them, off this process' output.
+
+    Args:
+        with_deepspeed: let DeepSpeed's warnings through; accelerate imports it wherever it is installed.
+    """
+    downloads = not are_progress_bars_disabled()  # which take minutes
+    disable_progress_bar()  # of weights that are written and loaded
+    if downloads:
+        enable_progress_bars()
+    if not is_first_process():
+        set_verbosity_error()  # the first one says it
+    if not with_deepspeed:
+        logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
