@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from small_runs import train_small
 
 import skipdecode
+from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.seal import SEAL
-from train.card import MARK, write_card
 from train.leaks import find_path, find_secret
 from train.publish import Parcel, pack, send
 from train.recipe import load_recipe

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from data import Task
+from eval.card import EVALUATION
 from eval.decoding import encode_test_set
 from eval.request import Request
 from eval.results import Report
 from eval.run import evaluate
 from skipdecode import ConfigError, CostModel
-from train.card import EVALUATION
 from train.prepare import Prepared
 from train.recipe import Recipe
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.files import read_yaml
+from eval.card import CARD, EVALUATION
 from eval.difference import difference
 from eval.output import LOCK
 from eval.results import FILE_NAME
 from skipdecode import ConfigError
-from train.card import CARD, EVALUATION
 from train.recipe import Recipe
 
 RECIPE_FILE = "recipe.yaml"

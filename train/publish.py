@@ -12,13 +12,13 @@ from huggingface_hub.utils._validators import validate_repo_id
 from omegaconf import OmegaConf
 
 from configs.files import read_yaml
+from eval.card import CARD, write_card
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.bundle import write_custom_generate
 from skipdecode.errors import first_line
 from skipdecode.loading import load
 from skipdecode.seal import SEAL, decisive_files, seal_text
-from train.card import CARD, write_card
 from train.leaks import find_path, find_secret, without_paths
 
 # All that is ever sent: what loads the model, what says what it is, and how well it does. Not the optimiser's state,

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data import Task
+from eval.card import EVALUATION, write_card
 from eval.console import make_console
 from eval.drawing import draw_schedules
 from eval.output import only_writer
@@ -20,7 +21,6 @@ from skipdecode.files import write_whole
 from skipdecode.seal import seal
 from train.adapters import merge_adapters
 from train.build import build_model, build_task
-from train.card import EVALUATION, write_card
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
 from train.data_order import check_rows_a_step
 from train.distributed import check_world_size, is_first_process, on_first_process

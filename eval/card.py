@@ -18,7 +18,7 @@ from train.recipe import Recipe, load_recipe
 CARD = "README.md"
 MARK = "written by skipdecode: remove this line to keep what you change"
 EVALUATION = "eval"  # the folder in a checkpoint's
-TEMPLATE = Path(__file__).resolve().parent / "templates" / "card.md"
+TEMPLATE = Path(__file__).resolve().with_name("card.md")
 _DATA = {
     "e2e": ("E2E NLG: restaurants' attributes in words, with several references each.", "tuetschek/e2e_nlg"),
     "tldr": ("Reddit TL;DR: posts and their authors' summaries.", "trl-lib/tldr"),
