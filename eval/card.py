@@ -7,13 +7,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
+from configs.files import read_yaml
 from eval.results import FILE_NAME, Report, Row
 from eval.score.registry import headline, short
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import CostModel
+from skipdecode.errors import first_line
 from skipdecode.files import write_whole
-from train.recipe import Recipe, load_recipe
 
 CARD = "README.md"
 MARK = "written by skipdecode: remove this line to keep what you change"
@@ -28,12 +29,18 @@ _DATA = {
 }
 
 
-def write_card(folder: Path, repository: str | None = None) -> Path:
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds what a card is written from: the checkpoint of a finished run, and its recipe."""
+    return (folder / "config.json").exists() and (folder / "recipe.yaml").exists()
+
+
+def write_card(folder: Path, repository: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """Write `README.md` into a checkpoint's folder, unless it holds one that somebody changed.
 
     Args:
         folder: a finished run, with `eval/` in it where it was evaluated.
         repository: its name on the Hub; the folder's own without.
+        trust_remote_code: run Python code that the checkpoint brings.
 
     Returns:
         The card's path.
@@ -42,62 +49,75 @@ def write_card(folder: Path, repository: str | None = None) -> Path:
         ConfigError: where the folder holds no finished run, or an evaluation of something else.
     """
     path = folder / CARD
-    if path.exists() and MARK not in path.read_text(encoding="utf-8"):
+    if path.exists() and MARK.encode() not in path.read_bytes():
         return path
-    recipe_file = folder / "recipe.yaml"
-    if not (folder / "config.json").exists() or not recipe_file.exists():
+    if not is_run(folder):
         raise ConfigError(f"{folder} is no finished run: a card is written from its config.json and recipe.yaml")
-    recipe = load_recipe(str(recipe_file))
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=recipe.model.trust_remote_code)
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     remembered = SkipConfig.of(config)
     if remembered is None or remembered.trained_range is None:
         raise ConfigError(f"{folder} doesn't say what it was trained for: its config.json has no schedules")
     report_file = folder / EVALUATION / FILE_NAME
     report = Report.load(report_file) if report_file.exists() else None
     slowest, fastest = (f"{speedup:g}x" for speedup in remembered.trained_range)
+    texts = _read_recipe(folder / "recipe.yaml", remembered, config)
+    task = texts["task"]
     values = {
         "mark": MARK,
         "repository": repository or folder.resolve().name,
-        "base": _base(recipe, remembered, config),
         "base_model": remembered.base_model,
         "num_layers": CostModel.of(config).num_layers,
         "speeds": f"any speed from {slowest} to {fastest}" if slowest != fastest else slowest,
         "fastest": fastest,
         "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
-        "training": _training(recipe, remembered),
-        "drawn": _drawn(recipe, remembered),
         "prompt_layers": "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget",
-        "data": _DATA.get(recipe.data.task, (f"The task {recipe.data.task}.", None))[0],
+        "data": _DATA.get(task, (f"The task {task}.", None))[0],
+        **texts,
         **(_frontier(report, folder) if report is not None else {"rows": []}),
     }
     card = ModelCard.from_template(
-        _metadata(recipe, remembered, report, values["repository"]), template_path=str(TEMPLATE), **values
+        _metadata(task, remembered, report, values["repository"]), template_path=str(TEMPLATE), **values
     )
     write_whole(path, str(card).strip() + "\n")
     return path
 
 
-def _base(recipe: Recipe, remembered: SkipConfig, config: Any) -> str:
-    if recipe.model.name_or_path is None:
+def _read_recipe(file: Path, remembered: SkipConfig, config: Any) -> dict[str, str]:
+    """The name of a recipe's task, and texts on how it trains. Raises ConfigError where the file isn't a run's."""
+    recipe = read_yaml(file)
+    try:
+        return {
+            "task": str(recipe["data"]["task"]),
+            "base": _base(recipe, remembered, config),
+            "training": _training(recipe, remembered),
+            "drawn": _drawn(recipe, remembered),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is no run's recipe: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _base(recipe: dict[str, Any], remembered: SkipConfig, config: Any) -> str:
+    if recipe["model"]["name_or_path"] is None:
         return f"A model of the kind {config.model_type}, trained from scratch,"
     if remembered.base_model is None:
         return f"A model of the kind {config.model_type}"
     return f"[{remembered.base_model}](https://huggingface.co/{remembered.base_model})"
 
 
-def _training(recipe: Recipe, remembered: SkipConfig) -> str:
-    length = f"{recipe.train.epochs:g} epochs" if recipe.train.max_steps is None else f"{recipe.train.max_steps} steps"
+def _training(recipe: dict[str, Any], remembered: SkipConfig) -> str:
+    steps, rank = recipe["train"]["max_steps"], recipe["lora"]["r"]
+    length = f"{recipe['train']['epochs']:g} epochs" if steps is None else f"{steps} steps"
     known = remembered.base_model or "a checkpoint of its author's"
-    start = "from random weights" if recipe.model.name_or_path is None else f"from {known}"
-    how = f"LoRA of rank {recipe.lora.r}" if recipe.lora.r is not None else "every weight"
-    return f"Trained {start} for {length} at a learning rate of {recipe.optim.learning_rate:g}, {how}."
+    start = "from random weights" if recipe["model"]["name_or_path"] is None else f"from {known}"
+    how = f"LoRA of rank {rank}" if rank is not None else "every weight"
+    return f"Trained {start} for {length} at a learning rate of {recipe['optim']['learning_rate']:g}, {how}."
 
 
-def _drawn(recipe: Recipe, remembered: SkipConfig) -> str:
+def _drawn(recipe: dict[str, Any], remembered: SkipConfig) -> str:
     if len(remembered.schedules) == 1:
         return f"one schedule, for {next(iter(remembered.schedules)):g}x"
-    number = "the slowest, the fastest and one more" if recipe.schedule.sampling == "sandwich" else "one"
+    number = "the slowest, the fastest and one more" if recipe["schedule"]["sampling"] == "sandwich" else "one"
     return f"{number} of {len(remembered.schedules)} schedules, drawn anew"
 
 
@@ -124,16 +144,16 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
     }
 
 
-def _metadata(recipe: Recipe, remembered: SkipConfig, report: Report | None, repository: str) -> ModelCardData:
-    dataset = _DATA.get(recipe.data.task, ("", None))[1]
+def _metadata(task: str, remembered: SkipConfig, report: Report | None, repository: str) -> ModelCardData:
+    dataset = _DATA.get(task, ("", None))[1]
     results = []
     for row in report.rows if report is not None else []:
         metric = headline(row.scores)
         results.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=dataset or recipe.data.task,
-                dataset_name=recipe.data.task,
+                dataset_type=dataset or task,
+                dataset_name=task,
                 metric_type=metric.name,
                 metric_value=round(row.scores[metric.name], 2),
                 metric_name=f"{metric.label} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",

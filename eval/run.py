@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data import Example
+from eval.card import EVALUATION, is_run, write_card
 from eval.console import bar_columns, make_console
 from eval.decoding import DecodedSet, batch_count, take_turns
 from eval.drawing import draw_frontier
@@ -61,6 +62,7 @@ def _evaluate(request: Request) -> Report:
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
+    _update_card(request)
     return report
 
 
@@ -236,6 +238,16 @@ def _write(
     name = Path(report.checkpoint).name
     draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
     report.save(folder)
+
+
+def _update_card(request: Request) -> None:
+    """Where a finished run is evaluated into its own folder, its card says how well it does."""
+    folder = Path(request.checkpoint)
+    if is_run(folder) and request.output.resolve() == (folder / EVALUATION).resolve():
+        try:
+            write_card(folder, trust_remote_code=request.trust_remote_code)
+        except ConfigError as error:  # the evaluation is whole
+            make_console(stderr=True).print(f"the model card stays as it is: {error}", soft_wrap=True)
 
 
 def _show(report: Report, folder: Path) -> None:

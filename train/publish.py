@@ -20,6 +20,7 @@ from skipdecode.errors import first_line
 from skipdecode.loading import load
 from skipdecode.seal import SEAL, decisive_files, seal_text
 from train.leaks import find_path, find_secret, without_paths
+from train.recipe import load_recipe
 
 # All that is ever sent: what loads the model, what says what it is, and how well it does. Not the optimiser's state,
 # the tracker's files or checkpoints within the run; not predictions, which may quote a data set that isn't ours.
@@ -83,6 +84,7 @@ def pack(folder: Path, repository: str) -> Parcel:
         raise ConfigError(f"{folder} is no finished run: it has no config.json")
     load(str(folder))
     write_card(folder, repository)
+    load_recipe(str(folder / "recipe.yaml"))  # which is sent for others to run
     write_custom_generate(folder)
     files = sorted({path.relative_to(folder).as_posix() for pattern in SENT for path in folder.glob(pattern)})
     unsent = [file.name for file in folder.glob("*.safetensors") if file.name not in files]

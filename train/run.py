@@ -79,7 +79,7 @@ def run(recipe: Recipe, name: str) -> Path:
         if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, evaluate_run(recipe, task, folder))
         if is_first_process() and (folder / "config.json").exists():
-            write_card(folder)
+            write_card(folder, trust_remote_code=recipe.model.trust_remote_code)
             _publish(recipe.publish, folder, console)
         tracker.checkpoint(folder)
     console.print(

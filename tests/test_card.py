@@ -1,0 +1,69 @@
+"""An evaluation into a finished run's own folder is what its model card says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from small_runs import train_small
+
+import eval.cli
+from eval.card import CARD, MARK
+
+UNMEASURED = "Not measured yet"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(tmp_path_factory.mktemp("card") / "run", "train.max_steps=1")
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def evaluate(run: Path, output: Path) -> int:
+    small = ["--speedup", "1", "3", "--limit", "3", "--max-new-tokens", "6"]
+    return eval.cli.main(["--checkpoint", str(run), *small, "--output", str(output)])
+
+
+def test_an_evaluation_into_a_finished_run_updates_its_card(run: Path) -> None:
+    assert UNMEASURED in (run / CARD).read_text()
+    assert evaluate(run, run / "eval") == 0
+    text = (run / CARD).read_text()
+    assert UNMEASURED not in text
+    for row in json.loads((run / "eval" / "report.json").read_text())["rows"]:
+        assert f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['wall_clock_speedup']:.2f}x [" in text
+    assert "](eval/frontier.png)" in text
+
+
+def test_an_evaluation_elsewhere_leaves_the_card_alone(run: Path, tmp_path: Path) -> None:
+    before = (run / CARD).read_bytes()
+    assert evaluate(run, tmp_path / "elsewhere") == 0
+    assert (run / CARD).read_bytes() == before
+
+
+def test_a_card_that_somebody_changed_is_left_alone(run: Path) -> None:
+    mine = (run / CARD).read_text().replace(MARK, "").encode() + b"\xe9"  # in Latin-1
+    (run / CARD).write_bytes(mine)
+    assert evaluate(run, run / "eval") == 0
+    assert (run / CARD).read_bytes() == mine
+
+
+def test_a_checkpoint_that_is_no_run_gets_no_card(run: Path) -> None:
+    (run / "recipe.yaml").unlink()
+    (run / CARD).unlink()
+    assert evaluate(run, run / "eval") == 0
+    assert not (run / CARD).exists()
+
+
+def test_a_recipe_that_says_nothing_is_named_and_the_evaluation_stays(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "recipe.yaml").write_text("model: {name_or_path: null}\n")
+    before = (run / CARD).read_bytes()
+    assert evaluate(run, run / "eval") == 0
+    assert f"the model card stays as it is: {run / 'recipe.yaml'} is no run's recipe" in capsys.readouterr().err
+    assert (run / CARD).read_bytes() == before
+    assert (run / "eval" / "report.json").exists()
