@@ -17,7 +17,7 @@ import skipdecode
 from skipdecode import ConfigError
 from skipdecode.loading import load_model, load_tokenizer
 from skipdecode.seal import SEAL, check_seal, seal
-from train.publish import pack
+from train.publish.parcel import pack
 
 Weights = dict[str, torch.Tensor]
 FC1 = "model.decoder.layers.1.fc1.weight"

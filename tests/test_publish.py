@@ -23,8 +23,8 @@ from eval.results import Report
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.seal import SEAL
-from train.leaks import find_path, find_secret
-from train.publish import Parcel, pack, send
+from train.publish.leaks import find_path, find_secret
+from train.publish.parcel import Parcel, pack, send
 from train.recipe import load_recipe
 
 NAME = "me/small"

@@ -19,7 +19,7 @@ from skipdecode.bundle import write_custom_generate
 from skipdecode.errors import first_line
 from skipdecode.loading import load
 from skipdecode.seal import SEAL, decisive_files, seal_text
-from train.leaks import find_path, find_secret, without_paths
+from train.publish.leaks import find_path, find_secret, without_paths
 from train.recipe import load_recipe
 
 # All that is ever sent: what loads the model, what says what it is, and how well it does. Not the optimiser's state,
