@@ -46,7 +46,8 @@ def publish(options: argparse.Namespace) -> int:
 def _publish(options: argparse.Namespace) -> int:
     from transformers.utils import logging  # here: they take seconds, and a mistyped option should not
 
-    from train.publish.parcel import describe, pack, send
+    from train.publish.parcel import describe, pack
+    from train.publish.send import send
 
     logging.disable_progress_bar()
 

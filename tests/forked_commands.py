@@ -33,7 +33,7 @@ for _module in (
     "eval.search",
     "eval.speed",
     "train.dry_run.rehearsal",
-    "train.publish.parcel",
+    "train.publish.send",
     "train.run",
 ):
     importlib.import_module(_module)

@@ -24,7 +24,8 @@ from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.seal import SEAL
 from train.publish.leaks import find_path, find_secret
-from train.publish.parcel import Parcel, pack, send
+from train.publish.parcel import Parcel, pack
+from train.publish.send import send
 from train.recipe import load_recipe
 
 NAME = "me/small"

@@ -28,7 +28,8 @@ from train.evaluation import check_evaluation, evaluate_run
 from train.output import RECIPE_FILE, check_folder, is_finished
 from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
 from train.progress import TrainingProgress
-from train.publish.parcel import check_name, describe, pack, send
+from train.publish.parcel import check_name, describe, pack
+from train.publish.send import send
 from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile
