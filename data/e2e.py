@@ -203,12 +203,12 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def placeholder(slot: str) -> str:
-    """What stands for a slot's value: letters alone, so that a tokenizer trained on the text learns it as one token."""
+    """The placeholder of a slot's value: letters alone, so that a tokenizer trained on it learns it as one token."""
     return f"X{slot}"
 
 
 def _states(text: str, slot: str, hidden: Collection[str]) -> bool:
-    """Whether a text with placeholders states a slot; of a slot whose words are open that isn't asked."""
+    """Say whether a text with placeholders states a slot; of a slot whose words are open that isn't asked."""
     if slot in hidden:
         return placeholder(slot) in text
     return slot not in MENTIONS or bool(MENTIONS[slot].search(text))

@@ -1,4 +1,4 @@
-"""What a task is: where its examples come from, how a prompt reads, what a prediction is compared with."""
+"""A task: where its examples come from, how a prompt reads, what a prediction is compared with."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Example:
 
     @property
     def body(self) -> str:
-        """What of the prompt comes before the instruction."""
+        """The part of the prompt that comes before the instruction."""
         return self.prompt.removesuffix(self.instruction)
 
 

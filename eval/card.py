@@ -30,7 +30,7 @@ _DATA = {
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds what a card is written from: the checkpoint of a finished run, and its recipe."""
+    """Say whether a folder holds what a card is written from: the checkpoint of a finished run, and its recipe."""
     return (folder / "config.json").exists() and (folder / "recipe.yaml").exists()
 
 

@@ -241,7 +241,7 @@ def _write(
 
 
 def _update_card(request: Request) -> None:
-    """Where a finished run is evaluated into its own folder, its card says how well it does."""
+    """Write the card of a finished run anew where it is evaluated into its own folder."""
     folder = Path(request.checkpoint)
     if is_run(folder) and request.output.resolve() == (folder / EVALUATION).resolve():
         try:

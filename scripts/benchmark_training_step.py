@@ -1,4 +1,4 @@
-"""How much faster a training step gets under a schedule, beside the share of layer-columns that is left.
+"""The time of a training step under a schedule, over full depth's, beside the share of layer-columns that is left.
 
     python scripts/benchmark_training_step.py --shape opt-tiny --speedup 2 3 4
 

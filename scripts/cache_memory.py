@@ -23,7 +23,7 @@ from skipdecode.loop import GenerativeModel
 
 
 def held_bytes(model: GenerativeModel, schedule: SkipSchedule, ids: torch.Tensor, new_tokens: int) -> int:
-    """What the cache of a generation of `new_tokens` holds."""
+    """Count the bytes that the cache of a generation of `new_tokens` holds."""
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

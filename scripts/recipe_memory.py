@@ -1,4 +1,4 @@
-"""What every recipe needs of a GPU's memory, on 1, 2, 4 and 8 of them: the table of recipes/README.md.
+"""The memory that every recipe needs of a GPU, on 1, 2, 4 and 8 of them: the table of recipes/README.md.
 
     python scripts/recipe_memory.py                  # or: --recipe e2e-opt-1.3b tldr-opt-6.7b --gpus 1 2 16
 

@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def read_trials() -> list[Trial]:
-    """Those of both files."""
+    """The cases of both files."""
     inputs = yaml.safe_load((ROOT / "scripts" / "bad_inputs.yaml").read_text(encoding="utf-8"))
     faults = yaml.safe_load((ROOT / "scripts" / "faults.yaml").read_text(encoding="utf-8"))
     return [
@@ -146,7 +146,7 @@ class Running:
         self._began = time.monotonic()
 
     def ended(self) -> bool:
-        """Whether it has ended; does what is due."""
+        """Do what is due, and say whether it has ended."""
         trial, passed = self.trial, time.monotonic() - self._began
         if self._main is None:
             assert self._beside is not None
@@ -171,7 +171,7 @@ class Running:
         return self._main.stderr or self._main.stdout
 
     def complaints(self) -> list[str]:
-        """What is wrong, a line each; ends what still runs."""
+        """End what still runs, and say what is wrong, a line each."""
         trial, main = self.trial, self._main
         assert main is not None
         found = []

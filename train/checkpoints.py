@@ -94,7 +94,7 @@ def stopped_if_unwritten(name: str, run_folder: Path) -> Iterator[None]:
 
 
 def resume_advice(run_folder: Path) -> str:
-    """What the user of a run that stopped has, and can do."""
+    """One line on what the user of a run that stopped has, and can do."""
     if (run_folder / "config.json").exists():
         return f"{run_folder} holds the trained checkpoint; the same command goes on with what comes after it"
     last = next(_newest_first(run_folder), None)

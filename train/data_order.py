@@ -1,4 +1,4 @@
-"""Which rows each optimiser step trains on: a function of the seed and the step, however processes share the rows."""
+"""The rows of each optimiser step: a function of the seed and the step, however processes share the rows."""
 
 import json
 import random

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
+    """Say whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def on_first_process(work: Callable[[], T]) -> T:
-    """What `work` gives in the first process, on all of them; where it can't, they all raise its error."""
+    """Do `work` in the first process and return what it gives on all; where it can't, they all raise its error."""
     outcome: list[Any] = [None, None]
     if is_first_process():
         try:

@@ -14,7 +14,7 @@ from skipdecode.families import decoder_layers, exit_head
 
 @dataclass(frozen=True)
 class Exits:
-    """What each layer of a forward pass gave.
+    """The outputs of each layer of a forward pass.
 
     Attributes:
         hidden: after each layer, bottom first, of the columns that predict the completion, [batch, new tokens, hidden].

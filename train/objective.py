@@ -18,7 +18,7 @@ BANDS = 4  # the depth is cut into as many bands for logging
 
 @dataclass(frozen=True)
 class Objective:
-    """What a training step minimises.
+    """The loss that a training step minimises.
 
     Attributes:
         depth_weight_power, label_smoothing: as in `completion_loss`.
@@ -40,7 +40,7 @@ class Objective:
         )
 
     def totals(self, schedules: Sequence[SkipSchedule], labels: torch.Tensor) -> torch.Tensor:
-        """What the losses of a batch are divided by: its tokens, and for each schedule their weights, [1 + schedules].
+        """The divisors of a batch's losses: its tokens, and for each schedule their weights, [1 + schedules].
 
         Those of a step's parts and processes add up to the step's.
 
@@ -177,7 +177,7 @@ def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.T
 
 
 def predicting_budgets(schedule: SkipSchedule, new_tokens: int) -> list[int]:
-    """How many layers ran in the column that predicts each of the first `new_tokens` generated tokens.
+    """The number of layers that ran in the column that predicts each of the first `new_tokens` generated tokens.
 
     Token 0 is predicted by the prompt's last column, token i + 1 by step i.
     """
@@ -196,7 +196,7 @@ class DepthBands:
         return min(BANDS - 1, (budget - 1) * BANDS // self.num_layers)
 
     def name(self, band: int) -> str:
-        """Such as `loss_layers_1_to_3`: the budgets that belong to the band."""
+        """Name a band by its budgets, such as `loss_layers_1_to_3`."""
         inside = [k for k in range(1, self.num_layers + 1) if self.band(k) == band]
         return f"loss_layers_{inside[0]}_to_{inside[-1]}" if inside else f"loss_band_{band}"
 

@@ -21,7 +21,7 @@ _MAY_CHANGE |= {"train.per_device_batch_size", "train.gradient_accumulation_step
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds the checkpoint that a run ends with."""
+    """Say whether a folder holds the checkpoint that a run ends with."""
     return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
 
 

@@ -32,7 +32,7 @@ LONGEST_EXAMPLE = 400  # characters of a prompt that a checkpoint remembers as a
 
 @dataclass(frozen=True)
 class Prepared:
-    """What trains, on what, under which schedules.
+    """A model, the rows that it trains on and the schedules that it trains under.
 
     Attributes:
         model: as it is trained: a PeftModel around it where adapters are.

@@ -93,7 +93,7 @@ class TrainingProgress(TrainerCallback):
         self._bar.update(self._task, description=f"{self._figures}{self._time_to_go()} to go")
 
     def _is_due(self, kind: str, state: TrainerState) -> bool:
-        """Whether a row of a kind is shown in this step; the last step's is."""
+        """Say whether a row of a kind is shown in this step; the last step's is."""
         passed = state.global_step - self._last_row.get(kind, -state.max_steps)
         if passed < state.max_steps / ROWS and state.global_step < state.max_steps:
             return False
@@ -104,7 +104,7 @@ class TrainingProgress(TrainerCallback):
         self._console.print("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()), soft_wrap=True)
 
     def _time_to_go(self) -> str:
-        """Such as 0:04:12; before the second step a question mark."""
+        """The time to go, such as 0:04:12; before the second step a question mark."""
         seconds = self._bar.tasks[0].time_remaining
         return "?" if seconds is None else str(datetime.timedelta(seconds=seconds))
 

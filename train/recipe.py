@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is trained: a pretrained model, or a shape with random weights."""
+    """The model that is trained: a pretrained one, or a shape with random weights."""
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
@@ -40,7 +40,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What it is trained on."""
+    """The data that it is trained on."""
 
     task: str = Field(description="the task's name")
     path: str | None = Field(None, description="a local folder; null reads the Hub, or is right for a built-in task")
@@ -105,7 +105,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """How long, in what batches, how often to log and save."""
+    """The length of the run, its batches, and how often it logs and saves."""
 
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless max_steps is given")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps; overrides epochs")
@@ -179,7 +179,7 @@ class PublishSection(Section):
 
 
 class OutputSection(Section):
-    """Where the run goes."""
+    """The folder that the run goes into."""
 
     dir: str | None = Field(None, description="a folder that holds no other run; null: outputs/RECIPE")
 

@@ -153,7 +153,7 @@ def _publish(section: PublishSection, folder: Path, console: Console) -> None:
 
 
 def _limit_new_tokens(folder: Path, most: int) -> None:
-    """What `generate` writes where its caller doesn't say how much: else transformers stops after 20 tokens."""
+    """Set how much `generate` writes where its caller doesn't say: else transformers stops after 20 tokens."""
     config = GenerationConfig.from_pretrained(folder)
     config.max_new_tokens = most
     config.save_pretrained(folder)

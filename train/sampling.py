@@ -1,4 +1,4 @@
-"""Which schedules a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
+"""The schedules that a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
 
 import math
 import random
@@ -39,7 +39,7 @@ class ScheduleSampler:
     sampling: Sampling = "one"
 
     def at(self, step: int) -> tuple[Draw, ...]:
-        """What the step (0-based) runs, slowest first."""
+        """The draws that the step (0-based) runs, slowest first."""
         # A string is hashed the same on every platform and in every version of Python; an int or a tuple is not.
         generator = random.Random(f"schedule:{self.seed}:{step}")
         drawn = range(len(self.schedules))

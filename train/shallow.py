@@ -8,7 +8,7 @@ from skipdecode.prune import keep_in_config, keep_layers
 
 
 def kept_layers(num_layers: int, keep: int) -> tuple[int, ...]:
-    """Which layers a shallow model keeps: evenly spaced, the first and the last among them.
+    """The layers that a shallow model keeps: evenly spaced, the first and the last among them.
 
     They are those that a constant budget of `keep` runs under even placement. One layer alone is the first.
 

@@ -1,4 +1,4 @@
-"""How a run ends before its time: by a signal, by a loss that isn't finite, by a full disk."""
+"""Ends of a run before its time: by a signal, by a loss that isn't finite, by a full disk."""
 
 import signal
 from types import FrameType
@@ -53,7 +53,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on one rank at least."""
+    """Say whether the flag is set on one rank at least."""
     if not torch.distributed.is_initialized():
         return flag
     flags = torch.tensor(int(flag), device=device)
@@ -73,5 +73,5 @@ class FiniteLoss:
         self._finite = finite if self._finite is None else self._finite & finite
 
     def broken(self, device: torch.device) -> bool:
-        """Whether a loss of any rank was not finite; to be asked on all ranks together."""
+        """Say whether a loss of any rank was not finite; to be asked on all ranks together."""
         return _any_rank(self._finite is not None and not bool(self._finite), device)

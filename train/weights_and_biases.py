@@ -27,7 +27,7 @@ _ARTIFACT = ("*.json", "*.safetensors", "*.jinja", "*.txt", "recipe.yaml", "eval
 
 
 class Tracker:
-    """What a run shows beside its figures. Where there is no W&B run it does nothing."""
+    """The pictures and tables that a run shows beside its figures. Where there is no W&B run it does nothing."""
 
     def __init__(self, run: Any | None) -> None:
         self._run = run
@@ -79,7 +79,7 @@ class Tracker:
 
 
 def choose_mode(section: TrackingSection, console: Console) -> Mode:
-    """How a run is tracked: with "auto" online where W&B takes the key that is set, within SECONDS, else offline.
+    """Choose how a run is tracked: with "auto" online where W&B takes the key that is set within SECONDS, else offline.
 
     Raises ConfigError where it must be online and can't.
     """

@@ -1,4 +1,4 @@
-"""What must not leave with a checkpoint: secrets are found, and this machine's paths are made relative."""
+"""Things that must not leave with a checkpoint: secrets are found, and this machine's paths are made relative."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _PRIVATE = ("home", "Users", "root", "tmp", "mnt", "media", "data", "scratch", "
 
 
 def find_secret(text: str, name: str | None = None) -> str | None:
-    """What kind of secret a text seems to hold; None where none is seen. Nothing is sent anywhere to find out.
+    """The kind of secret that a text seems to hold; None where none is seen. Nothing is sent anywhere to find out.
 
     Args:
         text: of a file.

@@ -1,4 +1,4 @@
-"""What is sent of a finished run: its checkpoint, checked, and nothing else."""
+"""The parcel that is sent of a finished run: its checkpoint, checked, and nothing else."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _VOCABULARIES = ("tokenizer.json", "added_tokens.json", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True)
 class Parcel:
-    """What will be sent.
+    """The files that will be sent.
 
     Attributes:
         folder: the checkpoint's.
@@ -93,7 +93,7 @@ def pack(folder: Path, repository: str) -> Parcel:
 
 
 def _content(folder: Path, name: str) -> bytes | Path:
-    """What is sent of a file. Raises ConfigError for what should not be sent."""
+    """The content that is sent of a file. Raises ConfigError for what should not be sent."""
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise ConfigError(f"{path} is a link to {path.resolve()}: put the file itself there to send it")
@@ -126,6 +126,6 @@ def _relative(path: Path, text: str) -> str:
 
 
 def describe(parcel: Parcel) -> Sequence[str]:
-    """What will be sent, a line each."""
+    """A line for each file that will be sent, with its size."""
     lines = [f"{size:>14,}  {name}" for name, size in parcel.sizes.items()]
     return [*lines, f"{sum(parcel.sizes.values()):>14,}  bytes in all, to {parcel.repository}"]
