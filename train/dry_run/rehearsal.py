@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
 from train.build import build_task
-from train.distributed import is_first_process
+from train.distributed import is_first_process, whole_weights
 from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
 from train.dry_run.work import mean_work, step_work
 from train.evaluation import check_evaluation
@@ -77,9 +77,10 @@ def dry_run(recipe: Recipe) -> DryRun:
     batch = _widest(rows, recipe.train.per_device_batch_size)
     prompt_columns = max(len(row["prompt_ids"]) for row in batch)
     new_tokens = max(len(row["completion_ids"]) for row in batch)
-    sampler, simulated = heaviest_step(
-        recipe, prepared.model.config, prepared.sampler, prompt_columns=prompt_columns, new_tokens=new_tokens
-    )
+    with whole_weights(prepared.arguments):  # also of the simulated model
+        sampler, simulated = heaviest_step(
+            recipe, prepared.model.config, prepared.sampler, prompt_columns=prompt_columns, new_tokens=new_tokens
+        )
     processes = prepared.arguments.world_size
     copies = recipe.train.gradient_accumulation_steps * processes
     watch = StepWatch(simulated.weights)
