@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
@@ -93,7 +93,6 @@ def dry_run(recipe: Recipe) -> DryRun:
             arguments=_rehearsal_arguments(prepared.arguments, elsewhere),
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
     steps, distils = _steps(recipe, len(rows), processes), bool(recipe.optim.distillation)
     prompt, completion = (float(lengths.mean()) for lengths in row_lengths(rows))
@@ -131,7 +130,6 @@ def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingA
     changed.logging_strategy = IntervalStrategy.NO
     changed.train_sampling_strategy = "sequential"
     changed.report_to = []
-    changed.disable_tqdm = True
     return changed
 
 
