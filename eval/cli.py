@@ -93,6 +93,7 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         dest="speedups",
         nargs="+",
         type=float,
+        default=[],
         metavar="X",
         help="target wall-clock speedups; 1x is added (default 1 2 3 4; none with --reference or --calm-threshold)",
     )

@@ -47,7 +47,7 @@ STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
     "ytick.labelcolor": INK,
     "legend.frameon": False,
 }
-MOST_MAPS = 5  # of schedules in one picture; of more targets, as many evenly spaced ones
+MOST_MAPS = 5  # of schedules in one picture; of more, as many evenly spaced ones
 
 
 def save_png(path: Path, figure: Figure) -> None:
@@ -174,15 +174,15 @@ def draw_schedules(path: Path, schedules: Mapping[float, SkipSchedule], *, token
 
     `tokens` to the right; by default a quarter more than the longest horizon.
     """
-    targets = sorted(schedules)
-    if len(targets) > MOST_MAPS:
-        targets = [targets[round(n * (len(targets) - 1) / (MOST_MAPS - 1))] for n in range(MOST_MAPS)]
-    tokens = tokens or max(round(1.25 * schedules[target].horizon) for target in targets)
+    speedups = sorted(schedules)
+    if len(speedups) > MOST_MAPS:
+        speedups = [speedups[round(n * (len(speedups) - 1) / (MOST_MAPS - 1))] for n in range(MOST_MAPS)]
+    tokens = tokens or max(round(1.25 * schedules[speedup].horizon) for speedup in speedups)
     with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.titlesize": 9}):
-        figure = Figure(figsize=(1.2 + 1.9 * len(targets), 2.9), layout="constrained")
-        panels = figure.subplots(1, len(targets), sharey=True, squeeze=False)
-        for axes, target in zip(panels[0], targets, strict=True):
-            draw_layers(axes, schedules[target], tokens)
-            axes.set_title(f"{target:g}x: {schedules[target].mean_budget(tokens):.1f} layers")
+        figure = Figure(figsize=(1.2 + 1.9 * len(speedups), 2.9), layout="constrained")
+        panels = figure.subplots(1, len(speedups), sharey=True, squeeze=False)
+        for axes, speedup in zip(panels[0], speedups, strict=True):
+            draw_layers(axes, schedules[speedup], tokens)
+            axes.set_title(f"{speedup:g}x: {schedules[speedup].mean_budget(tokens):.1f} layers")
         panels[0][0].set_ylabel("layer")
         save_png(path, figure)

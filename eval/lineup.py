@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         weights: what decode steps compute with.
-        schedules: of the targets.
+        schedules: by speedup.
     """
 
     weights: Weights
@@ -38,13 +38,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a journal."""
-        schedules = [[target, schedule.to_dict()] for target, schedule in self.schedules.items()]
+        schedules = [[speedup, schedule.to_dict()] for speedup, schedule in self.schedules.items()]
         return {"weights": self.weights, "schedules": schedules}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
         """The plan that `to_dict` described."""
-        schedules = {float(target): SkipSchedule.from_dict(schedule) for target, schedule in values["schedules"]}
+        schedules = {float(speedup): SkipSchedule.from_dict(schedule) for speedup, schedule in values["schedules"]}
         return cls(values["weights"], schedules)
 
 
@@ -67,15 +67,15 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     if request.system == "calm" and reason is not None:
         raise ConfigError(f"--system calm can't decode with this model: {reason}")
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
-    targets = request.targets if reference is not None else (1.0, *(t for t in request.targets if t != 1))
-    if reference is not None and targets != (1.0,) and reference.cost != checkpoint.cost:
+    speedups = request.speedups if reference is not None else (1.0, *(s for s in request.speedups if s != 1))
+    if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost:
         raise ConfigError(
-            f"--speedup is {list(targets)}: a target is over the checkpoint's own full depth, and --reference "
+            f"--speedup is {list(speedups)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
         )
     decoder = replace(checkpoint, weights=weights)
     config, cost = solved_by(config, decoder, loaded.prompt_ids, request.batch_size, calibrate=request.calibrate)
-    return Plan(weights, {target: config.schedule_for(cost, target) for target in targets})
+    return Plan(weights, {speedup: config.schedule_for(cost, speedup) for speedup in speedups})
 
 
 def solved_by(
@@ -129,14 +129,14 @@ def _thresholds(
     request: Request, loaded: Loaded, plan: Plan, journal: Journal, console: Console
 ) -> dict[float, Threshold]:
     """Of each target, where systems are confidence exits."""
-    targets = [target for target in request.targets if target > 1 and request.system == "calm"]
+    speedups = [speedup for speedup in request.speedups if speedup > 1 and request.system == "calm"]
     checkpoint = replace(loaded.checkpoint, weights=plan.weights)
     found: dict[float, Threshold] = {}
-    with Progress(console=console, disable=not targets) as progress:
-        bar = progress.add_task("thresholds on validation prompts", total=PROBES * len(targets))
-        for number, target in enumerate(targets, start=1):
-            schedule = plan.schedules[target]
-            found[target] = calibrated_threshold(
+    with Progress(console=console, disable=not speedups) as progress:
+        bar = progress.add_task("thresholds on validation prompts", total=PROBES * len(speedups))
+        for number, speedup in enumerate(speedups, start=1):
+            schedule = plan.schedules[speedup]
+            found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
                 schedule.mean_budget(schedule.horizon),
@@ -157,14 +157,14 @@ def _take_part(request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping
         systems = [SkipSystem("1x", reference, SkipSchedule.full_depth(reference.num_layers), 1.0)]
         if 1.0 in plan.schedules:
             systems.append(SkipSystem("full-depth", checkpoint, plan.schedules[1.0]))
-    for target in request.targets:
-        if target == 1:
+    for speedup in request.speedups:
+        if speedup == 1:
             continue
         if request.system == "skip":
-            systems.append(SkipSystem(f"{target:g}x", checkpoint, plan.schedules[target], target))
+            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, plan.schedules[speedup], speedup))
         else:
-            threshold = thresholds.get(target, Threshold(1.0))
-            systems.append(CalmSystem(f"calm-{target:g}x", checkpoint, threshold, target))
+            threshold = thresholds.get(speedup, Threshold(1.0))
+            systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

@@ -69,7 +69,7 @@ def load_request(request: Request) -> Loaded:
     task = load_task(name, path=request.data_dir, **options)
     examples = list(islice(task.stream("test"), request.limit))
     validation = []
-    if request.system == "calm" and set(request.targets) != {1.0}:
+    if request.system == "calm" and set(request.speedups) != {1.0}:
         validation = validation_examples(
             task, PROMPTS, "--system calm finds its thresholds on it; or name thresholds with --calm-threshold"
         )
@@ -116,7 +116,7 @@ def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
         ),
         "validation": _fingerprint(loaded.validation),
         "system": request.system,
-        "speedups": list(request.targets),
+        "speedups": list(request.speedups),
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
         "calm_thresholds": list(request.calm_thresholds),
         "limit": request.limit,

@@ -24,7 +24,7 @@ class Request:
 
     checkpoint: str
     output: Path
-    speedups: tuple[float, ...] | None = None  # None: 1 to 4; with a reference or thresholds, none but 1
+    speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
@@ -55,10 +55,13 @@ class Request:
             raise ConfigError(f"--time-batch-size is {list(sizes)}: name different sizes of 1 or more, such as 1 8")
         if self.time_limit is not None and not sizes:
             raise ConfigError("--time-limit is for --time-batch-size, which is missing")
-        speeds = self.targets
-        if not speeds or _repeats(speeds) or not all(1 <= target < math.inf for target in speeds):
-            raise ConfigError(f"--speedup is {list(speeds)}: name different targets of 1 or more, such as 1 2 4")
+        speedups = self.speedups
+        if _repeats(speedups) or not all(1 <= speedup < math.inf for speedup in speedups):
+            raise ConfigError(f"--speedup is {list(speedups)}: name different targets of 1 or more, such as 1 2 4")
         self._check_system()
+        if not speedups:
+            alone = self.reference is not None or self.calm_thresholds
+            object.__setattr__(self, "speedups", (1.0,) if alone else DEFAULT_SPEEDUPS)
 
     def _check_system(self) -> None:
         thresholds = self.calm_thresholds
@@ -68,17 +71,10 @@ class Request:
             raise ConfigError("--schedule is for --system skip: confidence exits follow no schedule")
         if _repeats(thresholds) or not all(0 <= value < math.inf for value in thresholds):
             raise ConfigError(f"--calm-threshold is {list(thresholds)}: name different values of 0 or more")
-        if thresholds and self.speedups is not None:
+        if thresholds and self.speedups:
             raise ConfigError("--calm-threshold names thresholds in place of targets: leave --speedup out")
         if self.reference is not None and self.reference == self.checkpoint:
             raise ConfigError(f"--reference is {self.reference!r}: that is the checkpoint itself")
-
-    @property
-    def targets(self) -> tuple[float, ...]:
-        """Target speedups."""
-        if self.speedups is not None:
-            return self.speedups
-        return DEFAULT_SPEEDUPS if self.reference is None and not self.calm_thresholds else (1.0,)
 
     def check_output(self) -> None:
         """Raises ConfigError for an output that holds a report."""

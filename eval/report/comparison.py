@@ -188,9 +188,9 @@ def _positions(
 
 def _rivals(lines: Sequence[Line]) -> list[Nearest]:
     """For each whole target that a row was made for, the nearest rows by measured speed among those that skip."""
-    targets = {point.speedup_target or 1.0 for line in lines for point in line.points}
+    speedups = {point.speedup_target or 1.0 for line in lines for point in line.points}
     rivals = []
-    for speed in sorted(target for target in targets if target > 1 and target == int(target)):
+    for speed in sorted(speedup for speedup in speedups if speedup > 1 and speedup == int(speedup)):
         labels: list[str | None] = []
         for line in lines:
             skipping = [point for point in line.points if point.mean_layers < point.num_layers]

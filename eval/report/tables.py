@@ -7,6 +7,7 @@ from eval.report.comparison import Comparison, Line
 from eval.results import TIMINGS, Row
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
+from eval.tables import Table
 from skipdecode.ratio import Ratio
 
 
@@ -23,17 +24,17 @@ Cell = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class PageTable:
-    """A caption, heads and rows of as many cells; the first cell of a row is its head."""
+    """A caption, headers and rows of as many cells; the first cell of a row is its header."""
 
     caption: str
-    heads: tuple[str, ...]
+    headers: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def to_markdown(self) -> str:
         """The same in Markdown, the caption in bold above."""
-        lines = [f"**{escape(self.caption)}**", "", _line(self.heads), "| --- |" + " ---: |" * (len(self.heads) - 1)]
-        lines += [_line(["".join(part.text for part in cell) for cell in row]) for row in self.rows]
-        return "\n".join([*lines, ""])
+        rows = [[escape("".join(part.text for part in cell)) for cell in row] for row in self.rows]
+        table = Table([escape(header) for header in self.headers], rows, left=1)
+        return f"**{escape(self.caption)}**\n\n{table.to_markdown()}\n"
 
 
 def escape(text: str) -> str:
@@ -48,15 +49,11 @@ def escape(text: str) -> str:
     return plain.replace("<", "&lt;").replace("](", "]\\(")
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(map(escape, cells)) + " |"
-
-
 def quality_table(line: Line, metrics: Sequence[Metric]) -> PageTable:
     """All scores of a run's rows with their intervals."""
     rows = [(_name(point), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
-    heads = ("row", "measured speed", *(_head(metric) for metric in metrics))
-    return PageTable(f"{line.name}: quality", heads, tuple(rows))
+    headers = ("row", "measured speed", *(_header(metric) for metric in metrics))
+    return PageTable(f"{line.name}: quality", headers, tuple(rows))
 
 
 def speed_table(line: Line) -> PageTable:
@@ -77,8 +74,10 @@ def speed_table(line: Line) -> PageTable:
         }
         for point in line.points
     ]
-    heads = [head for head in rows[0] if any(row[head] != _text("") for row in rows)]
-    return PageTable(f"{line.name}: speed", tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
+    headers = [header for header in rows[0] if any(row[header] != _text("") for row in rows)]
+    return PageTable(
+        f"{line.name}: speed", tuple(headers), tuple(tuple(row[header] for header in headers) for row in rows)
+    )
 
 
 def timing_table(line: Line) -> PageTable | None:
@@ -99,8 +98,8 @@ def timing_table(line: Line) -> PageTable | None:
         )
         for timing, point in timed
     ]
-    heads = ("row", *(header for header, _ in TIMINGS[1:]))
-    return PageTable(f"{line.name}: speed at other batch sizes", heads, tuple(rows)) if rows else None
+    headers = ("row", *(header for header, _ in TIMINGS[1:]))
+    return PageTable(f"{line.name}: speed at other batch sizes", headers, tuple(rows)) if rows else None
 
 
 def position_table(line: Line, n: int) -> PageTable:
@@ -114,8 +113,8 @@ def position_table(line: Line, n: int) -> PageTable:
             part = next((part for part in positions.bins if part.first == first), None)
             cells.append(_ranged(part.share, part.interval, "{:.1f}") if part is not None else _text(""))
         rows.append(tuple(cells))
-    heads = ("words", *(positions.label for positions in shown))
-    return PageTable(f"{line.name}: percent of {n}-grams that a reference holds", heads, tuple(rows))
+    headers = ("words", *(positions.label for positions in shown))
+    return PageTable(f"{line.name}: percent of {n}-grams that a reference holds", headers, tuple(rows))
 
 
 def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[PageTable]:
@@ -132,7 +131,7 @@ def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Page
             (_text("measured speed"), *(_speed(point) for _, point in columns)),
             (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
         ]
-        rows += [(_text(_head(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
+        rows += [(_text(_header(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
         tables.append(PageTable(f"about {rival.speed:g}x", ("", *(line.name for line, _ in columns)), tuple(rows)))
     return tables
 
@@ -143,10 +142,10 @@ def benchmark_tables(name: str, report: SpeedReport) -> list[PageTable]:
     for size in dict.fromkeys(row.batch_size for row in report.rows):
         rows = [row for row in report.rows if row.batch_size == size]
         peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers))
-        heads = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
-        heads += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
+        headers = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
+        headers += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
         caption = f"{name}: {report.conditions.model}, {report.conditions.dtype}, batch {size}"
-        tables.append(PageTable(caption, heads, tuple(_benchmark_row(row, peers) for row in rows)))
+        tables.append(PageTable(caption, headers, tuple(_benchmark_row(row, peers) for row in rows)))
     return tables
 
 
@@ -170,7 +169,7 @@ def _benchmark_row(row: SpeedRow, peers: Iterable[str]) -> tuple[Cell, ...]:
     )
 
 
-def _head(metric: Metric) -> str:
+def _header(metric: Metric) -> str:
     return f"{metric.label} (lower is better)" if metric.lower_is_better else metric.label
 
 

@@ -162,7 +162,7 @@ class SearchReport:
         return [*lines, f"Command: `{self.command}`"]
 
     def _columns(self) -> list[Column[TrialRow]]:
-        """Column heads and what stands below them."""
+        """The columns of the table."""
         marks = {0: "default"}
         marks[self.winner] = "default, winner" if self.winner == 0 else "winner"
         columns: list[Column[TrialRow]] = [
