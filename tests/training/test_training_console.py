@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from eval.console import make_console
 from train.progress import ROWS, TrainingProgress
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOGS = {"loss": 12.3456, "grad_norm": 0.9, "layers_per_token": 6.5, "tokens_per_second": 123456.7, "epoch": 1.0}
 VALIDATION = {"eval_loss": 2.0, "eval_loss_1x": 1.5, "eval_loss_2.25x": 2.0, "eval_loss_4x": 2.5, "eval_runtime": 1.0}
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -315,7 +315,7 @@ def test_an_honest_checkpoint_raises_no_alarm(shared_data: Path) -> None:
     for file in (shared_data / "opt").iterdir():
         assert find_secret(file.read_text(encoding="utf-8")) is None
     assert (
-        find_secret((Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8"), "README.md")
+        find_secret((Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8"), "README.md")
         is None
     )
     for text in (

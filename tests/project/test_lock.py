@@ -24,7 +24,7 @@ import train.cli
 from eval.output import only_writer
 from skipdecode import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def finish(log: Path, *commands: list[str]) -> tuple[list[int], str]:
 
 def train_on_two(folder: Path, *overrides: str, log: Path) -> str:
     """Train on two processes, each with half of the rows; what each drew is in `log`'s folder."""
-    launcher = torchrun("--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0", "tests/draws_logged.py")
+    launcher = torchrun("--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0", "tests/support/draws_logged.py")
     arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", *overrides)
     (status,), printed = finish(log, [*launcher, str(log.parent), *arguments])
     assert status == 0, printed[-3000:]
@@ -202,7 +202,7 @@ def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tm
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    launcher = torchrun(*meeting, "--local_addr", "127.0.0.1", "tests/draws_logged.py", str(tmp_path))
+    launcher = torchrun(*meeting, "--local_addr", "127.0.0.1", "tests/support/draws_logged.py", str(tmp_path))
     folder = tmp_path / "run"
     arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", "deepspeed.config=zero2")
     statuses, printed = finish(tmp_path / "log.txt", [*launcher, *arguments], [*launcher, *arguments])

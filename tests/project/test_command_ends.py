@@ -29,7 +29,7 @@ import train.tracking
 from skipdecode import ConfigError
 from skipdecode.command import run_command
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl")
 
 

@@ -54,7 +54,7 @@ def test_a_rival_trains_and_its_checkpoint_decodes(
 
 
 def test_their_names_and_settings_are_those_of_the_documentation() -> None:
-    text = (Path(__file__).resolve().parent.parent / "docs" / "rivals.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8")
     for name, rival in RIVALS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
         for override in rival.overrides:

@@ -24,7 +24,7 @@ import skipdecode.cli
 import train.cli
 from train.recipe import load_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # The tutorial first: what it trains, the other pages use.
 PAGES = ["tutorial.md", "index.md", *sorted(f"how-to/{path.name}" for path in (DOCS / "how-to").glob("*.md"))]

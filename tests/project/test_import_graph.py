@@ -8,7 +8,7 @@ import pytest
 
 from scripts import import_graph
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -38,7 +38,7 @@ for _module in (
 ):
     importlib.import_module(_module)
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {"train": ROOT / "train.py", "publish": ROOT / "scripts" / "publish.py"}
 SKIPDECODE = "import sys; from skipdecode.cli import main; sys.exit(main())"  # as the installed command does
 

@@ -14,7 +14,7 @@ from eval.score.metric import BertModel
 from eval.score.registry import METRICS
 from eval.score.scores import score
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PREDICTIONS = ["Aromi is a pub by the river.", "Zizzi serves food"]
 REFERENCES = [["Aromi is a riverside pub.", "By the river there is a pub, Aromi."], ["Zizzi serves Italian food."]]
 MEANINGS = ["name[Aromi], eatType[pub], area[riverside]", "name: Zizzi | food: Italian"]
