@@ -4,7 +4,7 @@
     python scripts/fuzz_decoding.py --threads --cases 1000    # calls of two threads, then of three, on one model
     python scripts/fuzz_decoding.py --case '{"model": ...}'   # one that failed, again
 
-What is drawn, and the reference, are those of tests/library/test_any_case_of_decoding.py. A case that fails is made as small as
+Cases and reference are those of tests/library/test_any_case_of_decoding.py. A case that fails is made as small as
 it can be and printed; the exit status is 1 then, else 0.
 """
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_cases import LAYERS, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_law_cached_equals_uncached import LAYERS, schedules
 from tiny_models import TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
 from transformers import PreTrainedModel
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from lean_cases import fresh
 from peft import LoraConfig, get_peft_model
-from tiny_models import OPT_KINDS, TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import TINY_FAMILIES, ragged_prompts
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,11 +17,6 @@ from skipdecode import SkipSchedule, skip_generate
 from skipdecode.lean import lean_decoder, why_not_lean
 
 FULL = SkipSchedule.full_depth(6)
-
-
-def fresh(name: str) -> PreTrainedModel:
-    """A model that no other test has changed."""
-    return tiny_opt.__wrapped__(name, 6) if name in OPT_KINDS else tiny_family.__wrapped__(name)
 
 
 def both(model: Any, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_lean import MODELS, SCHEDULES, generate, tiny
+from lean_cases import MODELS, SCHEDULES, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import SkipSchedule, graphs

@@ -4,30 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from lean_cases import MODELS, SCHEDULES, generate, tiny
 from peft import LoraConfig, get_peft_model
-from tiny_models import TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import tiny_family, tiny_opt
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from skipdecode import ConfigError, SkipSchedule, lean, skip_generate
+from skipdecode import ConfigError, SkipSchedule, lean
 from skipdecode.int8 import Int8Linear
 from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder, why_not_lean
-
-SCHEDULES = [SkipSchedule(6, 4, 2, horizon=5), SkipSchedule.full_depth(6), SkipSchedule(6, 5, 3, placement="even")]
-MODELS = [*sorted(TINY_FAMILIES), "opt", "opt-350m"]
-
-
-def tiny(name: str) -> PreTrainedModel:
-    return tiny_opt(name, 6) if name.startswith("opt") else tiny_family(name)
-
-
-def generate(model: Any, lengths: list[int], schedule: SkipSchedule, **changes: Any) -> Any:
-    ids, mask = (tensor.to(model.device) for tensor in ragged_prompts(lengths, 4))
-    request = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None, **changes}
-    return model.generate(
-        input_ids=ids, attention_mask=mask, custom_generate=skip_generate, schedule=schedule, **request
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)

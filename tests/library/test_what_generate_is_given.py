@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lean_cases import fresh
 from naive_opt import naive_greedy
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from test_changes_between_calls import fresh
 from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_family, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
