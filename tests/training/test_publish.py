@@ -14,6 +14,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from hub_server import Hub, Repository, serve_hub
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 from small_runs import train_small
 
@@ -110,17 +112,40 @@ def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
     assert not (tmp_path / "wrong").exists()
 
 
+def draw(path: Path, pixels: bytes, **texts: str) -> None:
+    """A picture whose pixels stand in the file as they are, with texts beside it."""
+    metadata = PngInfo()
+    for key, text in texts.items():
+        metadata.add_text(key, text)
+    picture = Image.frombytes("P", (len(pixels), 1), pixels)
+    picture.putpalette([n // 3 for n in range(768)])  # without a palette, differences would be stored
+    picture.save(path, format="png", compress_level=0, pnginfo=metadata)
+    assert pixels in path.read_bytes()
+
+
+def test_of_a_picture_the_texts_are_looked_at_and_not_the_pixels(run: Path) -> None:
+    draw(run / "schedules.png", b" ~/o/" + SECRETS["Google"].encode())
+    assert "schedules.png" in pack(run, NAME).contents
+    for text in ("drawn in /home/me/secret data", SECRETS["Google"]):
+        draw(run / "schedules.png", b"a", Comment=text)
+        with pytest.raises(ConfigError, match=r"schedules.png (names /home/me|holds what looks like a key of Google)"):
+            pack(run, NAME)
+    (run / "schedules.png").write_bytes(b"no picture")
+    with pytest.raises(ConfigError, match=r"schedules.png is no PNG"):
+        pack(run, NAME)
+
+
 def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
     send(pack(run, NAME))
     sent, commits = hub.sent, list(hub.repositories[NAME].commits)
     send(pack(run, NAME))
     assert hub.sent == sent
     assert hub.repositories[NAME].commits == commits
-    (run / "schedules.png").write_bytes(b"\x89PNG another")
+    draw(run / "schedules.png", b"another")
     send(pack(run, NAME), tag="v2")
-    assert hub.sent == sent + len(b"\x89PNG another")
+    assert hub.sent == sent + (run / "schedules.png").stat().st_size
     arrived(hub, run)
-    (run / "schedules.png").write_bytes(b"\x89PNG a third")
+    draw(run / "schedules.png", b"a third")
     with pytest.raises(ConfigError, match="the tag 'v2' of me/small is that of commit"):
         send(pack(run, NAME), tag="v2")
 

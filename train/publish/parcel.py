@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 from omegaconf import OmegaConf
+from PIL import Image
 
 from configs.files import read_yaml
 from eval.card import CARD, write_card
@@ -102,7 +103,8 @@ def _content(folder: Path, name: str) -> bytes | Path:
             text = stream.read(int.from_bytes(stream.read(8), "little")).decode("utf-8", errors="replace")
     else:
         raw = path.read_bytes()
-        text = raw.decode("utf-8", errors="replace")
+        # A picture's pixels may read like anything, so its texts alone are looked at.
+        text = _texts(path) if path.suffix == ".png" else raw.decode("utf-8", errors="replace")
     secret = find_secret(text, name if name not in _VOCABULARIES else None)
     if secret is not None:
         raise ConfigError(f"{path} holds what looks like {secret}: nothing was sent; take it out first")
@@ -112,6 +114,16 @@ def _content(folder: Path, name: str) -> bytes | Path:
         if find_path(text) is not None:
             raise ConfigError(f"{path} names {find_path(text)}, a path of this machine: nothing was sent; take it out")
     return path if path.suffix == ".safetensors" else raw
+
+
+def _texts(path: Path) -> str:
+    """The metadata of a PNG. Raises ConfigError for what is none."""
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            picture.load()  # texts may stand behind the pixels
+            return "\n".join(f"{key}: {value}" for key, value in picture.info.items())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is no PNG: {first_line(error)}") from error
 
 
 def _relative(path: Path, text: str) -> str:
