@@ -98,12 +98,11 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> No
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("deepspeed", ["null", "zero3"])
-def test_two_processes_say_it_once(deepspeed: str, tmp_path: Path) -> None:
+def test_two_processes_say_it_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "localhost:0", "train.py", "--recipe", "quickstart", "--dry-run"]
     result = subprocess.run(
-        [*command, *SMALL, f"deepspeed.config={deepspeed}", f"output.dir={tmp_path / 'out'}"],
+        [*command, *SMALL, "deepspeed.config=zero3", f"output.dir={tmp_path / 'out'}"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -114,7 +114,12 @@ def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line(tmp_pa
     command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "TERM": "xterm"}
     run = subprocess.Popen(
-        [*command, "train.max_steps=200"], cwd=ROOT, env=environment, stdout=theirs, stderr=theirs, close_fds=True
+        [*command, "train.max_steps=200"],
+        cwd=ROOT,
+        env=environment,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     os.close(theirs)
     said, interrupted = "", False
