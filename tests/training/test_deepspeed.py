@@ -42,6 +42,7 @@ COMMON = [
 WHAT = {
     "sampled": [],
     "skipping prompts": ["schedule.prompt=max"],
+    "sandwich": ["schedule.sampling=sandwich", "optim.distillation=0.5"],
     "sandwich, skipping prompts": ["schedule.prompt=max", "schedule.sampling=sandwich", "optim.distillation=0.5"],
 }
 # How: a DeepSpeed config, and what must not matter.
@@ -50,6 +51,7 @@ CASES = [
     ("zero1", "sampled", []),
     ("zero2", "sampled", PARTS),
     ("zero3", "sampled", []),
+    ("zero2-offload", "sandwich", []),
     ("zero3-offload", "sandwich, skipping prompts", ["train.gradient_checkpointing=true"]),
     (None, "skipping prompts", ["train.gradient_checkpointing=true"]),
 ]
