@@ -17,9 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(options: dict[str, Any]) -> None:
     compare = _named_paths(options.pop("compare"))
-    from eval.request import Request
+    from eval.request import Request  # here: they take seconds, and a mistyped option should not
     from eval.run import evaluate
-    from eval.score.bertscore import bert_model  # here: they take seconds, and a mistyped option should not
+    from eval.score.bertscore import bert_model
 
     tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
     bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))

@@ -63,8 +63,7 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 
 def _plan(request: Request, loaded: Loaded) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
-    reason = why_not_lean(checkpoint.model)
-    if request.system == "calm" and reason is not None:
+    if request.system == "calm" and (reason := why_not_lean(checkpoint.model)) is not None:
         raise ConfigError(f"--system calm can't decode with this model: {reason}")
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     speedups = request.speedups if reference is not None else (1.0, *(s for s in request.speedups if s != 1))
