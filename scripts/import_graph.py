@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import networkx
+
 from eval.console import make_console
 from eval.tables import Table
 
@@ -62,19 +64,8 @@ def imports(found: Mapping[str, Path]) -> Graph:
 
 def circles(graph: Graph) -> list[list[str]]:
     """The sets of modules that reach each other, each sorted."""
-    reached = {name: _reached(graph, name) for name in graph}
-    found = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in graph}
-    return [list(circle) for circle in sorted(found) if len(circle) > 1]
-
-
-def _reached(graph: Graph, start: str) -> set[str]:
-    seen: set[str] = set()
-    waiting = [start]
-    while waiting:
-        for name in graph[waiting.pop()] - seen:
-            seen.add(name)
-            waiting.append(name)
-    return seen
+    found = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    return sorted(sorted(circle) for circle in found if len(circle) > 1)
 
 
 def rooms(graph: Graph, package: str) -> Graph:
@@ -91,16 +82,9 @@ def rooms(graph: Graph, package: str) -> Graph:
 
 
 def floors(graph: Graph) -> int:
-    """The longest chain of imports, in rooms."""
-    heights: dict[str, int] = {}
-
-    def height(name: str, above: frozenset[str] = frozenset()) -> int:
-        if name not in heights:
-            below = graph[name] - above - {name}  # a circle ends where it comes back
-            heights[name] = 1 + max((height(other, above | {name}) for other in below), default=0)
-        return heights[name]
-
-    return max(map(height, graph), default=0)
+    """The rooms of the longest chain of imports; those of a circle count as one."""
+    chains = networkx.condensation(networkx.DiGraph(graph))
+    return int(networkx.dag_longest_path_length(chains)) + 1 if graph else 0
 
 
 def longest_function(found: Iterable[Path]) -> tuple[int, str]:
