@@ -15,7 +15,7 @@ from skipdecode import SkipSchedule
 CASE = Case("opt", FAST, (5, 3), 0, 12, True, False, "planned", None, None, None, None)
 
 
-# The same cases in each run: scripts/fuzz_decoding.py draws others.
+# The same cases in each run: those of tests/release are others each time.
 @settings(max_examples=500, derandomize=True, database=None)
 @given(cases())
 def test_every_case_decodes_what_the_reference_chooses(case: Case) -> None:

@@ -72,15 +72,6 @@ class Case:
     update: str | None
     only: int | None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Case":
-        sampling = Sampling(**values["sampling"]) if values["sampling"] is not None else None
-        schedule = SkipSchedule.from_dict(values["schedule"])
-        return cls(**{**values, "schedule": schedule, "lengths": tuple(values["lengths"]), "sampling": sampling})
-
 
 @st.composite
 def schedules(draw: st.DrawFn) -> SkipSchedule:
