@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from configs.files import read_yaml
-from eval.results import FILE_NAME, Report, Row
+from eval.results import FILE_NAME, SPEEDS, Report, Row, show_speed, show_target, speed_headers
 from eval.score.registry import headline, short
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
@@ -130,16 +130,16 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
         if metrics[0].name in row.intervals:
             low, high = row.intervals[metrics[0].name]
             scores[0] += f" [{low:.1f}, {high:.1f}]"
-        low, high = row.wall_clock_quartiles
-        speed = f"{row.wall_clock_speedup:.2f}x [{low:.2f}, {high:.2f}]"
-        return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", speed, *scores]
+        speeds = [show_target(row.speedup_target), str(row.speed("decode")), show_speed(row.whole_speedup)]
+        return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", *speeds, *scores]
 
     return {
-        "heads": ["target", "layers per token", "measured speed [quartiles]", *(metric.label for metric in metrics)],
+        "heads": ["row", "layers", "asked", *speed_headers(report.over), *(metric.label for metric in metrics)],
         "rows": [cells(row) for row in report.rows],
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
-        f"{report.date}; intervals are of 95 %.",
+        f"{report.date}. Speeds are measured, medians [quartiles], over full depth on texts of the same length: "
+        "decoding is from the first new token on, the whole from the prompt on. Intervals of scores are of 95 %.",
         "picture": picture.as_posix() if (folder / picture).exists() else None,
     }
 
@@ -147,6 +147,7 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
 def _metadata(task: str, remembered: SkipConfig, report: Report | None, repository: str) -> ModelCardData:
     dataset = _DATA.get(task, ("", None))[1]
     results = []
+    over = report.over if report is not None else "decode"
     for row in report.rows if report is not None else []:
         metric = headline(row.scores)
         results.append(
@@ -156,7 +157,7 @@ def _metadata(task: str, remembered: SkipConfig, report: Report | None, reposito
                 dataset_name=task,
                 metric_type=metric.name,
                 metric_value=round(row.scores[metric.name], 2),
-                metric_name=f"{metric.label} at {row.label} (measured {row.wall_clock_speedup:.2f}x)",
+                metric_name=f"{metric.label} at {row.label} (measured {SPEEDS[over]}: {row.speed(over).median:.2f}x)",
             )
         )
     return ModelCardData(

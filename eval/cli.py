@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=[],
         metavar="B",
-        help="other batch sizes to take the speeds at as well, on the first prompts of the test set",
+        help="batch sizes to take the speeds at, on prompts drawn evenly from the test set (default: --batch-size)",
     )
     parser.add_argument(
         "--time-limit", type=int, metavar="N", help="how many prompts that is (default 24, or 8 batches)"
@@ -96,6 +96,12 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="X",
         help="target wall-clock speedups; 1x is added (default 1 2 3 4; none with --reference or --calm-threshold)",
+    )
+    group.add_argument(
+        "--over",
+        choices=["decode", "all"],
+        default="decode",
+        help="what targets are of: decoding (default), or prompt and decoding together; both speeds are measured",
     )
     group.add_argument(
         "--schedule",

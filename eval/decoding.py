@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from eval.journal import Journal
+from eval.results import Over
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
@@ -18,10 +19,11 @@ WARM_UP_TOKENS = 8
 
 @dataclass
 class DecodedSet:
-    """The work of one system on the test set so far: predictions in its order, and every batch's turn."""
+    """The work of one system on a test set so far: texts and their lengths in its order, and every batch's turn."""
 
     system: System
     predictions: list[str]
+    lengths: list[int]
     turns: list[DecodedBatch] = field(default_factory=list)
 
     @property
@@ -45,11 +47,6 @@ class DecodedSet:
         return sum(turn.decode_seconds for turn in self.turns)
 
     @property
-    def seconds_per_step(self) -> list[float | None]:
-        """For each batch; None where it ended with its first token."""
-        return [turn.decode_seconds / turn.steps if turn.steps else None for turn in self.turns]
-
-    @property
     def mean_layers(self) -> float:
         """Layers per generated token."""
         return sum(turn.layers for turn in self.turns) / self.tokens if self.tokens else self._first_budget
@@ -70,16 +67,19 @@ class DecodedSet:
         return max((turn.cache_bytes for turn in self.turns), default=0)
 
     def bound_over(self, slower: "DecodedSet") -> float | None:
-        """Bytes that a mean step of another system must read, over those of its own; None where none was run."""
+        """Bytes that the steps of another system must read for texts as long, over those of its own; None without."""
         theirs, ours = (sum(turn.read_bytes for turn in each.turns) for each in (slower, self))
-        return theirs / slower.steps * self.steps / ours if theirs and ours else None
+        return theirs / ours if ours else None
 
-    def speed_over(self, slower: "DecodedSet") -> Ratio:
-        """Seconds of another system's decode step, which took turns, over those of its own: over the batches."""
+    def speed_over(self, slower: "DecodedSet", over: Over) -> Ratio:
+        """Seconds in which another system, which took turns, made texts as long, over its own: over the batches.
+
+        With `over="decode"` batches that ended with their first tokens say nothing.
+        """
         pairs = [
-            (theirs, ours)
-            for theirs, ours in zip(slower.seconds_per_step, self.seconds_per_step, strict=True)
-            if theirs is not None and ours is not None
+            (theirs.seconds(over), ours.seconds(over))
+            for theirs, ours in zip(slower.turns, self.turns, strict=True)
+            if over == "all" or ours.steps
         ]
         return Ratio.of(*zip(*pairs, strict=True)) if pairs else Ratio(1.0, 1.0, 1.0)
 
@@ -133,6 +133,17 @@ def batch_count(prompts: int, batch_size: int) -> int:
     return -(-prompts // batch_size)
 
 
+def spread_over_lengths(prompts: Sequence[Sequence[int]], count: int) -> list[int]:
+    """The numbers of `count` prompts drawn evenly from all, in order of length; of all where there are no more.
+
+    >>> spread_over_lengths([[1, 1, 1, 1], [1], [1, 1], [1, 1, 1], [1] * 9, [1] * 5], 3)
+    [2, 0, 4]
+    """
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    count = min(count, len(order))
+    return [order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)]
+
+
 def take_turns(
     systems: Sequence[System],
     task: Task,
@@ -143,21 +154,25 @@ def take_turns(
     max_new_tokens: int,
     journal: Journal,
     stage: str = "test",
+    lengths: Sequence[int] | None = None,
 ) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, greedily by each system.
 
     Yields the results so far after every batch of prompts. What `journal` has of this `stage` isn't decoded again; what
     it hasn't is added as it comes.
 
+    Each text ends where its system ends it; with `lengths`, after so many tokens.
+
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
     rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
     """
     order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
-    results = [DecodedSet(system, [""] * len(examples)) for system in systems]
+    results = [DecodedSet(system, [""] * len(examples), [0] * len(examples)) for system in systems]
     warm: set[str] = set()
     for number in range(batch_count(len(order), batch_size)):
         batch = order[number * batch_size :][:batch_size]
         ids = [prompts[n] for n in batch]
+        ends = None if lengths is None else [lengths[n] for n in batch]
         first = number % len(results)
         for result in [*results[first:], *results[:first]]:
             system = result.system
@@ -166,9 +181,10 @@ def take_turns(
                 if system.label not in warm:
                     system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
                     warm.add(system.label)
-                journal.add(key, asdict(system.decode(ids, max_new_tokens)))
+                journal.add(key, asdict(system.decode(ids, max_new_tokens, ends)))
             turn = DecodedBatch(**journal[key])
             result.turns.append(turn)
-            for n, text in zip(batch, turn.texts, strict=True):
+            for n, text, length in zip(batch, turn.texts, turn.lengths, strict=True):
                 result.predictions[n] = task.restore(examples[n], text)
+                result.lengths[n] = length
         yield results

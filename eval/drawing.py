@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.results import Report, Row
+from eval.results import SPEEDS_IN_FULL, Over, Report, Row, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
 from skipdecode.files import replaced
@@ -76,12 +76,15 @@ def interval_of(row: Row, metric: Metric) -> tuple[float, float]:
     return row.intervals.get(metric.name, (row.scores[metric.name],) * 2)
 
 
-def draw_quality(axes: Axes, number: int, label: str, rows: Sequence[Row], metric: Metric, **bars: Any) -> None:
-    """Draw a metric against the measured speed, a point for each row, with the quartiles of the speed."""
-    speeds = [row.wall_clock_speedup for row in rows]
-    quartiles = error_bars(speeds, [row.wall_clock_quartiles for row in rows])
-    draw_series(axes, number, label, speeds, [row.scores[metric.name] for row in rows], xerr=quartiles, **bars)
-    axes.set_xlabel("measured decode speed, times full depth")
+def draw_quality(
+    axes: Axes, number: int, label: str, rows: Sequence[Row], metric: Metric, over: Over, **bars: Any
+) -> None:
+    """Draw a metric against a measured speed, a point for each row, with the quartiles of the speed."""
+    speeds = [row.speed(over) for row in rows]
+    medians = [speed.median for speed in speeds]
+    quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
+    draw_series(axes, number, label, medians, [row.scores[metric.name] for row in rows], xerr=quartiles, **bars)
+    axes.set_xlabel(f"measured speed of {SPEEDS_IN_FULL[over]}, times full depth")
     axes.xaxis.set_major_formatter("{x:g}x")
 
 
@@ -113,23 +116,24 @@ def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
 
 
 def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:
-    """Draw BLEU, or the first metric without it, against the measured speedup, a line for each report, into a PNG.
+    """Draw BLEU, or the first metric without it, against the measured speed, a line for each report, into a PNG.
 
+    The speed is that of the whole where all targets are, else that of decoding.
     The first report's points carry their target or name, and mean layers; horizontal bars are the speed's quartiles. A
     line is of a report's own checkpoint; the first report's reference is a point beside it.
     """
     first = next(iter(reports.values()))
     full, metric = first.rows[0], headline(first.rows[0].scores)
-    few = len(reports) <= 4
+    few, over = len(reports) <= 4, speed_shown(reports.values())
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, report) in enumerate(reports.items()):
             own = [row for row in report.rows if row.checkpoint == report.checkpoint]
-            draw_quality(axes, number, name, sorted(own, key=lambda row: row.wall_clock_speedup), metric)
+            draw_quality(axes, number, name, sorted(own, key=lambda row: row.speed(over).median), metric, over)
             if number == 0 and few:
                 for row in own:
-                    _annotate(axes, row, metric)
+                    _annotate(axes, row, metric, over)
         axes.axhline(full.scores[metric.name], color=MUTED, lw=0.9, ls=":", zorder=0)
         if first.reference is not None:
             reference = f"{Path(first.reference).name} at full depth"
@@ -150,11 +154,11 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
         save_png(path, figure)
 
 
-def _annotate(axes: Axes, row: Row, metric: Metric) -> None:
+def _annotate(axes: Axes, row: Row, metric: Metric, over: Over) -> None:
     name = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
     axes.annotate(
         f"{name}\n{row.mean_layers:.1f} layers",
-        (row.wall_clock_speedup, row.scores[metric.name]),
+        (row.speed(over).median, row.scores[metric.name]),
         xytext=(0, 9),
         textcoords="offset points",
         ha="center",

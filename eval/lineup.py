@@ -72,6 +72,8 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
             f"--speedup is {list(speedups)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
         )
+    if request.over == "all":
+        raise ConfigError("--over all: no schedule can be solved for prompt and decoding together yet: leave it out")
     decoder = replace(checkpoint, weights=weights)
     config, cost = solved_by(config, decoder, loaded.prompt_ids, request.batch_size, calibrate=request.calibrate)
     return Plan(weights, {speedup: config.schedule_for(cost, speedup) for speedup in speedups})

@@ -117,6 +117,7 @@ def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
         "validation": _fingerprint(loaded.validation),
         "system": request.system,
         "speedups": list(request.speedups),
+        "over": request.over,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
         "calm_thresholds": list(request.calm_thresholds),
         "limit": request.limit,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eval.results import FILE_NAME
+from eval.results import FILE_NAME, Over
 from eval.score.metric import BertModel
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
@@ -25,6 +25,7 @@ class Request:
     checkpoint: str
     output: Path
     speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
+    over: Over = "decode"  # what targets are of
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
@@ -33,7 +34,7 @@ class Request:
     data_dir: str | None = None
     limit: int | None = None
     batch_size: int = 32
-    time_batch_sizes: tuple[int, ...] = ()
+    time_batch_sizes: tuple[int, ...] = ()  # none: batch_size
     time_limit: int | None = None
     max_new_tokens: int | None = None
     dtype: str | None = None
@@ -53,8 +54,8 @@ class Request:
         sizes = self.time_batch_sizes
         if _repeats(sizes) or min(sizes, default=1) < 1:
             raise ConfigError(f"--time-batch-size is {list(sizes)}: name different sizes of 1 or more, such as 1 8")
-        if self.time_limit is not None and not sizes:
-            raise ConfigError("--time-limit is for --time-batch-size, which is missing")
+        if not sizes:
+            object.__setattr__(self, "time_batch_sizes", (self.batch_size,))
         speedups = self.speedups
         if _repeats(speedups) or not all(1 <= speedup < math.inf for speedup in speedups):
             raise ConfigError(f"--speedup is {list(speedups)}: name different targets of 1 or more, such as 1 2 4")

@@ -4,9 +4,10 @@ It imports nothing that trains or decodes, so that a report is read in a moment.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import rich.table
 
@@ -20,6 +21,12 @@ from skipdecode.ratio import Ratio
 
 FILE_NAME = "report.json"
 SystemKind = Literal["full depth", "skip", "calm"]
+
+# The clock that a target, or a speed, is of: decoding from the first token on, or the prompt and decoding together.
+Over: TypeAlias = Literal["decode", "all"]
+SPEEDS: dict[Over, str] = {"decode": "decoding", "all": "whole"}
+SPEEDS_IN_FULL: dict[Over, str] = {"decode": "decoding", "all": "prompt and decoding"}
+NOT_MEASURED = "–"
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,17 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Timing:
-    """The speed of one system at one batch size.
+    """The speed of one system at one batch size, every text as long as that of the 1x row.
 
     Attributes:
         batch_size: prompts decoded together.
-        prompts: the first so many of the test set.
+        prompts: how many, drawn evenly from the test set in order of length.
         layers_per_step: layers that a batch ran per decode step: where rows differ, those of the deepest.
-        speedup: the 1x row's seconds per decode step over this row's, over the batches.
+        speedup: the 1x row's seconds of decoding over this row's, over the batches.
         prefill_seconds, decode_seconds: of all batches.
         tokens_per_second: of decoding.
+        whole_speedup: as `speedup`, of prompt and decoding together; None in a report from before it was measured,
+            whose `speedup` is per decode step, on the first prompts of the test set.
     """
 
     batch_size: int
@@ -68,6 +77,7 @@ class Timing:
     prefill_seconds: float
     decode_seconds: float
     tokens_per_second: float
+    whole_speedup: Ratio | None = None
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,18 @@ class Row:
         scores: metric -> its value, named as in `eval.score.registry`.
         intervals: metric -> its 95 % confidence interval, for the metrics that have one.
         p_values: metric -> how likely a difference from the 1x row as large as this one is by chance; not in that row.
-        timings: its speed at other batch sizes.
-        prefill_seconds, decode_seconds: over the whole test set.
+        timings: its speed at each batch size that was asked for.
+        prefill_seconds, decode_seconds: over the whole test set, every text as long as the system made it.
         decode_steps: batch steps after prefill.
         tokens: generated tokens after each row's first, without padding.
         tokens_per_second: of these, over decode_seconds.
-        wall_clock_speedup: the 1x row's seconds per decode step over this row's: the median over batches.
+        wall_clock_speedup: of decoding, at the first of the batch sizes that were asked for: the 1x row's seconds over
+            this row's for texts as long, the median over batches.
         wall_clock_quartiles: the quartiles of the same.
+        whole_speedup: the same of prompt and decoding together; None in a report from before it was measured, whose
+            `wall_clock_speedup` is per decode step, of texts as long as each system made them.
         cache_bytes: keys and values held for the largest batch (law 6).
-        bound_by_bytes: bytes of weights and cache that a mean step of the 1x row must read, over those of this row: how
+        bound_by_bytes: bytes of weights and cache that decoding must read in the 1x row, over those of this row: how
             much faster it could be where a step waits for memory alone; None in a report from before it was recorded.
     """
 
@@ -123,6 +136,14 @@ class Row:
     bound_by_bytes: float | None = None
     threshold: Threshold | None = None
     timings: list[Timing] = field(default_factory=list)
+    whole_speedup: Ratio | None = None
+
+    def speed(self, over: Over) -> Ratio:
+        """Measured; of the whole only where that was."""
+        if over == "decode":
+            return Ratio(self.wall_clock_speedup, *self.wall_clock_quartiles)
+        assert self.whole_speedup is not None  # as in every report whose targets are of the whole
+        return self.whole_speedup
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,7 @@ class Report:
     rows: list[Row]
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
+    over: Over = "decode"  # what targets are of
     reference: str | None = None  # the checkpoint of the first row, where that is another
     metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
     unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
@@ -162,29 +184,33 @@ class Report:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Report":
-        """The report of what stands in a `report.json`. Raises KeyError or TypeError for something else."""
-        return cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
+        """The report of what stands in a `report.json`. Raises KeyError, TypeError or ValueError for something else."""
+        report = cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
+        whole = all(row.whole_speedup is not None for row in report.rows)
+        if report.over not in get_args(Over) or (report.over == "all" and not whole):
+            raise ValueError(f"its targets are over {report.over!r}, and no such speed was measured")
+        return report
 
     def to_markdown(self) -> str:
         """The tables, every score with its interval, and below them what they were measured with."""
-        intervals = [SPEEDS[0], *(score_column(metric) for metric in self._metrics())]
+        intervals = [SYSTEM, *(score_column(metric) for metric in self._metrics())]
         parts = [Table.of(self.rows, self.columns()).to_markdown(), Table.of(self.rows, intervals).to_markdown()]
         if self._timed():
-            parts += ["At other batch sizes:", Table.of(self._timed(), TIMINGS).to_markdown()]
+            parts += ["By batch size:", Table.of(self._timed(), timing_columns(self.over)).to_markdown()]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def to_tables(self) -> list[rich.table.Table]:
         """The same for the terminal."""
         tables = [Table.of(self.rows, self.columns(), f"{self.task}: {self.checkpoint}").to_rich()]
         if self._timed():
-            tables.append(Table.of(self._timed(), TIMINGS, "at other batch sizes").to_rich())
+            tables.append(Table.of(self._timed(), timing_columns(self.over), "by batch size").to_rich())
         return tables
 
     def columns(self) -> list[Column[Row]]:
-        """The columns of the table: the scores that fit on a line, or else all of them, between speeds and times."""
+        """The columns of the table: speeds beside what was asked, and the scores that fit on a line, or else all."""
         metrics = short(self.rows[0].scores)
         scores = [score_column(metric, with_interval=metric is metrics[0]) for metric in metrics]
-        return [*SPEEDS, *scores, *TIMES]
+        return [*_speed_columns(self.over), *scores, ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}")]
 
     def notes(self) -> list[str]:
         """Say how the figures were measured, a line each."""
@@ -200,14 +226,24 @@ class Report:
                 for row in self.rows
                 if row.threshold is not None
             ),
-            "Speed: seconds per decode step of the 1x row over this row's, median of batches [quartiles], the speeds "
-            "taking turns on each batch.",
+            self._how_timed(),
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
             *(f"{metric_named(name).label} is not there: {reason}." for name, reason in self.unavailable.items()),
             f"Command: `{self.command}`",
         ]
+
+    def _how_timed(self) -> str:
+        turns = "median of batches [quartiles], the systems taking turns on each batch"
+        if self.rows[0].whole_speedup is None:
+            return f"Speed: seconds per decode step of the 1x row over this row's, {turns}."
+        first = self.rows[0].timings[0]
+        return (
+            f"Speed: seconds of the 1x row over this row's at batch {first.batch_size}, of decoding and of the whole, "
+            f"prompt and decoding: {turns}. {first.prompts} prompts are drawn evenly over all lengths, and every text "
+            f"is as long as that of the 1x row. Targets are of {SPEEDS_IN_FULL[self.over]}."
+        )
 
     def _metrics(self) -> list[Metric]:
         return [metric_named(name) for name in self.rows[0].scores]
@@ -235,9 +271,39 @@ def _read_row(values: dict[str, Any]) -> Row:
             "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]),
             "intervals": intervals,
             "threshold": threshold,
-            "timings": [Timing(**{**timing, "speedup": Ratio(**timing["speedup"])}) for timing in values["timings"]],
+            "timings": [_read_timing(timing) for timing in values["timings"]],
+            "whole_speedup": _read_ratio(values.get("whole_speedup")),
         }
     )
+
+
+def _read_timing(values: dict[str, Any]) -> Timing:
+    whole = _read_ratio(values.get("whole_speedup"))
+    return Timing(**{**values, "speedup": Ratio(**values["speedup"]), "whole_speedup": whole})
+
+
+def _read_ratio(values: dict[str, float] | None) -> Ratio | None:
+    return Ratio(**values) if values is not None else None
+
+
+def speed_shown(reports: Iterable[Report]) -> Over:
+    """The speed that a picture of several reports shows: what all were asked for, else decoding, which all have."""
+    return "all" if all(report.over == "all" for report in reports) else "decode"
+
+
+def speed_headers(asked: Over) -> list[str]:
+    """The headers of both speeds, decoding first; marked is the one that targets ask for."""
+    return [f"{name} (asked)" if over == asked else name for over, name in SPEEDS.items()]
+
+
+def show_target(speedup: float | None) -> str:
+    """A target such as `3x`; a dash where a row was made for none."""
+    return NOT_MEASURED if speedup is None else f"{speedup:g}x"
+
+
+def show_speed(ratio: Ratio | None) -> str:
+    """A measured speed with its quartiles; a dash where it wasn't measured."""
+    return NOT_MEASURED if ratio is None else str(ratio)
 
 
 def _schedule(row: Row) -> str:
@@ -247,31 +313,36 @@ def _schedule(row: Row) -> str:
     return f"{row.schedule['max_layers']} to {row.schedule['min_layers']}"
 
 
-SPEEDS: list[Column[Row]] = [
-    ("system", lambda r: r.label),
-    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
-    ("max to min", _schedule),
-    (
-        "measured speed",
-        lambda r: f"{r.wall_clock_speedup:.2f}x [{r.wall_clock_quartiles[0]:.2f}, {r.wall_clock_quartiles[1]:.2f}]",
-    ),
-]
-TIMES: list[Column[Row]] = [
-    ("prefill s", lambda r: f"{r.prefill_seconds:.2f}"),
-    ("decode s", lambda r: f"{r.decode_seconds:.2f}"),
-    ("tokens/s", lambda r: f"{r.tokens_per_second:.0f}"),
-    ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}"),
-]
-TIMINGS: list[Column[tuple[Row, Timing]]] = [
-    ("system", lambda pair: pair[0].label),
-    ("batch", lambda pair: str(pair[1].batch_size)),
-    ("prompts", lambda pair: str(pair[1].prompts)),
-    ("layers per step", lambda pair: f"{pair[1].layers_per_step:.2f}"),
-    ("measured speed", lambda pair: str(pair[1].speedup)),
-    ("prefill s", lambda pair: f"{pair[1].prefill_seconds:.2f}"),
-    ("decode s", lambda pair: f"{pair[1].decode_seconds:.2f}"),
-    ("tokens/s", lambda pair: f"{pair[1].tokens_per_second:.0f}"),
-]
+SYSTEM: Column[Row] = ("system", lambda r: r.label)
+
+
+def _speed_columns(asked: Over) -> list[Column[Row]]:
+    decoding, whole = speed_headers(asked)
+    return [
+        SYSTEM,
+        ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
+        ("max to min", _schedule),
+        ("asked", lambda r: show_target(r.speedup_target)),
+        (decoding, lambda r: str(r.speed("decode"))),
+        (whole, lambda r: show_speed(r.whole_speedup)),
+    ]
+
+
+def timing_columns(asked: Over) -> list[Column[tuple[Row, Timing]]]:
+    """The columns of a table of timings with their rows."""
+    decoding, whole = speed_headers(asked)
+    return [
+        ("system", lambda pair: pair[0].label),
+        ("batch", lambda pair: str(pair[1].batch_size)),
+        ("prompts", lambda pair: str(pair[1].prompts)),
+        ("layers per step", lambda pair: f"{pair[1].layers_per_step:.2f}"),
+        ("asked", lambda pair: show_target(pair[0].speedup_target)),
+        (decoding, lambda pair: str(pair[1].speedup)),
+        (whole, lambda pair: show_speed(pair[1].whole_speedup)),
+        ("prefill s", lambda pair: f"{pair[1].prefill_seconds:.2f}"),
+        ("decode s", lambda pair: f"{pair[1].decode_seconds:.2f}"),
+        ("tokens/s", lambda pair: f"{pair[1].tokens_per_second:.0f}"),
+    ]
 
 
 def score_column(metric: Metric, *, with_interval: bool = True) -> Column[Row]:

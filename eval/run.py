@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from data import Example
 from eval.card import EVALUATION, is_run, write_card
 from eval.console import bar_columns, make_console
-from eval.decoding import DecodedSet, batch_count, take_turns
+from eval.decoding import DecodedSet, batch_count, spread_over_lengths, take_turns
 from eval.drawing import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import line_up
@@ -28,7 +28,7 @@ from eval.systems.base import SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
 
-# Prompts that are timed where the user says nothing: enough batches for quartiles, and enough rows to be worth a batch.
+# Prompts that are timed where the user says nothing: enough batches for quartiles, and some texts at batch 1.
 LEAST_PROMPTS, BATCHES = 24, 8
 
 
@@ -56,9 +56,9 @@ def _evaluate(request: Request) -> Report:
         progress.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
     systems = line_up(request, loaded, journal, progress)
     results = _decode(request, loaded, systems, journal, progress)
-    timings = _time(request, loaded, systems, journal, progress)
+    timed = _time(request, loaded, systems, results[0].lengths, journal, progress)
     scores = _score(request, loaded.examples, metrics, [result.predictions for result in results])
-    report = _report(request, loaded, results, scores, timings)
+    report = _report(request, loaded, results, scores, timed)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
@@ -69,7 +69,7 @@ def _evaluate(request: Request) -> Report:
 def _decode(
     request: Request, loaded: Loaded, systems: Sequence[System], journal: Journal, console: Console
 ) -> list[DecodedSet]:
-    """The whole test set by every system."""
+    """The whole test set by every system, each of which ends its texts where it likes."""
     turns = take_turns(
         systems,
         loaded.task,
@@ -111,25 +111,32 @@ def _score(
 
 
 def _time(
-    request: Request, loaded: Loaded, systems: Sequence[System], journal: Journal, console: Console
-) -> list[list[Timing]]:
-    """For each system, its speed at each of the batch sizes that are asked for."""
-    found: list[list[Timing]] = [[] for _ in systems]
+    request: Request,
+    loaded: Loaded,
+    systems: Sequence[System],
+    lengths: Sequence[int],
+    journal: Journal,
+    console: Console,
+) -> dict[int, list[DecodedSet]]:
+    """By batch size, the work of every system on prompts from all over the test set, every text of the same `lengths`.
+
+    So all do the same work: a system that ends its texts early isn't faster for it, nor one that goes on slower.
+    """
+    found = {}
     for size in request.time_batch_sizes:
-        count = min(len(loaded.examples), request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
+        drawn = spread_over_lengths(loaded.prompt_ids, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         turns = take_turns(
             systems,
             loaded.task,
-            loaded.examples[:count],
-            loaded.prompt_ids[:count],
+            [loaded.examples[n] for n in drawn],
+            [loaded.prompt_ids[n] for n in drawn],
             batch_size=size,
             max_new_tokens=loaded.max_new_tokens,
             journal=journal,
             stage="time",
+            lengths=[lengths[n] for n in drawn],
         )
-        results = _last(turns, f"clock at batch {size}", batch_count(count, size), console)
-        for timings, result in zip(found, results, strict=True):
-            timings.append(_timing(result, results[0], size))
+        found[size] = _last(turns, f"clock at batch {size}", batch_count(len(drawn), size), console)
     return found
 
 
@@ -150,11 +157,12 @@ def _report(
     loaded: Loaded,
     results: Sequence[DecodedSet],
     scores: Sequence[Scores],
-    timings: Sequence[Sequence[Timing]],
+    timed: Mapping[int, Sequence[DecodedSet]],
 ) -> Report:
     model = loaded.checkpoint.model
     return Report(
         checkpoint=request.checkpoint,
+        over=request.over,
         reference=request.reference,
         task=loaded.task.name,
         examples=len(loaded.examples),
@@ -169,18 +177,19 @@ def _report(
         machine=describe_machine(model.device),
         versions=versions(),
         rows=[
-            _row(result, results[0], scored, timed)
-            for result, scored, timed in zip(results, scores, timings, strict=True)
+            _row(result, scored, {size: (sets[number], sets[0]) for size, sets in timed.items()})
+            for number, (result, scored) in enumerate(zip(results, scores, strict=True))
         ],
         metrics=scores[0].metrics,
         unavailable=scores[0].unavailable,
     )
 
 
-def _row(decoded: DecodedSet, baseline: DecodedSet, scores: Scores, timings: Sequence[Timing]) -> Row:
-    """The row of one system, with its wall clock beside that of `baseline`, which took turns with it."""
+def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedSet, DecodedSet]]) -> Row:
+    """The row of one system: its own texts, and by batch size its clock and that of the 1x row."""
     system = decoded.system
-    speed = decoded.speed_over(baseline)
+    timings = [_timing(size, *clocks) for size, clocks in timed.items()]
+    first, baseline = next(iter(timed.values()))
     return Row(
         label=system.label,
         system=system.kind,
@@ -199,21 +208,23 @@ def _row(decoded: DecodedSet, baseline: DecodedSet, scores: Scores, timings: Seq
         decode_steps=decoded.steps,
         tokens=decoded.tokens,
         tokens_per_second=decoded.tokens_per_second,
-        wall_clock_speedup=speed.median,
-        wall_clock_quartiles=(speed.lower, speed.upper),
+        wall_clock_speedup=timings[0].speedup.median,
+        wall_clock_quartiles=(timings[0].speedup.lower, timings[0].speedup.upper),
+        whole_speedup=timings[0].whole_speedup,
         cache_bytes=decoded.cache_bytes,
-        bound_by_bytes=decoded.bound_over(baseline),
-        timings=list(timings),
+        bound_by_bytes=first.bound_over(baseline),
+        timings=timings,
     )
 
 
-def _timing(decoded: DecodedSet, baseline: DecodedSet, batch_size: int) -> Timing:
+def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:
     """The speed of a system that took turns with that of the 1x row."""
     return Timing(
         batch_size=batch_size,
         prompts=len(decoded.predictions),
         layers_per_step=decoded.layers_per_step,
-        speedup=decoded.speed_over(baseline),
+        speedup=decoded.speed_over(baseline, "decode"),
+        whole_speedup=decoded.speed_over(baseline, "all"),
         prefill_seconds=decoded.prefill_seconds,
         decode_seconds=decoded.decode_seconds,
         tokens_per_second=decoded.tokens_per_second,

@@ -42,7 +42,7 @@ class Table:
     def to_rich(self) -> rich.table.Table:
         """The table for the terminal."""
         table = rich.table.Table(title=self.title, title_justify="left")
-        table.collapse_padding = len(self.headers) > 12  # more don't fit on 160 columns with a blank on either side
+        table.collapse_padding = len(self.headers) > 11  # more don't fit on 160 columns with a blank on either side
         for number, header in enumerate(self.headers):
             table.add_column(header, justify="left" if number < self.left else "right")
         for number, cells in enumerate(self.rows):

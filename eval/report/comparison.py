@@ -13,7 +13,7 @@ from rich.progress import track
 from eval.console import make_console
 from eval.report.positions import ORDERS, Bin, bin_width, by_position
 from eval.report.runs import Run
-from eval.results import Report, Row
+from eval.results import Over, Report, Row, speed_shown
 from eval.score.predictions import Prediction
 from eval.score.words import words
 from eval.speed.report import SpeedReport
@@ -34,12 +34,14 @@ class Line:
 
     Attributes:
         name: the run's, with the checkpoint's where that is the run's reference.
+        over: what its targets are of.
         full_depth: the row that the speeds and the p values are relative to.
     """
 
     name: str
     run: str
     checkpoint: str
+    over: Over
     full_depth: Row
     points: tuple[Row, ...]
     positions: tuple[Positions, ...]
@@ -95,12 +97,14 @@ class Comparison:
     """All that a page shows.
 
     Attributes:
+        over: the speed that pictures and comparisons show: of the whole where all targets are, else of decoding.
         metrics: that every run has, in the order of the first.
         shared_prompts: how many prompts all runs decoded.
         speeds: speed benchmarks shown beside the runs, by their files' names.
     """
 
     task: str
+    over: Over
     metrics: tuple[str, ...]
     shared_prompts: int
     lines: tuple[Line, ...]
@@ -117,16 +121,18 @@ class Comparison:
 def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: int) -> Comparison:
     """Everything that a page shows of runs of one task."""
     width = bin_width([len(p.prediction.split()) for run in runs for lines in run.predictions for p in lines])
+    over = speed_shown(run.report for run in runs)
     lines: list[Line] = []
     for run in runs:
-        lines += _lines(run, width)
+        lines += _lines(run, over, width)
     shared = _shared_ids(runs)
     return Comparison(
         task=runs[0].report.task,
+        over=over,
         metrics=tuple(m for m in runs[0].report.rows[0].scores if all(m in run.report.rows[0].scores for run in runs)),
         shared_prompts=len(shared),
         lines=tuple(lines),
-        rivals=tuple(_rivals(lines)),
+        rivals=tuple(_rivals(lines, over)),
         samples=tuple(_samples(runs, spread(shared, samples))),
         conditions=tuple(Conditions(run.name, _conditions(run.report), tuple(run.report.notes())) for run in runs),
         speeds=dict(speeds),
@@ -149,7 +155,7 @@ def line_name(run: Run, row: Row) -> str:
     return run.name if row.checkpoint == run.report.checkpoint else f"{run.name}: {Path(row.checkpoint).name}"
 
 
-def _lines(run: Run, width: int) -> list[Line]:
+def _lines(run: Run, over: Over, width: int) -> list[Line]:
     points = run.report.rows
     references: dict[tuple[str, ...], list[list[str]]] = {}  # tokenised once for all rows
     lines = []
@@ -166,8 +172,9 @@ def _lines(run: Run, width: int) -> list[Line]:
                 name=name,
                 run=run.name,
                 checkpoint=checkpoint,
+                over=run.report.over,
                 full_depth=points[0],
-                points=tuple(sorted((p for p, _ in own), key=lambda point: (point.wall_clock_speedup, point.label))),
+                points=tuple(sorted((p for p, _ in own), key=lambda point: (point.speed(over).median, point.label))),
                 positions=tuple(positions),
             )
         )
@@ -186,7 +193,7 @@ def _positions(
     return [Positions(label, n, tuple(by_position(texts, references, n, width))) for n in ORDERS]
 
 
-def _rivals(lines: Sequence[Line]) -> list[Nearest]:
+def _rivals(lines: Sequence[Line], over: Over) -> list[Nearest]:
     """For each whole target that a row was made for, the nearest rows by measured speed among those that skip."""
     speedups = {point.speedup_target or 1.0 for line in lines for point in line.points}
     rivals = []
@@ -194,7 +201,7 @@ def _rivals(lines: Sequence[Line]) -> list[Nearest]:
         labels: list[str | None] = []
         for line in lines:
             skipping = [point for point in line.points if point.mean_layers < point.num_layers]
-            apart = {point.label: abs(math.log(point.wall_clock_speedup / speed)) for point in skipping}
+            apart = {point.label: abs(math.log(point.speed(over).median / speed)) for point in skipping}
             near = min(apart, key=apart.__getitem__, default=None)
             labels.append(near if near is not None and apart[near] <= math.log(NEAR) else None)
         if any(label is not None for label in labels):

@@ -25,6 +25,7 @@ from eval.report.tables import (
     speed_table,
     timing_table,
 )
+from eval.results import SPEEDS_IN_FULL
 from eval.score.metric import Metric
 from eval.score.registry import metric_named
 from eval.speed.report import SpeedReport
@@ -101,6 +102,7 @@ def to_html(comparison: Comparison) -> str:
     return environment.get_template("report.html").render(
         comparison=comparison,
         metrics=metrics,
+        speed=SPEEDS_IN_FULL[comparison.over],
         frontiers=[Markup(frontier(comparison, metric, f"f{n}")) for n, metric in enumerate(metrics)],
         rivals=rival_tables(comparison, metrics),
         sections=[_section(comparison, line, n, metrics) for n, line in enumerate(comparison.lines)],
@@ -111,7 +113,7 @@ def to_html(comparison: Comparison) -> str:
 def to_markdown(comparison: Comparison) -> str:
     """The tables and how they were measured, for a README or an issue."""
     metrics = metrics_of(comparison)
-    parts = [f"# {escape(comparison.task)}: quality against measured speed", ""]
+    parts = [f"# {escape(comparison.task)}: quality against measured speed of {SPEEDS_IN_FULL[comparison.over]}", ""]
     parts += [table.to_markdown() for table in rival_tables(comparison, metrics)]
     for line in comparison.lines:
         parts += [table.to_markdown() for table in (quality_table(line, metrics), speed_table(line))]

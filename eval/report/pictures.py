@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from eval.drawing import SERIES, STYLE, draw_layers, draw_quality, draw_series, error_bars, interval_of, leave_room
 from eval.report.comparison import Comparison, Line, Positions
 from eval.report.svg import printable, to_svg
-from eval.results import Row
+from eval.results import SPEEDS_IN_FULL, Row
 from eval.score.metric import Metric
 from skipdecode import SkipSchedule
 
@@ -16,7 +16,7 @@ SIZE = (4.8, 3.9)  # inches: legible when a phone shows it in its width
 
 
 def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
-    """A metric against the measured speed, a line for each checkpoint of each run.
+    """A metric against the comparison's speed, a line for each checkpoint of each run.
 
     Bars are confidence intervals and the quartiles of the speed; dotted is each run's own full depth.
     """
@@ -26,14 +26,14 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
         for number, line in enumerate(comparison.lines):
             values = [point.scores[metric.name] for point in line.points]
             intervals = error_bars(values, [interval_of(point, metric) for point in line.points])
-            draw_quality(axes, number, printable(line.name), line.points, metric, yerr=intervals)
+            draw_quality(axes, number, printable(line.name), line.points, metric, comparison.over, yerr=intervals)
             colour = SERIES[number % len(SERIES)][0]
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)
         leave_room(axes, [v for line in comparison.lines for point in line.points for v in interval_of(point, metric)])
         axes.set_title(f"{metric.title}{', lower is better' if metric.lower_is_better else ''}")
         _legend(figure, [line.name for line in comparison.lines])
-        title = f"{metric.title} against measured decode speed"
-        return to_svg(figure, key, title, _words(comparison.lines, metric))
+        title = f"{metric.title} against measured speed of {SPEEDS_IN_FULL[comparison.over]}"
+        return to_svg(figure, key, title, _words(comparison, metric))
 
 
 def by_position(line: Line, n: int, key: str) -> str:
@@ -81,11 +81,12 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
     figure.legend(loc="outside lower center", ncols=columns)
 
 
-def _words(lines: Sequence[Line], metric: Metric) -> str:
+def _words(comparison: Comparison, metric: Metric) -> str:
     sentences = []
-    for line in lines:
+    for line in comparison.lines:
         points = ", ".join(
-            f"{metric.show(point.scores[metric.name])} at {point.wall_clock_speedup:.2f}x" for point in line.points
+            f"{metric.show(point.scores[metric.name])} at {point.speed(comparison.over).median:.2f}x"
+            for point in line.points
         )
         sentences.append(f"{line.name}: {points}.")
     return " ".join(sentences)

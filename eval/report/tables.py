@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line
-from eval.results import TIMINGS, Row
+from eval.results import NOT_MEASURED, SPEEDS, Row, speed_headers, timing_columns
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
 from eval.tables import Table
@@ -51,21 +51,20 @@ def escape(text: str) -> str:
 
 def quality_table(line: Line, metrics: Sequence[Metric]) -> PageTable:
     """All scores of a run's rows with their intervals."""
-    rows = [(_name(point), _speed(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
-    headers = ("row", "measured speed", *(_header(metric) for metric in metrics))
+    rows = [(_name(point), *_speeds(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
+    headers = ("row", "asked", *speed_headers(line.over), *(_header(metric) for metric in metrics))
     return PageTable(f"{line.name}: quality", headers, tuple(rows))
 
 
 def speed_table(line: Line) -> PageTable:
     """Speeds of a run's rows, where their time goes, and how fast they could be by the bytes that they read."""
-    own_names = all(point.label == f"{point.speedup_target:g}x" for point in line.points if point.speedup_target)
+    decoding, whole = speed_headers(line.over)
     rows = [
         {
             "row": _name(point),
-            "target": _text("") if own_names else _optional(point.speedup_target, "{:g}x"),
             "layers": (*_number(point.mean_layers, "{:.2f}"), *_text(f" of {point.num_layers}")),
             "layers per step": _number(point.layers_per_step, "{:.2f}"),
-            "measured speed": _speed(point),
+            **dict(zip(("asked", decoding, whole), _speeds(point), strict=True)),
             "bound": _optional(point.bound_by_bytes, "{:.2f}x"),
             "prefill s": _number(point.prefill_seconds, "{:.2f}"),
             "decode s": _number(point.decode_seconds, "{:.2f}"),
@@ -81,7 +80,7 @@ def speed_table(line: Line) -> PageTable:
 
 
 def timing_table(line: Line) -> PageTable | None:
-    """Speeds at other batch sizes, one size after another; None where none were measured."""
+    """Speeds by batch size, one size after another; None in an older report that has none."""
     timed = sorted(
         ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
     )
@@ -91,15 +90,17 @@ def timing_table(line: Line) -> PageTable | None:
             _number(timing.batch_size, "{}"),
             _number(timing.prompts, "{}"),
             _number(timing.layers_per_step, "{:.2f}"),
+            _asked(point),
             _times(timing.speedup),
+            _times(timing.whole_speedup),
             _number(timing.prefill_seconds, "{:.2f}"),
             _number(timing.decode_seconds, "{:.2f}"),
             _number(timing.tokens_per_second, "{:.0f}"),
         )
         for timing, point in timed
     ]
-    headers = ("row", *(header for header, _ in TIMINGS[1:]))
-    return PageTable(f"{line.name}: speed at other batch sizes", headers, tuple(rows)) if rows else None
+    headers = ("row", *(header for header, _ in timing_columns(line.over)[1:]))
+    return PageTable(f"{line.name}: speed by batch size", headers, tuple(rows)) if rows else None
 
 
 def position_table(line: Line, n: int) -> PageTable:
@@ -128,7 +129,7 @@ def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Page
         ]
         rows: list[tuple[Cell, ...]] = [
             (_text("row"), *(_name(point) for _, point in columns)),
-            (_text("measured speed"), *(_speed(point) for _, point in columns)),
+            (_text(SPEEDS[comparison.over]), *(_times(point.speed(comparison.over)) for _, point in columns)),
             (_text("layers"), *(_number(point.mean_layers, "{:.2f}") for _, point in columns)),
         ]
         rows += [(_text(_header(metric)), *(_score(point, metric) for _, point in columns)) for metric in metrics]
@@ -192,8 +193,10 @@ def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
     return (*_number(value, shape), *ends)
 
 
-def _times(ratio: Ratio) -> Cell:
-    """A speedup with its quartiles."""
+def _times(ratio: Ratio | None) -> Cell:
+    """A speedup with its quartiles; a dash where it wasn't measured."""
+    if ratio is None:
+        return _text(NOT_MEASURED)
     return (*_number(ratio.median, "{:.2f}x"), *_ranged(ratio.median, (ratio.lower, ratio.upper), "{:.2f}")[1:])
 
 
@@ -203,8 +206,13 @@ def _name(point: Row) -> Cell:
     return (Part(point.label), *exits)
 
 
-def _speed(point: Row) -> Cell:
-    return _times(Ratio(point.wall_clock_speedup, *point.wall_clock_quartiles))
+def _asked(point: Row) -> Cell:
+    return _text(NOT_MEASURED) if point.speedup_target is None else _number(point.speedup_target, "{:g}x")
+
+
+def _speeds(point: Row) -> tuple[Cell, Cell, Cell]:
+    """What was asked, decoding and the whole."""
+    return _asked(point), _times(point.speed("decode")), _times(point.whole_speedup)
 
 
 def _score(point: Row, metric: Metric) -> Cell:

@@ -85,7 +85,8 @@ class Validation:
             for (number, _), one in zip(schedules, decoded, strict=True):
                 texts, last = one.predictions[at : at + len(batch)], one.turns[-1]
                 statistics = sentence_statistics(self.metric, texts, references)
-                tried.append(TrialResult(number, statistics, one.seconds_per_step[-1], last.layers, last.tokens))
+                seconds = last.decode_seconds / last.steps if last.steps else None
+                tried.append(TrialResult(number, statistics, seconds, last.layers, last.tokens))
             yield tried
             at += len(batch)
 

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from eval.results import SystemKind
+from eval.results import Over, SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.families import decoder_layers
@@ -55,25 +55,49 @@ class DecodedBatch:
 
     Attributes:
         texts: what each prompt was continued with.
+        lengths: how many tokens each row generated, an end token included, padding not.
         prefill_seconds: up to the first token.
         decode_seconds: from there to the last.
         steps: decode steps of the batch.
-        tokens: generated tokens after the first of each row, end tokens included, padding not.
-        layers: layers that these ran as inputs, summed over tokens.
+        layers: layers that tokens ran as inputs, summed over tokens.
         batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
         cache_bytes: of keys and values.
         read_bytes: of weights and cache that the steps had to read.
     """
 
     texts: list[str]
+    lengths: list[int]
     prefill_seconds: float
     decode_seconds: float
     steps: int
-    tokens: int
     layers: int
     batch_layers: int
     cache_bytes: int
     read_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens after the first of each row."""
+        return sum(self.lengths) - len(self.lengths)
+
+    def seconds(self, over: Over) -> float:
+        """Of decoding, or of prefill and decoding together."""
+        return self.decode_seconds + (self.prefill_seconds if over == "all" else 0.0)
+
+
+class RowLengths(StoppingCriteria):
+    """A stopping criterion that ends every row after a number of tokens of its own.
+
+    As transformers' criterion for end tokens it has an `eos_token_id`, by which a decoding loop knows that some rows
+    end before others, and pads them.
+    """
+
+    def __init__(self, lengths: Sequence[int], prompt_columns: int, eos_token_id: int, device: torch.device) -> None:
+        self.eos_token_id = eos_token_id
+        self._columns = torch.tensor([prompt_columns + length for length in lengths], device=device)  # [batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
+        return self._columns <= input_ids.shape[1]
 
 
 class System(ABC):
@@ -104,10 +128,19 @@ class System(ABC):
         each step.
         """
 
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int) -> DecodedBatch:
-        """Continue prompts, token ids, greedily up to and with the end token."""
+    def decode(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, lengths: Sequence[int] | None = None
+    ) -> DecodedBatch:
+        """Continue prompts, token ids, greedily up to and with the end token.
+
+        With `lengths`, of 1 to `max_new_tokens`, every row generates so many tokens in place of that: its own text goes
+        on behind its end token, or is cut.
+        """
         model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
         inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, columns]
+        prompt_columns = inputs["input_ids"].shape[1]
+        end_token = tokenizer.eos_token_id
+        ends = [] if lengths is None else [RowLengths(lengths, prompt_columns, end_token, model.device)]
         clock = StepClock(model.device)
         request = {
             **inputs,
@@ -115,24 +148,23 @@ class System(ABC):
             "max_new_tokens": max_new_tokens,
             "do_sample": False,
             "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "stopping_criteria": StoppingCriteriaList([clock]),
+            "eos_token_id": end_token if lengths is None else None,
+            "stopping_criteria": StoppingCriteriaList([*ends, clock]),
         }
         output, layers = self._continue(model, request)
-        prompt_columns = inputs["input_ids"].shape[1]
-        rows: list[list[int]] = []
-        for row in output[:, prompt_columns:].tolist():
-            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-            rows.append(row[:end])
+        rows: list[list[int]] = output[:, prompt_columns:].tolist()
+        if lengths is None:
+            lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in rows]
+        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         # A row's last token is never an input, so its steps are one less than its tokens.
         going = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
         held = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
         return DecodedBatch(
             texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows],
+            lengths=list(lengths),
             prefill_seconds=clock.prefill_seconds,
             decode_seconds=clock.decode_seconds,
             steps=clock.steps,
-            tokens=sum(map(len, going)),
             layers=sum(ran[n] for ran, rows_left in zip(layers, going, strict=True) for n in rows_left),
             batch_layers=sum(map(max, layers)),
             cache_bytes=held,

@@ -11,12 +11,12 @@ their layers run for nothing.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -88,7 +88,7 @@ def calm_generate(
         weights or choose_weights(model),
         threshold,
         steps=max(0, generation_config.max_length - input_ids.shape[1] - 1),
-        end_tokens=generation_config._eos_token_tensor,
+        ends=[criterion for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")],
         exits=exits if exits is not None else [],
         model_kwargs=model_kwargs,
     )
@@ -114,7 +114,7 @@ class _CalmRunner:
         threshold: float,
         *,
         steps: int,
-        end_tokens: torch.Tensor | None,
+        ends: Sequence[StoppingCriteria],
         exits: list[list[int]],
         model_kwargs: dict[str, Any],
     ) -> None:
@@ -123,7 +123,7 @@ class _CalmRunner:
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
         self._steps = steps
-        self._end_tokens = [] if end_tokens is None else end_tokens.flatten().tolist()
+        self._ends = ends  # of rows, by their text alone
         self._exits = exits
         self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
         self._kwargs = {**model_kwargs, "past_key_values": self.cache}
@@ -140,8 +140,9 @@ class _CalmRunner:
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
         tokens, inputs = input_ids[:, -1], self._step_inputs(i)
-        last_tokens = tokens.tolist()
-        self._unended = [row for row in self._unended if last_tokens[row] not in self._end_tokens]
+        for criterion in self._ends:
+            ended = criterion(input_ids, None).tolist()
+            self._unended = [row for row in self._unended if not ended[row]]
         hidden = self._decoder.embed(tokens, inputs)  # [batch, hidden]
         exits, answers = [0] * len(tokens), {}
         waiting = self._unended  # rows that go deeper; the states of the others stay as they are

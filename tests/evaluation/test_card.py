@@ -34,7 +34,10 @@ def test_an_evaluation_into_a_finished_run_updates_its_card(run: Path) -> None:
     text = (run / CARD).read_text()
     assert UNMEASURED not in text
     for row in json.loads((run / "eval" / "report.json").read_text())["rows"]:
-        assert f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['wall_clock_speedup']:.2f}x [" in text
+        assert (
+            f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['label']} | {row['wall_clock_speedup']:.2f}x ["
+            in text
+        )
     assert "](eval/frontier.png)" in text
 
 

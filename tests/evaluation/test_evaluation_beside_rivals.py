@@ -16,6 +16,7 @@ from small_checkpoints import save_checkpoint
 import eval.cli
 from eval.journal import FILE_NAME
 from eval.results import Report
+from eval.systems.base import System
 from eval.systems.threshold import CLOSE
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint import SkipConfig
@@ -124,7 +125,7 @@ def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path:
     assert (row.label, row.system, row.speedup_target, row.mean_layers) == ("fixed-exit", "skip", None, 3)
 
 
-def test_speeds_are_taken_at_other_batch_sizes_too(full: Path, tmp_path: Path, capsys: Any) -> None:
+def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["--checkpoint", full, "--speedup", "3", "--time-batch-size", "1", "5", "--time-limit", "7"]
     report = evaluate(tmp_path / "out", *words)
     for row in report.rows:
@@ -133,13 +134,56 @@ def test_speeds_are_taken_at_other_batch_sizes_too(full: Path, tmp_path: Path, c
         assert all(t.speedup.lower <= t.speedup.median <= t.speedup.upper for t in row.timings)
     assert [t.speedup.median for t in report.rows[0].timings] == [1, 1]
     assert all(t.speedup.median > 1 for t in report.rows[1].timings)
-    assert "at other batch sizes" in capsys.readouterr().out
-    assert "| 3x | 5 | 7 |" in (tmp_path / "out" / "report.md").read_text()
+    for row in report.rows:  # the row's own speeds are those of the size that was asked for first
+        assert (row.speed("decode"), row.speed("all")) == (row.timings[0].speedup, row.timings[0].whole_speedup)
+    printed, written = capsys.readouterr().out, (tmp_path / "out" / "report.md").read_text()
+    assert "by batch size" in printed
+    assert "| 3x | 5 | 7 |" in written
+    for text in (printed, written):
+        assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
+        assert "Targets are of decoding." in text.replace("\n", " ")
 
 
-def test_all_prompts_are_timed_where_there_are_few(full: Path, tmp_path: Path) -> None:
-    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1", "--time-batch-size", "2")
-    assert [t.prompts for t in report.rows[0].timings] == [9]
+def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the_test_set(
+    full: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    calls: list[Any] = []
+    original = System.decode
+
+    def counted(self: System, prompts: Any, max_new_tokens: int, lengths: Any = None) -> Any:
+        found = original(self, prompts, max_new_tokens, lengths)
+        calls.append((self.label, prompts, max_new_tokens, lengths, found))
+        return found
+
+    monkeypatch.setattr(System, "decode", counted)
+    words = ["--checkpoint", full, "--system", "calm", "--calm-threshold", "0", "2", "--time-batch-size", "2"]
+    report = evaluate(tmp_path / "out", *words, "--time-limit", "5")
+    assert [t.prompts for t in report.rows[0].timings] == [5]
+    scored = [call for call in calls if call[2] == 10 and call[3] is None]
+    own = {
+        tuple(ids): length
+        for label, prompts, _, _, found in scored
+        if label == "1x"
+        for ids, length in zip(prompts, found.lengths, strict=True)
+    }
+    assert len(own) == 9
+    by_length = sorted(own, key=len)
+    for label in ("1x", "calm-0", "calm-2"):
+        timed = [call for call in calls if call[0] == label and call[3] is not None]
+        assert [len(prompts) for _, prompts, *_ in timed] == [2, 2, 1]
+        for _, prompts, max_new_tokens, lengths, found in timed:
+            assert max_new_tokens == 10
+            assert lengths == found.lengths == [own[tuple(ids)] for ids in prompts]
+            assert found.steps == max(lengths) - 1
+        drawn = [len(ids) for _, prompts, *_ in timed for ids in prompts]
+        assert drawn == [len(by_length[n]) for n in (0, 2, 4, 6, 8)]
+
+
+def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test_set(
+    full: Path, tmp_path: Path
+) -> None:
+    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1")
+    assert [(t.batch_size, t.prompts) for t in report.rows[0].timings] == [(4, 9)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +205,8 @@ def test_all_prompts_are_timed_where_there_are_few(full: Path, tmp_path: Path) -
         (["--schedule", "2x.json", "--speedup", "2"], "two rows would be called '2x'"),
         (["--time-batch-size", "0"], "--time-batch-size is [0]"),
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
-        (["--time-limit", "4"], "--time-limit is for --time-batch-size"),
+        (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
+        (["--over", "all"], "--over all"),
     ],
 )
 def test_a_bad_request_is_one_line_and_writes_nothing(
@@ -195,7 +240,7 @@ def without_clocks(folder: Path) -> Any:
     report = json.loads((folder / "report.json").read_text())
     del report["command"]
     for row in report["rows"]:
-        for name in [name for name in row if re.search("seconds|per_second|wall_clock|timings", name)]:
+        for name in [name for name in row if re.search("seconds|per_second|wall_clock|whole_speedup|timings", name)]:
             del row[name]
     return report
 
@@ -229,7 +274,6 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
 def test_what_a_journal_holds_is_not_decoded_again(full: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Killed between the last batch and the report, and just before the last batch."""
     import eval.run
-    from eval.systems.base import System
 
     words = ["--checkpoint", str(full), *RESUMED, *SMALL, "--output", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
@@ -238,9 +282,9 @@ def test_what_a_journal_holds_is_not_decoded_again(full: Path, tmp_path: Path, m
     decoded: list[int] = []
     original = System.decode
 
-    def counted(self: System, prompts: Any, max_new_tokens: int) -> Any:
+    def counted(self: System, prompts: Any, max_new_tokens: int, lengths: Any = None) -> Any:
         decoded.append(max_new_tokens)
-        return original(self, prompts, max_new_tokens)
+        return original(self, prompts, max_new_tokens, lengths)
 
     monkeypatch.setattr(System, "decode", counted)
     path = tmp_path / "out" / FILE_NAME
@@ -270,7 +314,7 @@ def test_an_unfinished_evaluation_of_another_kind_is_refused(
         assert eval.cli.main(words) == 130
     before = (tmp_path / "out" / FILE_NAME).read_bytes()
     for change, message in [
-        (["--batch-size", "3"], "(batch_size was 4, is 3)"),
+        (["--batch-size", "3"], "(batch_size was 4, is 3, "),
         (["--speedup", "3"], "(speedups was [2.0], is [3.0])"),
         (["--weights", "model"], "(weights was None, is model)"),
         (["--limit", "8"], "limit was 9, is 8"),

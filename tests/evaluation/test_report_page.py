@@ -22,7 +22,7 @@ import eval.report.tables
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
-from eval.results import Report
+from eval.results import Over, Report
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode.ratio import Ratio
 
@@ -221,6 +221,43 @@ def test_a_recorded_bound_is_shown_and_an_older_report_has_none(tmp_path: Path) 
     assert '<th scope="col">bound</th>' not in html
 
 
+def headers_of(html: str, caption: str) -> list[str]:
+    table = html.split(f"<caption>{caption}</caption>")[1].split("</thead>")[0]
+    return re.findall(r'<th scope="col">([^<]*)</th>', table)
+
+
+@pytest.mark.parametrize(("over", "shown"), [("decode", "decoding"), ("all", "prompt and decoding")])
+def test_both_speeds_stand_beside_what_was_asked_and_the_page_says_which_one_that_is(
+    over: Over, shown: str, tmp_path: Path
+) -> None:
+    report = write_run(tmp_path / "a", over=over)
+    page, html, values = build(tmp_path, str(tmp_path / "a"))
+    speeds = ["asked", "decoding (asked)", "whole"] if over == "decode" else ["asked", "decoding", "whole (asked)"]
+    for caption in ("a: quality", "a: speed", "a: speed by batch size"):
+        assert [header for header in headers_of(html, caption) if header in speeds] == speeds
+    assert f"quality against measured speed of {shown}" in html
+    assert f"measured speed of {shown}, times full depth" in html  # the axis
+    assert f"Targets are of {shown}." in "".join(page.text)
+    assert values["over"] == over
+    points = values["lines"][0]["points"]
+    assert {row.label for row in report.rows} == {point["label"] for point in points}
+    wanted = {"decode": "wall_clock_speedup", "all": "whole_speedup"}[over]
+    speed = {point["label"]: point[wanted] if over == "decode" else point[wanted]["median"] for point in points}
+    assert f"at {speed['2x']:.2f}x" in html.split("<desc")[1]  # the picture's, in words
+
+
+def test_runs_with_different_targets_are_compared_by_the_speed_of_decoding(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", over="all")
+    older = write_run(tmp_path / "b", seed=1)
+    finished_runs.save_as_before_whole_speeds(older, tmp_path / "b")
+    _, html, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert values["over"] == "decode"
+    assert "whole (asked)" in headers_of(html, "a: speed")
+    assert "<td>–</td>" in html.split("<caption>b: speed</caption>")[1]
+    assert "b is of an earlier version: its speeds are per decode step" in html
+    assert "a is of an earlier version" not in html
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A run of confidence exits."""
@@ -238,6 +275,7 @@ def test_confidence_exits_are_shown_with_their_thresholds_and_timings(calm: Buil
     text = " ".join("".join(page.text).split())
     # In the tables of quality, of speed and at the same speed; twice in that of batch sizes.
     assert text.count("calm-2x, λ 0.625") == 5
+    assert "speed of decoding" in text
     assert {"calm-2x (λ 0.625)", "calm-0.375 (λ 0.375)"} == set(
         re.findall(r"confident enough: (.*?)\.\s", text + " ")[0].split(", ")
     )
@@ -246,7 +284,7 @@ def test_confidence_exits_are_shown_with_their_thresholds_and_timings(calm: Buil
     for row in Report.load(calm.folder / "calm" / "report.json").rows:
         assert len(row.timings) == 2
         assert set(map(repr, numbers([asdict(timing) for timing in row.timings]))) <= shown
-    assert "calm: speed at other batch sizes" in calm.html
+    assert "calm: speed by batch size" in calm.html
 
 
 def test_the_page_says_what_was_computed_and_what_could_not_be(calm: Built) -> None:
@@ -387,6 +425,7 @@ def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: 
         ({"rows": []}, "has no rows"),
         ({"surprise": 1}, "is no report of an evaluation"),
         ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
+        ({"over": "both"}, "its targets are over 'both', and no such speed was measured"),
     ],
 )
 def test_a_report_that_can_t_be_used_is_refused(

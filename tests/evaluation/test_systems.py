@@ -1,4 +1,4 @@
-"""Systems that decode a test set say what their steps read."""
+"""Systems that decode a test set: what their steps read, and texts of lengths that are given."""
 
 from pathlib import Path
 
@@ -34,3 +34,27 @@ def test_the_bytes_of_a_batch_are_those_of_the_steps_that_were_run(tmp_path: Pat
         for i, layers in enumerate(ran)
     )
     assert found.read_bytes == 4 * values
+
+
+@pytest.mark.parametrize("confidence", [None, 0.0, 2.0])
+def test_every_row_generates_as_many_tokens_as_it_is_told_and_its_own_text_goes_on_or_is_cut(
+    tmp_path: Path, confidence: float | None
+) -> None:
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "model", 4)), None, torch.device("cpu"))
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    full_depth = SkipSystem("1x", checkpoint, SkipSchedule.full_depth(4))
+    system = full_depth if confidence is None else CalmSystem("calm", checkpoint, Threshold(confidence))
+    prompts, lengths = [[5, 6, 7, 8], [9, 10], [11, 12, 13]], [3, 9, 1]
+    prompt = model.generate(torch.tensor([prompts[1]]), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(prompt[0, 6]))  # its fifth: its own text is shorter
+    found = system.decode(prompts, max_new_tokens=20, lengths=lengths)
+    assert found.lengths == lengths
+    assert (found.steps, found.tokens) == (8, 2 + 8)
+    assert found.layers == {None: 4, 0.0: 1, 2.0: 4}[confidence] * found.tokens
+    if confidence != 0.0:  # at full depth these are transformers' own texts
+        assert system.decode(prompts, max_new_tokens=20).lengths[1] <= 5
+        for text, ids, length in zip(found.texts, prompts, lengths, strict=True):
+            alone = model.generate(
+                torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=1
+            )
+            assert text == tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_checkpoints import TASK
 
 from data import load_task
-from eval.decoding import take_turns
+from eval.decoding import DecodedSet, spread_over_lengths, take_turns
 from eval.journal import Journal
 from eval.systems.base import DecodedBatch, System
 from skipdecode.ratio import Ratio
@@ -31,21 +31,22 @@ class Counting(System):
 
     def _continue(self, model: Any, request: Any) -> Any: ...
 
-    def decode(self, prompts: Any, max_new_tokens: int) -> DecodedBatch:
-        self.calls.append((self.label, [len(prompt) for prompt in prompts], max_new_tokens))
+    def decode(self, prompts: Any, max_new_tokens: int, lengths: Any = None) -> DecodedBatch:
+        self.calls.append((self.label, [len(prompt) for prompt in prompts], max_new_tokens, lengths))
         texts = [f" {self.label} {len(prompt)}" for prompt in prompts]
         seconds = float(len(self.calls))
-        return DecodedBatch(texts, seconds, seconds, 2, 2 * len(texts), 3, 4, 5)
+        return DecodedBatch(texts, lengths or [3] * len(texts), seconds, seconds, 2, 3, 4, 5)
 
 
-def decode(labels: str, batch_size: int, journal: Journal, calls: list[Any]) -> list[Any]:
+def decode(
+    labels: str, batch_size: int, journal: Journal, calls: list[Any], lengths: list[int] | None = None
+) -> list[Any]:
     task, systems = load_task("departures", **TASK), [Counting(label, calls) for label in labels]
     results: list[Any] = []
-    for so_far in take_turns(
-        systems, task, EXAMPLES, PROMPTS, batch_size=batch_size, max_new_tokens=20, journal=journal
-    ):
+    sizes: Any = {"batch_size": batch_size, "max_new_tokens": 20}
+    for so_far in take_turns(systems, task, EXAMPLES, PROMPTS, **sizes, journal=journal, lengths=lengths):
         results = so_far
-    return [(r.system.label, r.predictions, r.decode_seconds, r.tokens) for r in results]
+    return [(r.system.label, r.predictions, r.decode_seconds, r.lengths) for r in results]
 
 
 class Killed(Exception):
@@ -73,32 +74,38 @@ def timed(calls: list[Any]) -> list[Any]:
     batch_size=st.integers(1, 16),
     labels=st.sampled_from(["a", "ab", "abc"]),
     kills=st.lists(st.integers(0, 12), max_size=4),
+    lengths=st.none() | st.just([1 + n % 20 for n in range(len(EXAMPLES))]),
 )
 def test_killed_at_any_call_nothing_is_decoded_twice_and_the_results_are_the_same(
-    batch_size: int, labels: str, kills: list[int], tmp_path_factory: pytest.TempPathFactory
+    batch_size: int,
+    labels: str,
+    kills: list[int],
+    lengths: list[int] | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     straight: list[Any] = []
-    expected = decode(labels, batch_size, Journal(), straight)
+    expected = decode(labels, batch_size, Journal(), straight, lengths)
+    assert all(made == (lengths or [3] * len(EXAMPLES)) for *_, made in expected)
     path: Path = tmp_path_factory.mktemp("turns") / "journal.jsonl"
     calls: list[Any] = []
     for left in kills:
         mortal = Mortal(left)
         try:
-            decode(labels, batch_size, Journal(path), mortal)
+            decode(labels, batch_size, Journal(path), mortal, lengths)
         except Killed:
             calls += mortal
             continue
         calls += mortal
         break
     last: list[Any] = []
-    found = decode(labels, batch_size, Journal(path), last)
+    found = decode(labels, batch_size, Journal(path), last, lengths)
     calls += last
     assert sorted(timed(calls)) == sorted(timed(straight))
-    assert [(label, texts, tokens) for label, texts, _, tokens in found] == [
-        (label, texts, tokens) for label, texts, _, tokens in expected
+    assert [(label, texts, made) for label, texts, _, made in found] == [
+        (label, texts, made) for label, texts, _, made in expected
     ]
     again: list[Any] = []
-    assert decode(labels, batch_size, Journal(path), again) == found  # clocks too, as they were
+    assert decode(labels, batch_size, Journal(path), again, lengths) == found  # clocks too, as they were
     assert again == []
 
 
@@ -119,15 +126,27 @@ def test_batches_hold_prompts_of_like_length_and_predictions_come_in_the_order_o
     assert predictions == [f"a {len(prompt)}" for prompt in PROMPTS]
 
 
-def test_a_speed_is_the_median_over_batches_that_both_decoded() -> None:
-    from eval.decoding import DecodedSet
+def decoded(prefill: list[float], decoding: list[float], steps: list[int]) -> DecodedSet:
+    turns = [DecodedBatch([], [], p, d, n, 0, 0, 0) for p, d, n in zip(prefill, decoding, steps, strict=True)]
+    return DecodedSet(Counting("a", []), [], [], turns)
 
-    def decoded(seconds: list[float], steps: list[int]) -> DecodedSet:
-        turns = [DecodedBatch([], 0.0, s, n, 0, 0, 0, 0) for s, n in zip(seconds, steps, strict=True)]
-        return DecodedSet(Counting("a", []), [], turns)
 
-    full = decoded([4.0, 6.0, 1.0, 9.0], [2, 2, 0, 3])
-    fast = decoded([1.0, 1.0, 1.0, 0.0], [1, 1, 1, 0])
-    assert fast.speed_over(full) == Ratio(2.5, 2.25, 2.75)
-    assert full.speed_over(full) == Ratio(1.0, 1.0, 1.0)
-    assert decoded([0.0], [0]).speed_over(decoded([1.0], [1])) == Ratio(1.0, 1.0, 1.0)
+def test_a_speed_is_the_median_over_batches_of_decoding_or_of_the_whole() -> None:
+    full = decoded([2.0, 2.0, 1.0], [4.0, 8.0, 0.0], [2, 3, 0])
+    fast = decoded([2.0, 1.0, 0.5], [1.0, 1.0, 0.0], [2, 3, 0])
+    assert fast.speed_over(full, "decode") == Ratio(6.0, 5.0, 7.0)  # the last ended with its first tokens
+    assert fast.speed_over(full, "all") == Ratio(2.0, 2.0, 3.5)  # 2, 5 and 2 times
+    assert full.speed_over(full, "decode") == full.speed_over(full, "all") == Ratio(1.0, 1.0, 1.0)
+    nothing = decoded([1.0], [0.0], [0])
+    assert nothing.speed_over(nothing, "decode") == Ratio(1.0, 1.0, 1.0)
+
+
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=300), count=st.integers(1, 80))
+def test_prompts_that_are_timed_are_spread_over_the_lengths_of_all(lengths: list[int], count: int) -> None:
+    drawn = spread_over_lengths([[7] * length for length in lengths], count)
+    assert len(drawn) == len(set(drawn)) == min(count, len(lengths))
+    ranked = sorted(lengths)
+    # Each is the middle one of as many equal parts of all, in order of length.
+    for number, n in enumerate(drawn):
+        middle = (number + 0.5) * len(lengths) / len(drawn)
+        assert ranked[max(0, int(middle) - 1)] <= lengths[n] <= ranked[min(len(lengths) - 1, int(middle) + 1)]

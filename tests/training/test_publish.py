@@ -254,7 +254,10 @@ def test_the_card_says_what_the_folder_says(run: Path) -> None:
     assert "custom_generate" in metadata.tags
     report = json.loads((run / "eval" / "report.json").read_text())
     for row in report["rows"]:
-        assert f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['wall_clock_speedup']:.2f}x [" in text
+        assert (
+            f"| {row['label']} | {row['mean_layers']:.2f} of 8 | {row['label']} | {row['wall_clock_speedup']:.2f}x ["
+            in text
+        )
     assert [result.metric_value for result in metadata.eval_results] == [
         round(row["scores"]["bleu"], 2) for row in report["rows"]
     ]
