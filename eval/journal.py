@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,6 +58,12 @@ class Journal:
             lines = [[key, value]] if self._whole else [self._header, [key, value]]
             self._append(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         self._values[key] = value
+
+    def get_or_add(self, key: Key, make: Callable[[], Any]) -> Any:
+        """The value of a key, which is made and added where it isn't there yet."""
+        if key not in self:
+            self.add(key, make())
+        return self[key]
 
     def remove(self) -> None:
         """Delete the file."""

@@ -16,7 +16,7 @@ PEERS = ("transformers", "transformers-static", "ctranslate2")
 class SpeedRequest:
     """A benchmark, as the options of `python -m eval.speed` ask for it.
 
-    Raises ConfigError for values out of range, and for an output that is there already.
+    Raises ConfigError for values out of range, and for an output that is there already and isn't unfinished.
     """
 
     model: str
@@ -51,4 +51,10 @@ class SpeedRequest:
                 raise ConfigError(f"{name} is {list(values)}: name each once")
         if self.output.suffix != ".json":
             raise ConfigError(f"--output {self.output}: name a .json file; a .md and a .png are written beside it")
-        check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
+        if not self.journal.exists():
+            check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
+
+    @property
+    def journal(self) -> Path:
+        """A file beside the output that is there while the benchmark isn't finished."""
+        return self.output.with_suffix(".journal.jsonl")

@@ -5,15 +5,18 @@ import operator
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
 
 from configs.shapes import random_model, read_shape
 from eval.console import make_console
+from eval.journal import Journal
 from eval.machine import copy_bytes_per_second, describe_machine, versions
 from eval.speed.peers import CTranslate2, SkipDecode, TimedDecoder, Transformers
 from eval.speed.profiles import print_profiles
@@ -49,56 +52,80 @@ class Entry:
 def benchmark(request: SpeedRequest) -> None:
     """Time every decoder in turns; write the report as JSON, Markdown and a picture, and print it.
 
+    One that is cut off leaves the report of the batch sizes that it had done, and goes on where it was when it is asked
+    for again: until all is measured, a journal lies beside the report.
+
     Raises ConfigError, before anything is timed, for a request that can't be met.
     """
     device = resolve_device(request.device)
     model = _model(request, device)
     _check_positions(model, request)
-    weights = request.weights or (choose_weights(model),)
-    console = make_console(width=200)
-    peers = _peers(request.peers, model, weights, device)
+    peers = _peers(request.peers, model, request.weights or ("model",), device)
+    journal = Journal(request.journal, _identity(request, model), "benchmark")
     rows: list[SpeedRow] = []
     unreachable: list[str] = []
     copies: list[float] = []
-    profiled: list[Entry] = []
     for batch_size in request.batch_sizes:
-        entries = _entries(model, request, weights, batch_size, unreachable) + [Entry(peer) for peer in peers]
+        plan = _plan(model, request, batch_size, journal)
+        unreachable += plan["unreachable"]
+        entries = [*_entries(model, plan), *(Entry(peer) for peer in peers)]
         ids = _prompts(model, request, batch_size)
-        copies += _take_turns(entries, ids, request)
+        copies += _take_turns(entries, ids, request, journal)
         rows += _rows(entries, CostModel.of(model), ids, request, statistics.median(copies))
-        own = [entry for entry in entries if entry.weights == weights[0]]
-        profiled = profiled or [own[0], own[-1]]
-    report = SpeedReport(
-        SpeedConditions(
-            model=request.model,
-            parameters=sum(p.numel() for p in model.parameters()),
-            dtype=request.dtype,
-            device=str(device),
-            prompt_length=request.prompt_length,
-            new_tokens=request.new_tokens,
-            repeats=request.repeats,
-            calibrated=not request.predict,
-            copy_bytes_per_second=statistics.median(copies),
-            unreachable=unreachable,
-            date=datetime.date.today().isoformat(),
-            command=shlex.join(["python", "-m", "eval.speed", *sys.argv[1:]]),
-            machine=describe_machine(device),
-            versions=versions(),
-        ),
-        rows,
-    )
-    request.output.parent.mkdir(parents=True, exist_ok=True)
-    draw_speeds(request.output.with_suffix(".png"), report)
-    write_whole(request.output.with_suffix(".md"), report.to_markdown())
-    write_whole(request.output, report.to_json())
+        report = SpeedReport(_conditions(request, model, unreachable, statistics.median(copies)), rows)
+        _write(request.output, report)  # after each batch size: what was measured is there, wherever it is cut off
+        if batch_size == request.batch_sizes[0]:
+            own = [entry.decoder for entry in entries if entry.weights == plan["weights"][0]]
+    journal.remove()
+    console = make_console(width=200)
     for table in report.to_tables():
         console.print(table)
     for line in report.notes():
         console.print(line, style="dim")
     console.print(f"picture: {request.output.with_suffix('.png')}", soft_wrap=True)
     if request.profile:
-        decoders = [entry.decoder for entry in profiled]
-        print_profiles(decoders, _prompts(model, request, request.batch_sizes[0]), request.new_tokens, console)
+        ids = _prompts(model, request, request.batch_sizes[0])
+        print_profiles([own[0], own[-1]], ids, request.new_tokens, console)
+
+
+def _identity(request: SpeedRequest, model: GenerativeModel) -> dict[str, Any]:
+    """All that the times of a benchmark depend on, as plain values."""
+    options = {key: value for key, value in asdict(request).items() if key not in ("output", "profile")}
+    machine = describe_machine(model.device)
+    return {
+        **options,
+        "sizes": asdict(CostModel.of(model)),
+        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "versions": versions(),
+    }
+
+
+def _conditions(
+    request: SpeedRequest, model: GenerativeModel, unreachable: Sequence[str], bytes_per_second: float
+) -> SpeedConditions:
+    return SpeedConditions(
+        model=request.model,
+        parameters=sum(p.numel() for p in model.parameters()),
+        dtype=request.dtype,
+        device=str(model.device),
+        prompt_length=request.prompt_length,
+        new_tokens=request.new_tokens,
+        repeats=request.repeats,
+        calibrated=not request.predict,
+        copy_bytes_per_second=bytes_per_second,
+        unreachable=list(unreachable),
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["python", "-m", "eval.speed", *sys.argv[1:]]),
+        machine=describe_machine(model.device),
+        versions=versions(),
+    )
+
+
+def _write(output: Path, report: SpeedReport) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draw_speeds(output.with_suffix(".png"), report)
+    write_whole(output.with_suffix(".md"), report.to_markdown())
+    write_whole(output, report.to_json())
 
 
 def _check_positions(model: GenerativeModel, request: SpeedRequest) -> None:
@@ -141,15 +168,16 @@ def _peers(
     return peers
 
 
-def _entries(
-    model: GenerativeModel,
-    request: SpeedRequest,
-    weights: Sequence[Weights],
-    batch_size: int,
-    unreachable: list[str],
-) -> list[Entry]:
-    """This library's decoders, at full depth and at each target that can be reached."""
-    entries = []
+def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journal: Journal) -> dict[str, Any]:
+    """The kinds of weights, the schedules of this library's decoders, and why a target has none, as plain values.
+
+    They are decided once, and hold when a benchmark goes on: memory and clock may differ by then.
+    """
+    key, first = (("plan", str(size)) for size in (batch_size, request.batch_sizes[0]))
+    if key in journal:
+        return dict(journal[key])
+    weights = request.weights or (journal[first]["weights"] if first in journal else (choose_weights(model),))
+    plan: dict[str, Any] = {"weights": list(weights), "schedules": [], "unreachable": []}
     for kind in weights:
         if request.predict:
             cost: Cost = CostModel.of(model).at(prompt_length=request.prompt_length, batch_size=batch_size)
@@ -159,10 +187,20 @@ def _entries(
             try:
                 schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1)
             except ConfigError as error:
-                unreachable.append(f"batch {batch_size}, {kind} weights, {speedup:g}x: {error}")
+                plan["unreachable"].append(f"batch {batch_size}, {kind} weights, {speedup:g}x: {error}")
                 continue
-            name = f"skipdecode {speedup:g}x, {kind} weights"
-            entries.append(Entry(SkipDecode(model, schedule, kind, name), speedup, schedule, kind))
+            plan["schedules"].append([kind, speedup, schedule.to_dict()])
+    journal.add(key, plan)
+    return plan
+
+
+def _entries(model: GenerativeModel, plan: Mapping[str, Any]) -> list[Entry]:
+    """This library's decoders, at full depth and at each target that can be reached."""
+    entries = []
+    for kind, speedup, fields in plan["schedules"]:
+        schedule = SkipSchedule.from_dict(fields)
+        decoder = SkipDecode(model, schedule, kind, f"skipdecode {speedup:g}x, {kind} weights")
+        entries.append(Entry(decoder, speedup, schedule, kind))
     return entries
 
 
@@ -173,21 +211,31 @@ def _prompts(model: GenerativeModel, request: SpeedRequest, batch_size: int) -> 
     return torch.randint(4, model.config.vocab_size, shape, generator=generator).to(model.device)
 
 
-def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedRequest) -> list[float]:
-    """Time every entry once in each repeat, in an order that rotates. Returns bytes per second of copies in between."""
+def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedRequest, journal: Journal) -> list[float]:
+    """Time every entry once in each repeat, in an order that rotates; what the journal has isn't timed again.
+
+    Returns bytes per second of copies in between.
+    """
+    size, numbers = str(ids.shape[0]), list(range(len(entries)))
+    keys = [
+        ("turn", size, str(repeat), str(number))
+        for repeat in range(request.repeats)
+        for number in [*numbers[repeat % len(numbers) :], *numbers[: repeat % len(numbers)]]
+    ]
+    if any(key not in journal for key in keys):
+        for entry in entries:  # so that all are warm
+            entry.decoder.run(ids, min(8, request.new_tokens))
     copies = []
     with Progress(console=make_console(stderr=True)) as progress:
-        bar = progress.add_task(f"batch {ids.shape[0]}", total=(request.repeats + 1) * len(entries))
-        for repeat in range(request.repeats + 1):
-            turn = repeat % len(entries)
-            for entry in [*entries[turn:], *entries[:turn]]:
-                warm_up = repeat == 0
-                prefill, decode = entry.decoder.run(ids, min(8, request.new_tokens) if warm_up else request.new_tokens)
-                if not warm_up:
-                    entry.prefill.append(prefill)
-                    entry.decode.append(decode)
-                progress.advance(bar)
-            copies.append(copy_bytes_per_second(ids.device))
+        bar = progress.add_task(f"batch {size}", total=len(keys))
+        for done, key in enumerate(keys, start=1):
+            entry = entries[int(key[-1])]
+            prefill, decode = journal.get_or_add(key, partial(entry.decoder.run, ids, request.new_tokens))
+            entry.prefill.append(prefill)
+            entry.decode.append(decode)
+            progress.advance(bar)
+            if done % len(entries) == 0:
+                copies.append(journal.get_or_add(("copy", *key[1:3]), partial(copy_bytes_per_second, ids.device)))
     return copies
 
 

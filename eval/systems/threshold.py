@@ -35,10 +35,9 @@ def calibrated_threshold(
 
     def mean_layers(threshold: float) -> float:
         key = ("calm", repr(threshold))
-        if key not in journal:
-            journal.add(key, _mean_layers(checkpoint, prompts, threshold, max_new_tokens))
+        found = journal.get_or_add(key, lambda: _mean_layers(checkpoint, prompts, threshold, max_new_tokens))
         advance()
-        return float(journal[key])
+        return float(found)
 
     value, found = largest_below(mean_layers, wanted_layers)
     return Threshold(value, wanted_layers, found, len(prompts))

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import eval.speed.run
 from eval.speed.cli import main
+from eval.speed.peers import Transformers
 from skipdecode.ratio import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
@@ -59,6 +62,41 @@ def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Pa
     report = json.loads(output.read_text())
     assert report["calibrated"]
     assert [row["speedup_target"] for row in report["rows"]] == [1.0]
+
+
+@pytest.mark.parametrize("cut_off_at", [0, 4, 6, 11])
+def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_anything_twice(
+    cut_off_at: int, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    timed: list[tuple[str, int]] = []
+    cut_off = False
+
+    def run(self: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        nonlocal cut_off
+        if new_tokens == 10:  # those of 8 are untimed
+            if len(timed) == cut_off_at and not cut_off:
+                cut_off = True
+                raise KeyboardInterrupt
+            timed.append((self.name, len(ids)))
+        return 0.5, 1.0 + len(timed)
+
+    monkeypatch.setattr(Transformers, "run", run)
+    monkeypatch.setattr(eval.speed.run, "copy_bytes_per_second", lambda device: 1e9)
+    output = tmp_path / "speed.json"
+    words = [*arguments(shape, output, **{"--speedup": "2", "--new-tokens": "10"}), "--predict"]
+    assert main(words) == 130
+    assert "interrupted: the same command goes on" in capsys.readouterr().err
+    left = json.loads(output.read_text())["rows"] if output.exists() else []
+    assert len(left) == (2 if cut_off_at >= 6 else 0)  # a batch size is two repeats of three decoders, and two rows
+    assert main([*words, "--prompt-length", "7"]) == 2
+    assert "speed.journal.jsonl is of another benchmark (prompt_length was 6, is 7)" in capsys.readouterr().err
+    assert main(words) == 0
+    report = json.loads(output.read_text())
+    assert report["rows"][: len(left)] == left
+    assert [(row["batch_size"], row["speedup_target"]) for row in report["rows"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert {timed.count(turn) for turn in timed} == {2}
+    assert len(timed) == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.json", "speed.md", "speed.png", "tiny.yaml"]
 
 
 @pytest.mark.parametrize(
