@@ -1,9 +1,11 @@
 """A matplotlib figure as SVG that can stand inside a page, many of them, in a light and in a dark scheme."""
 
 import re
+from html import escape
 from io import StringIO
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
+
+import matplotlib
 
 from eval.drawing import EMPTY, INK, MUTED, RULE, SERIES
 
@@ -13,9 +15,6 @@ if TYPE_CHECKING:
 # Colours that the page's style sheet replaces: it has a light and a dark value of each.
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", EMPTY: "empty"}
 _VARIABLES |= {colour.lower(): f"series-{number}" for number, (colour, _) in enumerate(SERIES)}
-
-_SVG = "{http://www.w3.org/2000/svg}"
-_LINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def printable(text: str) -> str:
@@ -34,35 +33,16 @@ def to_svg(figure: "Figure", key: str, title: str, description: str) -> str:
     """
     drawn = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
-    root = ElementTree.fromstring(drawn.getvalue())
-    for parent in root.iter():
-        for child in [*parent]:
-            if child.tag.endswith(("metadata", "style")):  # the style sheet holds what matplotlib's own says
-                parent.remove(child)
-    text = ElementTree.tostring(root, encoding="unicode")
-    referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(_SVG)
-        if _LINK in element.attrib:
-            element.set("href", f"#{key}-{element.attrib.pop(_LINK).removeprefix('#')}")
-        if "id" in element.attrib:
-            own = element.attrib.pop("id")
-            if own in referred:
-                element.set("id", f"{key}-{own}")
-        if "clip-path" in element.attrib:
-            element.set("clip-path", element.attrib["clip-path"].replace("url(#", f"url(#{key}-"))
-        if "style" in element.attrib:
-            element.set("style", re.sub("#[0-9a-f]{6}", _variable, element.attrib["style"]))
-    names = {"title": title, "desc": description}
-    for place, (tag, words) in enumerate(names.items()):
-        named = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
-        named.text = printable(words).strip()
-        root.insert(place, named)
-    box = root.attrib["viewBox"]
-    root.attrib.clear()
-    root.attrib.update({"viewBox": box, "role": "img", "aria-labelledby": f"{key}-title {key}-desc"})
-    return ElementTree.tostring(root, encoding="unicode")
+    with matplotlib.rc_context({"svg.hashsalt": key}):  # the ids that are referred to are hashes with it
+        figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
+    box = re.search('viewBox="[^"]*"', drawn.getvalue())
+    assert box is not None
+    body = drawn.getvalue().partition("<defs>")[2].partition("</defs>")[2]  # the style sheet says what its own says
+    body = re.sub('<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
+    body = re.sub('style="[^"]*"', lambda style: re.sub("#[0-9a-f]{6}", _variable, style[0]), body)
+    for tag, words in (("desc", description), ("title", title)):
+        body = f'<{tag} id="{key}-{tag}">{escape(printable(words).strip())}</{tag}>{body}'
+    return f'<svg {box[0]} role="img" aria-labelledby="{key}-title {key}-desc">{body}'
 
 
 def _variable(colour: re.Match[str]) -> str:
