@@ -43,7 +43,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
 
 
 def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
-    """DecodedBatch a folder of adapters into a checkpoint of merged weights, with the adapters in `adapter/` in it."""
+    """Turn a folder of adapters into a checkpoint of merged weights, with the adapters in `adapter/` in it."""
     import peft
 
     apart = folder / ADAPTER_FOLDER

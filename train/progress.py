@@ -3,13 +3,12 @@
 import datetime
 import logging
 import math
-from types import TracebackType
 from typing import Any
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from train.distributed import is_first_process
@@ -43,30 +42,18 @@ class TrainingProgress(TrainerCallback):
     def __enter__(self) -> "TrainingProgress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._bar.reset(self._task, total=state.max_steps, completed=state.global_step)
         self._bar.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._bar.update(self._task, completed=state.global_step)
         self._describe()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        logs = logs or {}
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self._figures = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s, "
             self._describe()

@@ -32,18 +32,14 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False  # a step has ended since, and its checkpoint is written
         self._before: Any = signal.SIG_DFL
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._before = signal.signal(signal.SIGTERM, self._receive)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if _any_rank(self.received, args.device):
             self.stopped = control.should_save = control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from skipdecode.files import write_whole
 
@@ -22,9 +22,7 @@ class MetricsFile(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)  # as the recipe says now, where the checkpoint's said otherwise
         for path in (self.folder / METRICS_FILE, self.folder / VALIDATION_FILE):
             if state.is_world_process_zero and path.exists():
@@ -33,15 +31,7 @@ class MetricsFile(TrainerCallback):
                 kept = [line for line in lines if _step_of(line) <= state.global_step and state.global_step > 0]
                 write_whole(path, "".join(line + "\n" for line in kept))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        logs = logs or {}
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         name = METRICS_FILE if "loss" in logs else VALIDATION_FILE
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & set(logs):
             return  # the Trainer's closing summary is no step
