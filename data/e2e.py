@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -216,10 +216,6 @@ def _states(text: str, slot: str, hidden: Collection[str]) -> bool:
 
 def _hide(text: str, values: dict[str, str]) -> str:
     """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
-    for slot, value in _longest_first(values.items()):
+    for slot, value in sorted(values.items(), key=lambda item: len(item[1]), reverse=True):
         text = re.sub(rf"\b{re.escape(value)}\b", placeholder(slot), text, flags=re.IGNORECASE)
     return text
-
-
-def _longest_first(items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return sorted(items, key=lambda item: len(item[1]), reverse=True)

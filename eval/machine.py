@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+PACKAGES = (
+    *("skipdecode", "torch", "transformers", "tokenizers"),
+    *("sacrebleu", "rouge-score", "nltk", "bert-score", "ctranslate2"),
+)
+
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, threads and memory of the machine that `device` belongs to."""
@@ -40,19 +45,8 @@ def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that figures depend on."""
-    names = (
-        "skipdecode",
-        "torch",
-        "transformers",
-        "tokenizers",
-        "sacrebleu",
-        "rouge-score",
-        "nltk",
-        "bert-score",
-        "ctranslate2",
-    )
     found = {"python": platform.python_version()}
-    for name in names:
+    for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -32,42 +32,24 @@ def _parser() -> argparse.ArgumentParser:
         "benchmark that was cut off goes on when it is started again with the same options.",
         epilog="example: python -m eval.speed --model opt-1.3b --dtype bfloat16 --batch-size 1 8 --output speed.json",
     )
-    parser.add_argument(
-        "--model", required=True, metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder"
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
-    parser.add_argument("--vocab-size", type=int, metavar="V", help="of a shape; default: the family's")
-    parser.add_argument(
-        "--batch-size", dest="batch_sizes", type=int, nargs="+", default=[1], metavar="B", help="default: 1"
-    )
-    parser.add_argument("--prompt-length", type=int, default=64, metavar="P", help="default: 64")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
-    parser.add_argument(
-        "--speedup",
-        dest="speedups",
-        type=float,
-        nargs="+",
-        default=[1, 2, 3, 4, 5],
-        metavar="X",
-        help="targets; 1x is added",
-    )
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        choices=get_args(Weights),
-        help="kinds to time, as in skip_generate; default: what it chooses",
-    )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")
-    parser.add_argument("--repeats", type=int, default=5, metavar="R", help="default: 5")
-    parser.add_argument(
-        "--predict", action="store_true", help="solve for the predicted clock instead of one that is calibrated first"
-    )
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="print where a decode step's time goes, at full depth and at the highest target",
-    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder")
+    add("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    add("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    add("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
+    add("--vocab-size", type=int, metavar="V", help="of a shape; default: the family's")
+    add("--batch-size", dest="batch_sizes", type=int, nargs="+", default=[1], metavar="B", help="default: 1")
+    add("--prompt-length", type=int, default=64, metavar="P", help="default: 64")
+    add("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    targets = list(SpeedRequest.speedups)
+    add("--speedup", dest="speedups", type=float, nargs="+", default=targets, metavar="X", help="targets; 1x is added")
+    kinds = "kinds to time, as in skip_generate; default: what it chooses"
+    add("--weights", nargs="+", choices=get_args(Weights), help=kinds)
+    add("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")
+    add("--repeats", type=int, default=5, metavar="R", help="default: 5")
+    predict = "solve for the predicted clock instead of one that is calibrated first"
+    add("--predict", action="store_true", help=predict)
+    where = "print where a decode step's time goes, at full depth and at the highest target"
+    add("--profile", action="store_true", help=where)
     return parser

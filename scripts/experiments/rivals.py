@@ -28,12 +28,7 @@ HEADERS = ["trained as", "layers a token", "BLEU [95 %]", "slot errors", *(f"bat
 DRAWN = ["skipdecode", "skipdecode-constant", "unified", "d3", "early-termination", "shallow"]
 DRAWN += ["early-exit", "early-exit, calm"]
 # Full depth in every step, whatever the recipe draws from.
-FULL_DEPTH = (
-    "schedule.speedups=[1]",
-    "schedule.speedup_range=null",
-    "schedule.files=null",
-    "schedule.weights=null",
-)
+FULL_DEPTH = ("schedule.speedups=[1]", *(f"schedule.{key}=null" for key in ("speedup_range", "files", "weights")))
 EXITS = (*FULL_DEPTH, "optim.exits=all", "optim.depth_weight_power=1")
 
 
