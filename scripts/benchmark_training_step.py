@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from configs.shapes import random_model, read_shape
 from data.columns import lay_out
+from eval.tables import Table
 from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
 from skipdecode.command import run_command
 from train.objective import completion_loss, predicting_budgets, unpack_batch
@@ -77,15 +77,15 @@ def main() -> int:
             if repeat >= 2:  # the first two warm up
                 ratios[number].append(ratio)
 
-    table = Table(title=f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}")
-    for name in ("target", "mean layers", "layer-columns left", "step time left", "quartiles"):
-        table.add_column(name, justify="right")
+    rows = []
     for speedup, schedule, found in zip(options.speedup, schedules, ratios, strict=True):
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
         share = schedule.column_share(options.prompt_length, options.prompt_length + options.new_tokens)
         mean = schedule.mean_budget(options.new_tokens)
-        table.add_row(f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
-    Console().print(table)
+        rows.append((f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
+    title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}"
+    headers = ("target", "mean layers", "layer-columns left", "step time left", "quartiles")
+    Console().print(Table(headers, rows, title).to_rich())
     return 0
 
 

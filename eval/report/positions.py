@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from eval.score.words import ngrams
+
 ORDERS = (1, 2)  # n of the n-grams
 WIDTH = 5  # words of a bin; doubled until there are at most MOST_BINS
 MOST_BINS = 16
@@ -48,10 +50,10 @@ def matched_ngrams(prediction: Sequence[str], references: Sequence[Sequence[str]
     """
     most: Counter[tuple[str, ...]] = Counter()
     for reference in references:
-        most |= Counter(_ngrams(reference, n))
+        most |= Counter(ngrams(reference, n))
     seen: defaultdict[tuple[str, ...], int] = defaultdict(int)
     matched = []
-    for ngram in _ngrams(prediction, n):
+    for ngram in ngrams(prediction, n):
         seen[ngram] += 1
         matched.append(seen[ngram] <= most[ngram])
     return matched
@@ -113,7 +115,3 @@ def _intervals(
         shares.append(100 * np.divide(drawn, out_of, out=np.full_like(drawn, np.nan), where=out_of > 0))
     low, high = np.nanpercentile(np.concatenate(shares), [2.5, 97.5], axis=0)
     return low, high
-
-
-def _ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    return [tuple(words[at : at + n]) for at in range(len(words) - n + 1)]

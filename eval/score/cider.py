@@ -1,11 +1,11 @@
 """CIDEr-D (Vedantam, Zitnick, Parikh, CVPR 2015), in the units of coco-caption and the E2E NLG challenge's scorer."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from eval.score.metric import Metric, Statistics, Texts, mean_of
-from eval.score.words import words
+from eval.score.words import ngrams, words
 
 ORDER = 4  # the longest n-grams, in words
 SIGMA = 6.0  # words of difference in length that cost 39 %
@@ -57,12 +57,8 @@ def _words(text: str) -> list[str]:
     return [word for word in words(text) if any(character.isalnum() for character in word)]
 
 
-def _count(text: Sequence[str]) -> dict[NGram, int]:
-    counts: defaultdict[NGram, int] = defaultdict(int)
-    for n in range(1, ORDER + 1):
-        for at in range(len(text) - n + 1):
-            counts[tuple(text[at : at + n])] += 1
-    return counts
+def _count(text: Sequence[str]) -> Counter[NGram]:
+    return Counter(gram for n in range(1, ORDER + 1) for gram in ngrams(text, n))
 
 
 def _likeness(prediction: Vector, reference: Vector) -> float:

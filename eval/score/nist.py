@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eval.score.metric import Array, Metric, Statistics, Texts
-from eval.score.words import words
+from eval.score.words import ngrams, words
 
 ORDER = 5  # the longest n-grams, in words
 # A system whose texts have two thirds of the references' words gets half of its score.
@@ -30,16 +30,16 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
         for text in texts:
             counts[()] += len(text)
             for n in range(1, ORDER + 1):
-                counts.update(_ngrams(text, n))
+                counts.update(ngrams(text, n))
     items = []
     for prediction, texts in zip(predictions, tokenized, strict=True):
         text = words(prediction)
         information, totals = [], []
         for n in range(1, ORDER + 1):
-            found = Counter(_ngrams(text, n))
+            found = Counter(ngrams(text, n))
             most: Counter[NGram] = Counter()
             for reference in texts:
-                most |= Counter(_ngrams(reference, n))
+                most |= Counter(ngrams(reference, n))
             matched = found & most
             information.append(sum(k * math.log2(counts[gram[:-1]] / counts[gram]) for gram, k in matched.items()))
             totals.append(found.total())
@@ -49,10 +49,6 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
 
 def _describe(texts: Texts) -> str:
     return f"mteval-v13a's definition, n = {ORDER}, case-insensitive, 13a tokens, all references"
-
-
-def _ngrams(text: Sequence[str], n: int) -> list[NGram]:
-    return [tuple(text[at : at + n]) for at in range(len(text) - n + 1)]
 
 
 def _score(sums: Array) -> float:

@@ -22,10 +22,10 @@ from eval.machine import describe_machine, versions
 from eval.output import LOCK, only_writer
 from eval.search.paired import estimate
 from eval.search.picture import draw_search
-from eval.search.report import WINNER_FILE, SearchReport, TrialRow, choose_winner, make_rows, warning
+from eval.search.report import WINNER_FILE, SearchReport, choose_winner, make_rows, warning
 from eval.search.request import SearchRequest
 from eval.search.space import Budget, LayerCount, Space, choose_schedules
-from eval.search.trials import FULL_DEPTH, Batch, Validation, run_trials, rung_ends, statistics_of
+from eval.search.trials import FULL_DEPTH, Validation, run_trials, rung_ends, statistics_of
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
@@ -43,11 +43,18 @@ def search(request: SearchRequest) -> SearchReport:
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
     with only_writer(request.output, "--output"):
-        return _try_schedules(request)
+        report = _try_schedules(request)
+    console = make_console(width=200)
+    console.print(report.to_table())
+    console.print(report.verdict(), style="bold")
+    for line in report.notes():
+        console.print(line, style="dim")
+    console.print(f"winner: {request.output / WINNER_FILE}", soft_wrap=True)
+    console.print(f"picture: {request.output / PICTURE}", soft_wrap=True)
+    return report
 
 
 def _try_schedules(request: SearchRequest) -> SearchReport:
-    console = make_console(width=200)
     _check_folder(request.output)
     config = SkipConfig.load(request.checkpoint)
     name, options = task_options(request.task, config)
@@ -69,45 +76,16 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     schedules = [SkipSchedule.from_dict(values) for values in fields]
     batches = run_trials(schedules, data, journal, request.seed)
     rows = make_rows(schedules, predicted, batches, request.metric)
-    report = _report(request, data, options, steps, trained_on, batches, rows)
-    draw_search(request.output / PICTURE, report)
-    report.save(request.output)
-    console.print(report.to_table())
-    console.print(report.verdict(), style="bold")
-    for line in report.notes():
-        console.print(line, style="dim")
-    console.print(f"winner: {request.output / WINNER_FILE}", soft_wrap=True)
-    console.print(f"picture: {request.output / PICTURE}", soft_wrap=True)
-    return report
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises ConfigError where the output holds something else than a search."""
-    files = {file.name for file in folder.iterdir()} - {LOCK} if folder.exists() else set()
-    if files and TRIALS not in files:
-        raise ConfigError(f"--output {folder} holds files that are no search's: name another folder, or remove it")
-
-
-def _report(
-    request: SearchRequest,
-    data: Validation,
-    options: Mapping[str, Any],
-    steps: int,
-    trained_on: int,
-    batches: Sequence[Batch],
-    rows: list[TrialRow],
-) -> SearchReport:
-    """The report of finished trials."""
     model = data.checkpoint.model
-    return SearchReport(
+    report = SearchReport(
         checkpoint=request.checkpoint,
-        task=data.task.name,
-        task_options=dict(options),
+        task=task.name,
+        task_options=options,
         metric=request.metric,
         target=request.target,
         steps=steps,
-        prompts=len(data.prompts),
-        rungs=rung_ends(len(data.prompts), request.batch_size),
+        prompts=len(examples),
+        rungs=rung_ends(len(examples), request.batch_size),
         trained_on=trained_on,
         asked_for=request.trials,
         batch_size=request.batch_size,
@@ -124,6 +102,16 @@ def _report(
         winner=choose_winner(rows),
         trials=rows,
     )
+    draw_search(request.output / PICTURE, report)
+    report.save(request.output)
+    return report
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ConfigError where the output holds something else than a search."""
+    files = {file.name for file in folder.iterdir()} - {LOCK} if folder.exists() else set()
+    if files and TRIALS not in files:
+        raise ConfigError(f"--output {folder} holds files that are no search's: name another folder, or remove it")
 
 
 def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
