@@ -148,15 +148,10 @@ def _encode_batch(
 
 
 def _measure(rows: datasets.Dataset) -> Encoded:
-    """Read the lengths and the cuts a batch at a time, as Arrow, and leave the columns that training needs."""
-    longest_prompt = longest_completion = prompts_cut = completions_cut = 0
-    for batch in rows.with_format("arrow").iter(batch_size=10_000):
-        longest_prompt = max(longest_prompt, pc.max(pc.list_value_length(batch["prompt_ids"])).as_py())
-        longest_completion = max(longest_completion, pc.max(pc.list_value_length(batch["completion_ids"])).as_py())
-        prompts_cut += pc.sum(batch["prompt_cut"]).as_py()
-        completions_cut += pc.sum(batch["completion_cut"]).as_py()
-    kept = rows.remove_columns(["prompt_cut", "completion_cut"])
-    return Encoded(kept, longest_prompt, longest_completion, prompts_cut, completions_cut)
+    """Read the lengths and the cuts, as Arrow, and leave the columns that training needs."""
+    longest = [pc.max(pc.list_value_length(rows.data[name])).as_py() for name in ("prompt_ids", "completion_ids")]
+    cut = [pc.sum(rows.data[name]).as_py() for name in ("prompt_cut", "completion_cut")]
+    return Encoded(rows.remove_columns(["prompt_cut", "completion_cut"]), *longest, *cut)
 
 
 def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:

@@ -50,7 +50,7 @@ def only_writer(folder: Path, field: str) -> Iterator[None]:
     """
     if folder.is_file():
         raise ConfigError(f"{field} {folder} is a file: name a folder")
-    made = _missing_folders(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,16 +85,6 @@ def _release(lock: BaseFileLock, made: list[Path]) -> None:
         with suppress(OSError):
             Path(lock.lock_file).unlink()  # while it is held: who opened it before sees that it is gone
     lock.release()
-    _remove_empty(made)
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """A folder and those above it, as far as they aren't there, the innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, as far as nothing is in them."""
-    for folder in folders:
-        with suppress(OSError):
+    for folder in made:
+        with suppress(OSError):  # as far as nothing is in them
             folder.rmdir()

@@ -71,6 +71,19 @@ _LLAMA = BlockParts(
     activation="mlp.act_fn",
     final_norm="norm",
 )
+_GPT_NEOX = BlockParts(
+    attention="attention",
+    qkv=("query_key_value",),
+    interleaved=True,
+    out="attention.dense",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+    activation="mlp.act",
+    parallel="use_parallel_residual",
+    final_norm="final_layer_norm",
+)
 
 # model_type of the config -> what is known of it.
 FAMILIES: dict[str, Family] = {
@@ -108,53 +121,30 @@ FAMILIES: dict[str, Family] = {
             plain={"add_cross_attention": False, "reorder_and_upcast_attn": False},
         ),
     ),
-    "gpt_neox": Family(
-        "gpt_neox.layers",
-        BlockParts(
-            attention="attention",
-            qkv=("query_key_value",),
-            interleaved=True,
-            out="attention.dense",
-            attention_norm="input_layernorm",
-            mlp_norm="post_attention_layernorm",
-            up="mlp.dense_h_to_4h",
-            down="mlp.dense_4h_to_h",
-            activation="mlp.act",
-            parallel="use_parallel_residual",
-            final_norm="final_layer_norm",
-        ),
-    ),
+    "gpt_neox": Family("gpt_neox.layers", _GPT_NEOX),
     "bloom": Family(
         "transformer.h",
-        BlockParts(
+        replace(
+            _GPT_NEOX,
             attention="self_attention",
-            qkv=("query_key_value",),
-            interleaved=True,
             out="self_attention.dense",
-            attention_norm="input_layernorm",
-            mlp_norm="post_attention_layernorm",
-            up="mlp.dense_h_to_4h",
-            down="mlp.dense_4h_to_h",
             activation="mlp.gelu_impl",
+            parallel=False,
             final_norm="ln_f",
             positions="alibi",
             embedding_norm="word_embeddings_layernorm",
             plain={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
         ),
     ),
-    "llama": Family("model.layers", _LLAMA),
-    "mistral": Family("model.layers", _LLAMA),
-    "qwen2": Family("model.layers", _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), Family("model.layers", _LLAMA)),
     "qwen3": Family("model.layers", replace(_LLAMA, query_norm="q_norm", key_norm="k_norm")),
-    "gemma": Family("model.layers", _LLAMA),
     "phi": Family(
         "model.layers",
-        BlockParts(
-            attention="self_attn",
-            qkv=("q_proj", "k_proj", "v_proj"),
+        replace(
+            _LLAMA,
             out="self_attn.dense",
-            attention_norm="input_layernorm",
             mlp_norm=None,
+            gate=None,
             up="mlp.fc1",
             down="mlp.fc2",
             activation="mlp.activation_fn",

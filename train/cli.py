@@ -23,13 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="build everything, run the widest step, say what it takes, keep nothing"
-    )
+    add = parser.add_argument
+    add("--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
+    rehearsed = "build everything, run the widest step, say what it takes, keep nothing"
+    add("--dry-run", action="store_true", help=rehearsed)
     options = parser.parse_intermixed_args(arguments)
     return run_command(lambda: _main(options))
 

@@ -38,21 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="FOLDER, or NAME=FOLDER; default name: the folder's or checkpoint's"
-    )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="a .html that isn't there yet, nor its .md and .json"
-    )
-    parser.add_argument(
-        "--speed",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="benchmarks to show as well: JSON of python -m eval.speed",
-    )
-    parser.add_argument("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="FOLDER, or NAME=FOLDER; default name: the folder's or checkpoint's")
+    page, benchmarks = "a .html that isn't there yet, nor its .md and .json", "JSON of python -m eval.speed"
+    add("--output", required=True, type=Path, metavar="FILE", help=page)
+    add("--speed", nargs="+", type=Path, default=[], metavar="FILE", help=f"benchmarks to show as well: {benchmarks}")
+    add("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
     options = vars(parser.parse_args(arguments))
     return run_command(lambda: _write(options), left=lambda: f"{options['output']} was not written")
 

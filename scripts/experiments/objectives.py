@@ -51,13 +51,8 @@ def main() -> int:
 
     def steps(name: str, variants: Variants) -> int:
         batch = variants.recipe().train.per_device_batch_size
-        budget = (
-            options.epochs
-            * len(variants.prepared.encoded.rows)
-            / batch
-            * variants.work(OBJECTIVES["sandwich, distilled"])
-        )
-        return round(budget / variants.work(OBJECTIVES[name]))
+        whole = options.epochs * len(variants.prepared.encoded.rows) / batch
+        return round(whole * variants.work(OBJECTIVES["sandwich, distilled"]) / variants.work(OBJECTIVES[name]))
 
     def overrides(name: str, variants: Variants) -> tuple[str, ...]:
         return (*OBJECTIVES[name], f"train.max_steps={steps(name, variants)}")
