@@ -5,10 +5,11 @@ import platform
 import statistics
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from skipdecode.profile import processor
 
 PACKAGES = (
     *("skipdecode", "torch", "transformers", "tokenizers"),
@@ -19,7 +20,7 @@ PACKAGES = (
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, threads and memory of the machine that `device` belongs to."""
     return {
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "processor": processor(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -52,12 +53,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

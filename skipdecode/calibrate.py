@@ -1,7 +1,8 @@
 """Timing a model's decode steps on the machine at hand, for schedules that meet their target there."""
 
+import datetime
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch import nn
 from transformers import StoppingCriteriaList
 
 from skipdecode.clock import StepClock
-from skipdecode.cost import MeasuredCost
+from skipdecode.cost import CostModel, MeasuredCost
 from skipdecode.decode import skip_generate
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
+from skipdecode.lean import choose_weights, why_not_lean
+from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
@@ -30,7 +33,7 @@ def measure_cost(
     repeats: int = 8,
     tread: int = 8,
 ) -> MeasuredCost:
-    """Time decode steps of a few depths through `skip_generate`, everything between two tokens included.
+    """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
     Each repeat is a generation whose budget goes down a staircase of depths. A step runs a number of equal layers and
     what is outside of them, so its time is a straight line in that number; `share_outside_layers` finds it.
@@ -61,35 +64,83 @@ def measure_cost(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator).to(inner.device)
 
-    def time_stairs() -> dict[int, float]:
+    def run(schedule: SkipSchedule, new_tokens: int) -> StepClock:
         clock = StepClock(inner.device)
         inner.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             custom_generate=skip_generate,
-            schedule=staircase,
+            schedule=schedule,
             weights=weights,
-            max_new_tokens=steps + 1,
+            max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
+        return clock
+
+    def time_stairs() -> tuple[dict[int, float], dict[int, float]]:
+        prefill = {1: run(SkipSchedule(num_layers, 1, 1, prompt="max"), 1).prefill_seconds}
+        clock = run(staircase, steps + 1)
+        prefill[num_layers] = clock.prefill_seconds
         settled: dict[int, list[float]] = {}
         for step, seconds in enumerate(clock.step_seconds):
             if step % tread:
                 settled.setdefault(staircase.budget(step), []).append(seconds)
-        return {depth: statistics.median(seconds) for depth, seconds in settled.items()}
+        return {depth: statistics.median(seconds) for depth, seconds in settled.items()}, prefill
 
     training = inner.training
     inner.eval()
     try:
-        stairs = [time_stairs() for _ in range(repeats + 1)][1:]
+        timed = [time_stairs() for _ in range(repeats + 1)][1:]
     finally:
         inner.train(training)
-    full = statistics.median(times[num_layers] for times in stairs)
+    stairs, prefills = zip(*timed, strict=True)
+    full, whole = (statistics.median(times[num_layers] for times in each) for each in (stairs, prefills))
     outside = share_outside_layers(stairs, num_layers)
-    return MeasuredCost(num_layers, {1: full * (outside + (1 - outside) / num_layers), num_layers: full})
+    shallow = statistics.median(times[1] / times[num_layers] for times in prefills)
+    return MeasuredCost(
+        num_layers,
+        {1: full * (outside + (1 - outside) / num_layers), num_layers: full},
+        batch_size,
+        prefill={1: whole * shallow, num_layers: whole},
+    )
+
+
+def measure_profile(
+    model: nn.Module,
+    *,
+    batch_sizes: Sequence[int],
+    prompt_lengths: Sequence[int],
+    weights: Weights | None = None,
+    repeats: int = 8,
+    advance: Callable[[], None] = lambda: None,
+) -> Profile:
+    """Time batches of every size behind prompts of every length, as `measure_cost`; `save` keeps the profile.
+
+    Args:
+        model, weights, repeats: as in `measure_cost`.
+        batch_sizes: rows that decode together.
+        prompt_lengths: columns in the cache when decoding starts.
+        advance: called after each of them.
+
+    Raises:
+        ConfigError: as `measure_cost` does.
+    """
+    inner: Any = unwrap(model)
+    if weights is None:
+        weights = choose_weights(inner) if why_not_lean(inner) is None else "model"
+    batches = []
+    for prompt_length in prompt_lengths:
+        for batch_size in batch_sizes:
+            settings: Any = {"batch_size": batch_size, "prompt_length": prompt_length, "weights": weights}
+            cost = measure_cost(model, **settings, repeats=repeats)
+            batches.append(TimedBatch(batch_size, prompt_length, cost.seconds_by_layers, cost.prefill))
+            advance()
+    sizes = CostModel.of(inner)
+    today = datetime.date.today().isoformat()
+    return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
 
 
 def share_outside_layers(stairs: Sequence[Mapping[int, float]], num_layers: int) -> float:

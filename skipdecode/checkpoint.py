@@ -1,6 +1,7 @@
 """The memory of a checkpoint beside its weights: the schedules that it was trained under, and for which task."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +13,16 @@ from transformers import PretrainedConfig
 from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.files import write_whole
-from skipdecode.schedule import SkipSchedule
+from skipdecode.lengths import Lengths
+from skipdecode.profile import Profile
+from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import solve_schedule
 
 CONFIG_KEY = "skipdecode"  # of config.json
 ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
-_FORMAT = 2
-_CONDITIONS = ("prompt_length", "batch_size")
+_FORMAT, _OLDEST_FORMAT = 3, 2  # 2 knew no lengths
+_CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size")
+_NEAR = 2  # times: prompts of such lengths are those that were trained on
 
 
 @dataclass(frozen=True)
@@ -45,19 +49,69 @@ class SkipConfig:
         """The arguments of the solver that `CostModel.at` takes."""
         return {name: self.solver[name] for name in _CONDITIONS if name in self.solver}
 
-    def schedule_for(self, cost: CostModel | Cost, speedup: float) -> SkipSchedule:
+    @property
+    def over(self) -> Over:
+        """The kind of speed that training drew: of decoding, or of prompt and decoding together."""
+        over: Over = self.solver.get("over", "decode")
+        return over
+
+    def schedule_for(
+        self,
+        cost: CostModel | Cost,
+        speedup: float,
+        *,
+        over: Over | None = None,
+        batch_size: int | None = None,
+        prompt_length: int | None = None,
+        profile: Profile | None = None,
+    ) -> SkipSchedule:
         """The schedule of a speedup: the one trained under where there is one, else one solved the same way.
 
         Args:
             cost: of the model; a CostModel is taken under this checkpoint's conditions.
             speedup: on the wall clock, at least 1.
+            over: the kind of speed; None for the one that training drew.
+            batch_size, prompt_length: of the batch at hand, for which a CostModel's schedule is solved where the
+                checkpoint knows the lengths of its texts; None for those of the training.
+            profile: this machine's clock, for which every schedule but full depth is solved anew.
         """
-        if float(speedup) in self.schedules:
+        conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
+        over = self.over if over is None else over
+        trained = over == self.over and conditions == self.conditions and profile is None
+        if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
-        if isinstance(cost, CostModel):
-            cost = cost.at(**self.conditions)
-        settings = {name: value for name, value in self.solver.items() if name not in _CONDITIONS}
-        return solve_schedule(cost, speedup, **settings)
+        if profile is not None:
+            lengths = Lengths.read(self.solver["lengths"]) if "lengths" in self.solver else None
+            length = conditions.get("prompt_length", self.prompt_length)
+            cost = profile.at(batch_size=conditions.get("batch_size", 1), prompt_length=length, lengths=lengths)
+        elif isinstance(cost, CostModel):
+            cost = cost.at(**conditions)
+        settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
+        return solve_schedule(cost, speedup, over=over, **settings)
+
+    def conditions_at_hand(
+        self, batch_size: int | None, prompt_length: int | None, *, measured: bool = False
+    ) -> dict[str, Any]:
+        """`conditions` with those of a batch in their place; prompts count where they are far from the training's.
+
+        Without the lengths of texts, they stay as they were trained with, unless the clock is `measured`.
+        """
+        conditions = self.conditions
+        if "lengths" not in conditions and not measured:
+            return conditions
+        if batch_size is not None and batch_size != conditions.get("batch_size", 1):
+            conditions["batch_size"] = batch_size
+        if prompt_length is not None:
+            usual = self.prompt_length
+            if not usual / _NEAR <= prompt_length <= usual * _NEAR:
+                conditions["prompt_length"] = 2 ** round(math.log2(prompt_length))  # few, as each is solved once
+        return conditions
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt that schedules are solved for."""
+        usual = Lengths.read(self.solver["prompt_lengths"]).mean if "prompt_lengths" in self.solver else 64
+        return int(self.solver.get("prompt_length", round(usual)))
 
     @property
     def trained_range(self) -> tuple[float, float] | None:
@@ -78,12 +132,16 @@ class SkipConfig:
     def from_dict(cls, values: Any, where: str = CONFIG_KEY) -> "SkipConfig":
         """The SkipConfig that `to_dict` described. Raises ConfigError, which names `where` it stands, for others."""
         try:
-            if values["format"] != _FORMAT:
-                raise ConfigError(f"{where} has format {values['format']}: this version reads format {_FORMAT}")
+            if values["format"] not in range(_OLDEST_FORMAT, _FORMAT + 1):
+                allowed = f"this version reads {_OLDEST_FORMAT} to {_FORMAT}"
+                raise ConfigError(f"its format is {values['format']}: {allowed}")
             schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
+            for name in ("lengths", "prompt_lengths"):
+                if name in values["solver"]:
+                    Lengths.read(values["solver"][name])
             return cls(schedules, values["solver"], values["task"], values.get("base_model"))
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"{where} is damaged ({type(error).__name__}: {error})") from error
 

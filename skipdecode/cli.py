@@ -21,6 +21,7 @@ _COMMANDS = {
     "info": "what a checkpoint was trained for, and what each speed costs",
     "compare": "the same prompts at several speeds, side by side with times",
     "export": "a smaller checkpoint for one speed",
+    "calibrate": "measure this machine's clock once, for speeds that are met on it",
 }
 _LARGEST = 1_000_000  # of what is counted: rows, tokens, rounds
 # Ends of lines to readers of Unicode texts, though not to JSON.
@@ -34,7 +35,7 @@ fine-tuned models want their prompt to end in one (`skipdecode info` shows an ex
 """
 _INFO = """\
 Say what a checkpoint was trained for, and what each speed costs: layers per token, speed by the bytes that a step
-reads, keys and values held. --calibrate times this machine too.
+reads, or by this machine's clock where `skipdecode calibrate` has measured it, keys and values held.
 """
 _COMPARE = """\
 Decode the same prompts at full depth and at other speeds, in turns, and show texts and times side by side.
@@ -42,6 +43,13 @@ Decode the same prompts at full depth and at other speeds, in turns, and show te
 _EXPORT = """\
 Write a checkpoint for one speed, without the layers that it never runs, and say what that saves. It decodes the same
 tokens. Prompts must have been trained to run no more layers than the first token (schedule.prompt=max).
+"""
+
+
+_CALIBRATE = """\
+Time decode steps and prompts of a checkpoint on this machine, and keep the times where caches belong. From then on a
+speed that is asked for here is solved for this clock: by skip_generate, by this command and by python -m eval. Without
+such a profile speeds follow from the bytes that a step reads, the same on every machine.
 """
 
 
@@ -63,9 +71,11 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
     for name in ("batch_size", "prompt_length", "new_tokens", "max_new_tokens", "repeats"):
-        if name in given and not 1 <= given[name] <= _LARGEST:
-            least_or_most = "at least 1" if given[name] < 1 else f"at most {_LARGEST}"
-            raise ConfigError(f"--{name.replace('_', '-')} is {given[name]}: it must be {least_or_most}")
+        values = 1 if given.get(name) is None else given[name]
+        for value in values if isinstance(values, list) else [values]:
+            if not 1 <= value <= _LARGEST:
+                least_or_most = "at least 1" if value < 1 else f"at most {_LARGEST}"
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {least_or_most}")
     speedups = given.get("speedup") or []
     speedups = speedups if isinstance(speedups, list) else [speedups]
     for speedup in speedups:
@@ -110,6 +120,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_checkpoint(generate)
     _add_prompts(generate)
     generate.add_argument("--speedup", type=float, default=1, metavar="X", help="target wall-clock speedup (default 1)")
+    _add_over(generate)
     generate.add_argument("--schedule", metavar="FILE", help="a schedule of your own, in place of a target")
     generate.add_argument("--batch-size", type=int, default=8, metavar="B", help="prompts together (default 8)")
     generate.add_argument("--stream", action="store_true", help="write words as they come; one prompt at a time")
@@ -125,7 +136,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     info.add_argument("--batch-size", type=int, default=1, metavar="B", help="default 1")
     info.add_argument("--prompt-length", type=int, default=64, metavar="N", help="tokens (default 64)")
     info.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default 64")
-    info.add_argument("--calibrate", action="store_true", help="time decode steps on this machine as well")
+    _add_over(info)
     info.set_defaults(run=_info)
 
     compare = command(
@@ -136,6 +147,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_checkpoint(compare)
     _add_prompts(compare)
     compare.add_argument("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="targets (default 3)")
+    _add_over(compare)
     compare.add_argument("--repeats", type=int, default=5, metavar="N", help="timed rounds at least (default 5)")
     compare.set_defaults(run=_compare)
 
@@ -144,7 +156,15 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
     export.set_defaults(run=_export)
-    return {"generate": generate, "info": info, "compare": compare, "export": export}
+
+    calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")
+    _add_checkpoint(calibrate)
+    sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
+    calibrate.add_argument("--batch-size", default=[1, 8, 32], help="rows together (default 1 8 32)", **sizes)
+    calibrate.add_argument("--prompt-length", help="tokens (default: those that it was trained with, or 64)", **sizes)
+    calibrate.add_argument("--repeats", type=int, default=8, metavar="N", help="of each (default 8)")
+    calibrate.set_defaults(run=_calibrate)
+    return {"generate": generate, "info": info, "compare": compare, "export": export, "calibrate": calibrate}
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +175,15 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
 
 
+def _add_over(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--over",
+        choices=["decode", "all"],
+        help="the time that a speedup is of: of decoding, or all, prompt and decoding together (default: as the "
+        "checkpoint was trained)",
+    )
+
+
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input")
     parser.add_argument("--file", metavar="FILE", help="a prompt on each line; - is standard input")
@@ -162,8 +191,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    if options.schedule is not None and options.speedup != 1:
-        raise ConfigError("--schedule says how fast it is: leave --speedup out")
+    if options.schedule is not None and (options.speedup != 1 or options.over is not None):
+        raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
     if options.stream and options.json:
         raise ConfigError("--stream writes words as they come: leave --json out")
     sampling: dict[str, Any] = {}
@@ -176,7 +205,8 @@ def _generate(options: argparse.Namespace) -> int:
     schedule = SkipSchedule.load(options.schedule) if options.schedule is not None else None
     decoder = _decoder(options, **sampling)
     decoder.check(prompts)
-    schedule = schedule or decoder.schedule(options.speedup)
+    if schedule is None:
+        decoder.schedule(options.speedup, options.over)  # for the errors, before anything is written
     if sampling:
         import torch
 
@@ -189,7 +219,9 @@ def _generate(options: argparse.Namespace) -> int:
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     size = 1 if streamer is not None else options.batch_size
     for at in range(0, len(prompts), size):
-        decoded = decoder.decode(prompts[at : at + size], schedule, streamer)
+        batch = prompts[at : at + size]
+        solved = schedule or decoder.schedule_of(batch, options.speedup, options.over)
+        decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():
             line = completion.text
             if options.json:
@@ -199,7 +231,7 @@ def _generate(options: argparse.Namespace) -> int:
             print(line, flush=True)
         total = decoded if total is None else total + decoded
     assert total is not None  # there is at least one prompt
-    print(_speed(total, schedule.num_layers), file=sys.stderr)
+    print(_speed(total, solved.num_layers), file=sys.stderr)
     return 0
 
 
@@ -215,6 +247,7 @@ def _info(options: argparse.Namespace) -> int:
     decoder = _decoder(options)
     from skipdecode.checkpoint import SkipConfig
     from skipdecode.cost import CostModel, count_parameters
+    from skipdecode.decode import profile_for
     from skipdecode.families import text_config
     from skipdecode.texts import price
 
@@ -233,35 +266,31 @@ def _info(options: argparse.Namespace) -> int:
     trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
     speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
-    prices = price(decoder, speedups, **conditions, new_tokens=options.new_tokens)
-    measured: list[str] = []
-    if options.calibrate:
-        from skipdecode.calibrate import measure_cost
-
-        cost = measure_cost(model, weights=options.weights, **conditions)
-        measured = [f"{cost.speedup(found.schedule):.2f}x" for found in prices]
-    headers = ["target", "layers", "layers per token", "by bytes", "cache MB", "trained for"]
+    prices = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
+    headers = ["target", "layers", "prompt", "layers per token", "decoding", "whole", "cache MB", "trained for"]
     rows = [
         [
             f"{found.speedup:g}x",
             f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
+            str(found.schedule.prompt_budget),
             f"{found.layers:.2f}",
             f"{found.predicted:.2f}x",
+            f"{found.whole:.2f}x",
             f"{found.cache_bytes / 1e6:.2f}",
             "yes" if found.trained else "no",
         ]
         for found in prices
     ]
-    if measured:
-        headers.insert(4, "measured")
-        for row, cell in zip(rows, measured, strict=True):
-            row.insert(4, cell)
     print()
     for line in _aligned([headers, *rows]):
         print(line)
+    over = options.over or (remembered.over if remembered is not None else "decode")
+    profile = profile_for(model, options.weights)
+    clock = "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
     print(
-        f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; "
-        "speeds are of decode steps, over full depth"
+        f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
+        f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
+        "depth"
     )
     return 0
 
@@ -287,7 +316,7 @@ def _compare(options: argparse.Namespace) -> int:
     decoder.check(prompts)
     from skipdecode.texts import compare
 
-    found = compare(decoder, prompts, options.speedup, options.repeats)
+    found = compare(decoder, prompts, options.speedup, options.repeats, options.over)
     names = [f"{speedup:g}x" for speedup in found.speedups]
     width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
     for number, prompt in enumerate(prompts):
@@ -299,11 +328,11 @@ def _compare(options: argparse.Namespace) -> int:
     if not found.paces:
         print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
         return 0
-    headers = ["target", "measured", "layers per token", "tokens/s", "prompts s", "decoding s"]
+    headers = ["target", "decoding", "whole", "layers per token", "tokens/s", "prompts s", "decoding s"]
     rows = [
         [
             name,
-            str(pace.speedup) if number else "1.00x",
+            *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{pace.tokens_per_second:.1f}",
             f"{pace.prefill_seconds:.3f}",
@@ -314,8 +343,8 @@ def _compare(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     print(
-        f"\ndecode steps over full depth's, median [quartiles] of {found.rounds} rounds in turns; each of them goes on "
-        f"to {found.tokens} tokens, as many as the longest text has"
+        "\nspeed of decoding, and of prompts and decoding together, over full depth's: median [quartiles] of "
+        f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has"
     )
     return 0
 
@@ -331,6 +360,46 @@ def _export(options: argparse.Namespace) -> int:
         f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
         f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
     )
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    decoder = _decoder(options)
+    from skipdecode.calibrate import measure_profile
+    from skipdecode.checkpoint import SkipConfig
+
+    remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
+    sizes, lengths = options.batch_size, options.prompt_length or [remembered.prompt_length]
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        print(f"{done} of {len(sizes) * len(lengths)} batches timed", file=sys.stderr)
+
+    profile = measure_profile(
+        decoder.model,
+        batch_sizes=sizes,
+        prompt_lengths=lengths,
+        weights=options.weights,
+        repeats=options.repeats,
+        advance=advance,
+    )
+    depth = profile.num_layers
+    rows = [
+        [
+            str(batch.batch_size),
+            str(batch.prompt_length),
+            f"{batch.step[depth] * 1000:.2f}",
+            f"{batch.step[1] * 1000:.2f}",
+            f"{batch.prefill[depth] * 1000:.1f}",
+            f"{batch.prefill[1] * 1000:.1f}",
+        ]
+        for batch in profile.batches
+    ]
+    for line in _aligned([["batch", "prompt", "ms a step", "of 1 layer", "ms of prompts", "of 1 layer"], *rows]):
+        print(line)
+    print(f"\nkept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
     return 0
 
 

@@ -7,15 +7,17 @@ target speedup is one for the wall clock and not for the number of layers.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from skipdecode.errors import ConfigError, check_counts
+from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.schedule import SkipSchedule
+from skipdecode.lengths import Lengths
+from skipdecode.schedule import Over, SkipSchedule
 
 
 @dataclass(frozen=True)
@@ -27,55 +29,117 @@ class Machine:
 
 
 class Cost(ABC):
-    """The time that decode steps take under conditions that are settled: prompt, batch and machine.
+    """The time that a batch takes under conditions that are settled: prompt, batch, texts and machine.
 
     Attributes:
         num_layers: decoder layers.
+        batch_size: rows that start together; those whose text has ended leave.
+        lengths: of the texts; None where each is as long as the schedule's horizon.
     """
 
     num_layers: int
+    batch_size: int = 1
+    lengths: Lengths | None = None
 
     @abstractmethod
-    def step_seconds(self, layers: int, step: int) -> float:
-        """The time of decode step `step` (0-based) where it runs `layers` layers."""
+    def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
+        """The time of decode step `step` (0-based) in which `rows` rows (None: the batch) run `layers` layers."""
 
-    def decode_seconds(self, schedule: SkipSchedule, steps: int) -> float:
-        """The time of the first `steps` decode steps under `schedule`."""
-        return sum(self.step_seconds(schedule.budget(i), i) for i in range(steps))
+    def prefill_seconds(self, layers: int) -> float:
+        """The time of the prompts' pass through `layers` layers. Raises ConfigError where that isn't known."""
+        raise ConfigError("over is 'all': this cost doesn't know what prompts take; expected over='decode'")
 
-    def speedup(self, schedule: SkipSchedule, steps: int | None = None) -> float:
-        """The speed of the first `steps` steps (the horizon by default) over that of full depth.
+    def decode_seconds(self, schedule: SkipSchedule, steps: int | None = None) -> float:
+        """The time of a batch's first `steps` decode steps under `schedule`, all rows alive; None: of whole texts."""
+        whole = steps is None and self.lengths is not None
+        count = self.lengths.longest - 1 if whole and self.lengths is not None else steps or schedule.horizon
+        budgets = [schedule.budget(i) for i in range(count)]
+        tables = {layers: self._seconds_by_step(layers, count, whole=whole) for layers in set(budgets)}
+        return sum([tables[layers][i] for i, layers in enumerate(budgets)])
 
-        Raises ConfigError for a schedule of another depth.
+    def _seconds_by_step(self, layers: int, steps: int, *, whole: bool) -> list[float]:
+        """The time of each step that runs so many layers; of `whole` texts, times how likely it is run."""
+        known: dict[Any, list[float]] = self.__dict__.setdefault("_tables", {})
+        found = known.setdefault((layers, whole), [])
+        if len(found) < steps:  # a new list, as another thread may be reading the old one
+            if whole and self.lengths is not None:
+                expected = enumerate(self.lengths.expected_steps(self.batch_size))
+                found = [run * self.step_seconds(layers, step, rows) for step, (run, rows) in expected]
+            else:
+                found = [self.step_seconds(layers, step) for step in range(steps)]
+            known[layers, whole] = found
+        return found
+
+    def seconds(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
+        """The time of decoding as in `decode_seconds`, and over "all" of the prompts before."""
+        decode = self.decode_seconds(schedule, steps)
+        return decode if over == "decode" else self.prefill_seconds(schedule.prompt_budget) + decode
+
+    def speedup(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
+        """The speed of a batch over that at full depth.
+
+        Args:
+            schedule: of the model's depth.
+            steps: decode steps; None for those of whole texts: `lengths`, or the schedule's horizon.
+            over: "decode", or "all" for prompts and decoding together.
+
+        Raises:
+            ConfigError: for a schedule of another depth, another `over`, texts without a decode step, and prompts of
+                which the cost isn't known.
         """
         if schedule.num_layers != self.num_layers:
             raise ConfigError(depth_mismatch(schedule, self.num_layers))
-        steps = steps or schedule.horizon
-        full = SkipSchedule.full_depth(self.num_layers, schedule.horizon)
-        return self.decode_seconds(full, steps) / self.decode_seconds(schedule, steps)
+        if over not in get_args(Over):
+            raise unknown("over", str(over), get_args(Over))
+        known: dict[Any, float] = self.__dict__.setdefault("_at_full_depth", {})
+        key = (schedule.horizon, steps, over)
+        if key not in known:
+            known[key] = self.seconds(SkipSchedule.full_depth(self.num_layers, schedule.horizon), steps, over=over)
+        if not known[key]:
+            raise ConfigError("lengths are all of 1 token, which comes from the prompt: there is no decode step")
+        return known[key] / self.seconds(schedule, steps, over=over)
 
 
 @dataclass(frozen=True)
 class MeasuredCost(Cost):
-    """Steps as they were timed on one machine, at one batch size and length (`skipdecode.calibrate.measure_cost`).
+    """A batch as it was timed on one machine (`skipdecode.calibrate.measure_cost`).
 
     Attributes:
         num_layers: decoder layers.
-        seconds: layers -> seconds of a step that runs so many, of at least two different numbers of layers; between
-            them time is taken to be a straight line. 1 and `num_layers` are among them.
+        seconds_by_layers: layers -> seconds of a step that runs so many, of at least two different numbers of layers;
+            between them time is taken to be a straight line. 1 and `num_layers` are among them.
+        batch_size: rows of the batch.
+        lengths: of the texts; None where each is as long as the schedule's horizon.
+        prefill: the same of the prompts' pass; empty where it wasn't timed.
+        fewer_rows: rows -> layers -> seconds of a step, of fewer rows than the batch's.
     """
 
     num_layers: int
-    seconds: Mapping[int, float]
+    seconds_by_layers: Mapping[int, float]
+    batch_size: int = 1
+    lengths: Lengths | None = None
+    prefill: Mapping[int, float] = field(default_factory=dict)
+    fewer_rows: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
-    def step_seconds(self, layers: int, step: int) -> float:
+    def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step that runs `layers` layers; the same for every step."""
-        if layers in self.seconds:
-            return self.seconds[layers]
-        below = max(n for n in self.seconds if n < layers)
-        above = min(n for n in self.seconds if n > layers)
-        share = (layers - below) / (above - below)
-        return self.seconds[below] * (1 - share) + self.seconds[above] * share
+        by_rows = {count: interpolated(times, layers) for count, times in self.fewer_rows.items()}
+        by_rows[self.batch_size] = interpolated(self.seconds_by_layers, layers)
+        return interpolated(by_rows, min(max(rows or self.batch_size, min(by_rows)), self.batch_size))
+
+    def prefill_seconds(self, layers: int) -> float:
+        """The time of the prompts' pass through `layers` layers. Raises ConfigError where it wasn't timed."""
+        return interpolated(self.prefill, layers) if self.prefill else super().prefill_seconds(layers)
+
+
+def interpolated(times: Mapping[int, float], at: float) -> float:
+    """The value at a number between those that are known, on the straight line between its neighbours."""
+    if at in times:
+        return times[int(at)]
+    below = max(n for n in times if n < at)
+    above = min(n for n in times if n > at)
+    share = (at - below) / (above - below)
+    return times[below] * (1 - share) + times[above] * share
 
 
 @dataclass(frozen=True)
@@ -136,7 +200,7 @@ class CostModel:
             value_bytes=(dtype or inner.dtype).itemsize,
         )
 
-    def step_bytes(self, layers: int, context: int, batch_size: int = 1) -> int:
+    def step_bytes(self, layers: int, context: int, batch_size: float = 1) -> float:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""
         weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
         for_each_row = self.embedding_values + layers * self.cache_values * (context + 1)
@@ -147,45 +211,80 @@ class CostModel:
         columns = sum(prompt_columns + count for count in schedule.cutoffs(steps) if count)
         return self.value_bytes * batch_size * self.cache_values * columns
 
-    def step_operations(self, layers: int, context: int, batch_size: int = 1) -> int:
+    def step_operations(self, layers: int, context: int, batch_size: float = 1) -> float:
         """Multiplications and additions of a step: two for each weight and cached value, for each row."""
         weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
         return 2 * batch_size * (weights + layers * self.cache_values * (context + 1))
 
-    def at(self, *, prompt_length: int = 64, batch_size: int = 1, machine: Machine | None = None) -> "PredictedCost":
-        """The cost of decode steps under conditions.
+    def prefill_bytes(self, layers: int, columns: int, batch_size: int = 1) -> float:
+        """Bytes that prompts of `columns` columns must read and write in `layers` layers."""
+        return self.step_bytes(layers, 0, batch_size) + self.value_bytes * batch_size * (columns - 1) * (
+            self.embedding_values + layers * self.cache_values
+        )
+
+    def prefill_operations(self, layers: int, columns: int, batch_size: int = 1) -> int:
+        """Multiplications and additions of prompts' pass through `layers` layers; the head is for one column."""
+        attended = layers * self.cache_values * columns * (columns + 1) // 2
+        once = self.head_parameters + self.other_parameters
+        return 2 * batch_size * (columns * layers * self.layer_parameters + attended + once)
+
+    def at(
+        self,
+        *,
+        prompt_length: int | None = None,
+        prompt_lengths: Any = None,
+        lengths: Any = None,
+        batch_size: int = 1,
+        machine: Machine | None = None,
+    ) -> "PredictedCost":
+        """The cost of a batch under conditions.
 
         Args:
-            prompt_length: columns in the cache when decoding starts.
+            prompt_length: columns in the cache when decoding starts; by default the mean of `prompt_lengths`, else 64.
+            prompt_lengths: tokens of prompts, as `Lengths.read` takes them.
+            lengths: tokens of the texts that are generated, likewise; without them each is as long as the horizon.
             batch_size: rows that decode together.
             machine: what the machine sustains.
 
         Raises:
             ConfigError: for counts below 1.
         """
-        return PredictedCost(self, prompt_length, batch_size, machine or Machine())
+        if prompt_length is None:
+            prompt_length = 64 if prompt_lengths is None else round(Lengths.read(prompt_lengths).mean)
+        known = None if lengths is None else Lengths.read(lengths)
+        return PredictedCost(self, prompt_length, batch_size, known, machine or Machine())
 
 
 @dataclass(frozen=True)
 class PredictedCost(Cost):
-    """Steps as a model's sizes predict them; its attributes are those of `CostModel.at`."""
+    """A batch as a model's sizes predict it; its attributes are those of `CostModel.at`."""
 
     model: CostModel
     prompt_length: int
-    batch_size: int
-    machine: Machine
+    batch_size: int = 1
+    lengths: Lengths | None = None
+    machine: Machine = Machine()
 
     def __post_init__(self) -> None:
         check_counts(prompt_length=self.prompt_length, batch_size=self.batch_size)
         object.__setattr__(self, "num_layers", self.model.num_layers)
 
-    def step_seconds(self, layers: int, step: int) -> float:
+    def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step: the larger of what its bytes and what its operations take (the roofline)."""
-        context = self.prompt_length + step
-        return max(
-            self.model.step_bytes(layers, context, self.batch_size) / self.machine.bytes_per_second,
-            self.model.step_operations(layers, context, self.batch_size) / self.machine.operations_per_second,
+        context, rows = self.prompt_length + step, self.batch_size if rows is None else rows
+        return self._roofline(
+            self.model.step_bytes(layers, context, rows), self.model.step_operations(layers, context, rows)
         )
+
+    def prefill_seconds(self, layers: int) -> float:
+        """The time of the prompts' pass, likewise."""
+        return self._roofline(
+            self.model.prefill_bytes(layers, self.prompt_length, self.batch_size),
+            self.model.prefill_operations(layers, self.prompt_length, self.batch_size),
+        )
+
+    def _roofline(self, read: float, operations: float) -> float:
+        return max(read / self.machine.bytes_per_second, operations / self.machine.operations_per_second)
 
 
 def depth_mismatch(schedule: SkipSchedule, num_layers: int) -> str:

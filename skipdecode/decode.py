@@ -23,14 +23,15 @@ from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
+from skipdecode.lean import choose_weights, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
+from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_runner, prompt_columns
-from skipdecode.schedule import SkipSchedule
+from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import check_speedup
 
-# model -> what its schedules follow from, and the schedules by speedup
-_SOLVED: weakref.WeakKeyDictionary[Any, tuple[Any, dict[float, SkipSchedule]]] = weakref.WeakKeyDictionary()
+_SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 
 
 @given_a_tokenizer
@@ -44,6 +45,7 @@ def skip_generate(
     streamer: BaseStreamer | None = None,
     schedule: SkipSchedule | Mapping[str, Any] | None = None,
     speedup: float | None = None,
+    over: Over | None = None,
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     tokenizer: Any = None,
@@ -68,7 +70,10 @@ def skip_generate(
         schedule: which layers each generated token runs; or its fields as plain values.
         speedup: on the wall clock, in place of a schedule, for a model whose config says what it was trained for
             (`skipdecode.checkpoint.SkipConfig`); the schedule is the one that training drew for it, or is solved with
-            the same settings.
+            the same settings: for this batch, where the model knows how long its texts are, and for this machine's
+            clock where `skipdecode calibrate` has measured it.
+        over: the time that the speedup is of: "decode", from the first new token on; "all", that of the prompts too,
+            which then run fewer layers where they must. None for what the model was trained for.
         weights: what decode steps compute with; the prompt is run with the model's own. "packed" (on CPU, in float32
             and bfloat16): copies in the layout that the processor reads fastest. "int8" (on CPU): copies in 8 bits,
             and activations too (`skipdecode.int8`). "model": no copies. By default "packed" where it is possible and
@@ -88,7 +93,9 @@ def skip_generate(
             outputs, prompt tuning, more tokens than the model has positions, or weights that are copies where steps
             can't be lean.
     """
-    schedule = resolve_schedule(model, schedule, speedup)
+    prompt_length = prompt_columns(input_ids, model_kwargs)
+    at_hand: dict[str, Any] = {"batch_size": len(input_ids), "prompt_length": prompt_length, "weights": weights}
+    schedule = resolve_schedule(model, schedule, speedup, over=over, **at_hand)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
@@ -113,11 +120,20 @@ def skip_generate(
 
 
 def resolve_schedule(
-    model: GenerativeModel, schedule: SkipSchedule | Mapping[str, Any] | None, speedup: float | None
+    model: GenerativeModel,
+    schedule: SkipSchedule | Mapping[str, Any] | None,
+    speedup: float | None,
+    *,
+    over: Over | None = None,
+    weights: Weights | None = None,
+    batch_size: int | None = None,
+    prompt_length: int | None = None,
 ) -> SkipSchedule:
-    """The schedule that `skip_generate` decodes with, of its arguments. Raises ConfigError as that says."""
+    """The schedule that `skip_generate` decodes a batch with, of its arguments. Raises ConfigError as that says."""
     if schedule is not None and speedup is not None:
         raise ConfigError("both schedule and speedup are given: a schedule says how fast it is; leave one out")
+    if over is not None and speedup is None:
+        raise ConfigError(f"over is {over!r} without a speedup: it says what the speedup is of")
     if isinstance(schedule, Mapping):
         return SkipSchedule.from_dict(schedule)
     if schedule is not None:
@@ -129,34 +145,76 @@ def resolve_schedule(
             "or speedup=... for a checkpoint that was trained to skip"
         )
     check_speedup(speedup)
-    inner = unwrap(model)
-    # What a schedule follows from; what is kept for another is forgotten.
-    origin = (copy.deepcopy(getattr(inner.config, CONFIG_KEY, None)), len(decoder_layers(inner)), inner.dtype)
-    known, solved = _SOLVED.get(inner, (None, {}))
-    if known != origin:
-        _SOLVED[inner] = (origin, solved := {})
-    if float(speedup) not in solved:
-        solved[float(speedup)] = _schedule_of(inner, float(speedup))
-    return solved[float(speedup)]
-
-
-def _schedule_of(model: Any, speedup: float) -> SkipSchedule:
-    config = SkipConfig.of(model.config)
-    if config is None:
+    solved = _solved(unwrap(model))
+    if solved.config is None:
         if speedup == 1:
-            return SkipSchedule.full_depth(len(decoder_layers(model)))
+            return SkipSchedule.full_depth(solved.sizes.num_layers)
         raise ConfigError(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
-    schedule = config.schedule_for(CostModel.of(model), speedup)
+    return solved.schedule(float(speedup), over, batch_size, prompt_length, profile_for(model, weights))
+
+
+def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profile | None:
+    """The profile of this machine's clock that speedups of a model are solved for; None where none was measured."""
+    inner = unwrap(model)
+    return _solved(inner).profile(inner, weights)
+
+
+class _Solved:
+    """Schedules by speedup and batch that follow from a model's config."""
+
+    def __init__(self, model: Any, origin: Any) -> None:
+        self.origin = copy.deepcopy(origin)
+        self.config = SkipConfig.of(model.config)
+        self.sizes = CostModel.of(model)
+        self._schedules: dict[Any, SkipSchedule] = {}
+
+    def profile(self, model: Any, weights: Weights | None) -> Profile | None:
+        """What was measured of this machine's clock for the model, if it was."""
+        if not profiles_folder().is_dir():
+            return None
+        if weights is None:
+            weights = choose_weights(model) if why_not_lean(model) is None else "model"
+        return find_profile(setting_of(model, self.sizes, weights))
+
+    def schedule(
+        self,
+        speedup: float,
+        over: Over | None,
+        batch_size: int | None,
+        prompt_length: int | None,
+        profile: Profile | None,
+    ) -> SkipSchedule:
+        """The schedule of a speedup for a batch."""
+        assert self.config is not None
+        conditions = self.config.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
+        key = (speedup, over, conditions.get("batch_size"), conditions.get("prompt_length"), repr(profile))
+        if key not in self._schedules:
+            self._schedules[key] = self.config.schedule_for(
+                self.sizes, speedup, over=over, batch_size=batch_size, prompt_length=prompt_length, profile=profile
+            )
+            _warn_beyond(self.config, speedup)
+        return self._schedules[key]
+
+
+def _solved(model: Any) -> _Solved:
+    """What is known of a model; what is kept for another config, depth or type is forgotten."""
+    origin = (getattr(model.config, CONFIG_KEY, None), len(decoder_layers(model)), model.dtype)
+    known = _SOLVED.get(model)
+    if known is None or known.origin != origin:
+        known = _SOLVED[model] = _Solved(model, origin)
+    return known
+
+
+def _warn_beyond(config: SkipConfig, speedup: float) -> None:
     trained = config.trained_range
     if trained is not None and not trained[0] <= speedup <= trained[1]:
         logging.get_logger("transformers.skipdecode").warning(
             f"speedup {speedup:g} lies outside of {trained[0]:g} to {trained[1]:g}, for which this model was trained: "
             "expect worse texts"
         )
-    return schedule
 
 
 def _check_request(

@@ -64,14 +64,14 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
     Raises ConfigError where prompts run all layers, so that none can go, and where the placement spreads layers by the
     depth of the whole model, so that no schedule of the smaller one runs the same.
     """
-    if schedule.prompt != "max" and schedule.max_layers < schedule.num_layers:
+    kept = schedule.prompt_layers  # law 1: every later set is in it
+    if len(kept) == schedule.num_layers and schedule.max_layers < schedule.num_layers:
         raise ConfigError(
             f"prompts run all {schedule.num_layers} layers under this schedule, so that none can be dropped: "
             "train with schedule.prompt=max"
         )
-    kept = schedule.layers_for(schedule.max_layers)  # law 1: every later set is in it
     smaller = replace(schedule, num_layers=len(kept))
-    for budget in range(schedule.min_layers, schedule.max_layers + 1):
+    for budget in (*range(schedule.min_layers, schedule.max_layers + 1), schedule.prompt_budget):
         if tuple(kept[n] for n in smaller.layers_for(budget)) != schedule.layers_for(budget):
             raise ConfigError(
                 f"placement is {schedule.placement!r}, whose {budget} layers of {schedule.num_layers} are no set of "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,8 @@ MOST_LAYERS, LONGEST_HORIZON, LARGEST_RATE = 1_000, 1_000_000, 1_000_000
 
 Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
 Placement = Literal["top", "bottom", "even", "ends"]
-PromptPolicy = Literal["full", "max"]
+PromptPolicy = Literal["full", "max"]  # or a number of layers
+Over = Literal["decode", "all"]  # the time that a speed is of: of decoding alone, or of prompt and decoding together
 
 # What `decay_rate` means to a decay, and what it is when it isn't given. A decay that isn't here has no rate.
 DEFAULT_RATES: dict[str, float] = {
@@ -68,7 +69,8 @@ class SkipSchedule:
         placement: "top", the first w and the last k - w (the paper's); "bottom", the first k (early termination);
             "even", spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends", half of the budget at
             either end (D3, arXiv 2503.08524).
-        prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers.
+        prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers;
+            a number of layers from max_layers to num_layers, placed likewise.
         decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
             of "step" (default 4); no other decay takes one.
 
@@ -98,7 +100,7 @@ class SkipSchedule:
     horizon: int = 64
     decay: Decay = "linear"
     placement: Placement = "top"
-    prompt: PromptPolicy = "full"
+    prompt: PromptPolicy | int = "full"
     decay_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -123,15 +125,32 @@ class SkipSchedule:
             raise ConfigError(
                 f"warmup_layers is {self.warmup_layers}: it must lie between 1 and min_layers ({self.min_layers})"
             )
-        for name, allowed in (("decay", Decay), ("placement", Placement), ("prompt", PromptPolicy)):
+        for name, allowed in (("decay", Decay), ("placement", Placement)):
             if getattr(self, name) not in get_args(allowed):
                 raise unknown(name, str(getattr(self, name)), get_args(allowed))
+        self._check_prompt()
         self._check_rate()
         # Law 1. Every combination above obeys it; a later decay or placement that doesn't is refused right here.
-        budgets = dict.fromkeys((*self._budgets, self.min_layers))  # distinct, in the order in which they come
+        # Distinct, in the order in which they come.
+        budgets = dict.fromkeys((self.prompt_budget, *self._budgets, self.min_layers))
         sets = [set(self.layers_for(budget)) for budget in budgets]
         if sorted(budgets, reverse=True) != list(budgets) or any(not b <= a for a, b in pairwise(sets)):
             raise ConfigError(f"decay {self.decay!r} with placement {self.placement!r} is not nested (law 1): {self}")
+
+    def _check_prompt(self) -> None:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            if prompt not in get_args(PromptPolicy):
+                raise unknown("prompt", prompt, get_args(PromptPolicy))
+            return
+        if isinstance(prompt, bool) or not isinstance(prompt, Integral):
+            raise ConfigError(f"prompt is {prompt!r}: it must be 'full', 'max', or a number of layers")
+        if not self.max_layers <= prompt <= self.num_layers:
+            raise ConfigError(
+                f"prompt is {prompt}: it must lie between max_layers ({self.max_layers}), whose keys and values of the "
+                f"prompt are read, and num_layers ({self.num_layers})"
+            )
+        object.__setattr__(self, "prompt", int(prompt))
 
     def _check_rate(self) -> None:
         rate = self.decay_rate
@@ -174,12 +193,19 @@ class SkipSchedule:
         return self.layers_for(self.budget(i))
 
     @property
+    def prompt_budget(self) -> int:
+        """The number of layers that the prompt runs."""
+        if isinstance(self.prompt, int):
+            return self.prompt
+        return self.num_layers if self.prompt == "full" else self.max_layers
+
+    @property
     def prompt_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that the prompt runs, ascending."""
-        return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers_for(self.max_layers)
+        """Indices of the layers that the prompt runs, ascending; those of every generated token are among them."""
+        return self.layers_for(self.prompt_budget)
 
     def layers_for(self, budget: int) -> tuple[int, ...]:
-        """Indices of the layers of a budget between min_layers and max_layers, ascending."""
+        """Indices of the layers of a budget between min_layers and num_layers, ascending."""
         layers, warmup = range(self.num_layers), self.warmup_layers
         if self.placement == "even":
             return self._even_layers[budget]
@@ -195,8 +221,9 @@ class SkipSchedule:
     def _even_layers(self) -> dict[int, tuple[int, ...]]:
         """Layers of each budget under even placement.
 
-        The largest budget is spread exactly evenly; each smaller one drops the layer whose neighbours are closest, so
-        that the sets are nested (law 1), which sets spread evenly one by one are not.
+        The largest budget of a generated token is spread exactly evenly; each smaller one drops the layer whose
+        neighbours are closest, and each larger one, of prompts, adds the middle of the widest gap, so that the sets are
+        nested (law 1), which sets spread evenly one by one are not.
         """
         free, last = self.max_layers - self.warmup_layers, self.num_layers - 1
         span = last - (self.warmup_layers - 1)
@@ -204,11 +231,16 @@ class SkipSchedule:
             last - (span * (free - j) + free // 2) // free for j in range(1, free + 1)
         ]
         sets = {self.max_layers: tuple(kept)}
+        grown = kept.copy()
+        while len(grown) < self.num_layers:
+            below, above = max(pairwise([*grown, self.num_layers]), key=lambda pair: pair[1] - pair[0])
+            grown = sorted([*grown, (below + above) // 2])
+            sets[len(grown)] = tuple(grown)
         while len(kept) > self.min_layers:
             # The topmost layer stays while any other free one is left: it feeds the head.
             candidates = range(self.warmup_layers, max(len(kept) - 1, self.warmup_layers + 1))
-            gap = {at: kept[min(at + 1, len(kept) - 1)] - kept[at - 1] for at in candidates}
-            del kept[min(candidates, key=lambda at: (gap[at], at))]
+            gaps = {at: kept[min(at + 1, len(kept) - 1)] - kept[at - 1] for at in candidates}
+            del kept[min(candidates, key=lambda at: (gaps[at], at))]
             sets[len(kept)] = tuple(kept)
         return sets
 

@@ -1,7 +1,8 @@
 """From a target speedup to a schedule: `solve_schedule`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -11,10 +12,14 @@ from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError
-from skipdecode.schedule import Decay, Placement, PromptPolicy, SkipSchedule
+from skipdecode.lengths import Lengths
+from skipdecode.schedule import Decay, Over, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
 TOLERANCE = 0.03
+# Over prompt and decoding together, prompts keep their layers until decoding would have to be so many times as fast as
+# the target: a text whose tokens run a layer or two reads worse than one after a prompt of fewer layers.
+MOST_DECODING = 1.5
 
 
 def solve_schedule(
@@ -25,15 +30,18 @@ def solve_schedule(
     warmup_layers: int = 1,
     decay: Decay = "linear",
     placement: Placement = "top",
-    prompt: PromptPolicy = "full",
+    prompt: PromptPolicy | int = "full",
     decay_rate: float | None = None,
     spread: float = 0.5,
+    over: Over = "decode",
+    lengths: Lengths | Iterable[int] | None = None,
+    prompt_lengths: Lengths | Iterable[int] | None = None,
     prompt_length: int | None = None,
     batch_size: int | None = None,
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
 ) -> SkipSchedule:
-    """The schedule whose predicted decode wall clock, over the horizon, is `speedup` times shorter than full depth's.
+    """The schedule under which a batch is predicted to take `speedup` times less of the wall clock than at full depth.
 
     The prediction counts the bytes and operations of layers, LM head, embeddings and cache (`skipdecode.cost`), so a
     target of 3 leaves less than a third of the layers. The schedule is never predicted slower than the target; it is
@@ -43,17 +51,21 @@ def solve_schedule(
         model: a causal language model, its config, or its CostModel; or a cost, such as `measure_cost` timed, so that
             the target is met on this machine's clock.
         speedup: the target, at least 1. 1 is full depth.
-        horizon: generated tokens over which the budget falls, and over which the wall clock is predicted.
+        horizon: generated tokens over which the budget falls; without `lengths`, all texts are taken to be as long.
         warmup_layers: as in SkipSchedule.
         decay: as in SkipSchedule.
         placement: as in SkipSchedule.
-        prompt: as in SkipSchedule.
+        prompt: as in SkipSchedule; a number is raised to max_layers where that is more, and over "all" it is the most
+            that prompts run.
         decay_rate: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.
-        prompt_length: columns in the cache when decoding starts, as in `CostModel.at`.
-        batch_size: rows that decode together.
+        over: "decode", the time from the first new token to the last; "all", that of the prompt too. Then prompts run
+            fewer layers where decoding alone would have to be `MOST_DECODING` times as fast as the target.
+        lengths: tokens of the texts that are generated: numbers, or a distribution. A batch takes the steps of its
+            longest text, and rows that have ended leave.
+        prompt_lengths, prompt_length, batch_size: as in `CostModel.at`.
         dtype: of weights and cache; by default the model's own.
         machine: what the machine sustains.
 
@@ -64,25 +76,52 @@ def solve_schedule(
     check_speedup(speedup)
     if not 0 <= spread <= 1:
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
-    cost = _cost(model, dtype, prompt_length=prompt_length, batch_size=batch_size, machine=machine)
+    conditions = {"prompt_length": prompt_length, "batch_size": batch_size, "machine": machine}
+    cost = _cost(model, dtype, lengths=lengths, prompt_lengths=prompt_lengths, **conditions)
     depth = cost.num_layers
 
-    def schedule(most: int, least: int) -> SkipSchedule:
+    def schedule(most: int, least: int, prompt: PromptPolicy | int) -> SkipSchedule:
+        if isinstance(prompt, int):
+            prompt = "max" if prompt <= most else prompt
         return SkipSchedule(depth, most, least, warmup_layers, horizon, decay, placement, prompt, decay_rate)
 
+    def predicted(schedule: SkipSchedule) -> float:
+        return cost.speedup(schedule, over=over)
+
+    def solved(prompt: PromptPolicy | int) -> SkipSchedule | None:
+        """The schedule whose prompts run so many layers; None where no budget reaches the target then."""
+        budgets = range(warmup_layers, depth + 1)
+        pairs = partial(schedule, prompt=prompt)
+        candidates = _fast_enough(pairs, predicted, speedup, budgets, constant=decay == "constant")
+        limit = min(candidates.values(), default=0) * (1 + TOLERANCE)
+        near = [candidate for candidate, value in candidates.items() if value <= limit]
+        away = {s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread) for s in near}
+        return min(near, key=away.__getitem__, default=None)
+
     if speedup == 1:
-        return schedule(depth, depth)
-    reachable = cost.speedup(schedule(warmup_layers, warmup_layers))
+        return schedule(depth, depth, prompt)
+    wanted = schedule(warmup_layers, warmup_layers, prompt).prompt_budget  # which refuses other prompts
+    reachable = predicted(schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max"))
     if speedup > reachable:
         raise ConfigError(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
-    budgets = range(warmup_layers, depth + 1)
-    candidates = _fast_enough(schedule, cost.speedup, speedup, budgets, constant=decay == "constant")
-    limit = min(candidates.values()) * (1 + TOLERANCE)
-    near = [candidate for candidate, value in candidates.items() if value <= limit]
-    return min(near, key=lambda s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread))
+    found = solved(prompt)
+    if over == "all" and prompt != "max":
+        full = cost.decode_seconds(SkipSchedule.full_depth(depth, horizon))
+
+        def bears(schedule: SkipSchedule | None) -> bool:
+            return schedule is not None and full <= MOST_DECODING * speedup * cost.decode_seconds(schedule)
+
+        if not bears(found):
+            found, fewest, most = solved("max"), warmup_layers, wanted
+            while most - fewest > 1:
+                middle = (fewest + most) // 2
+                candidate = solved(middle)
+                fewest, most, found = (middle, most, candidate) if bears(candidate) else (fewest, middle, found)
+    assert found is not None  # as the target can be reached
+    return found
 
 
 def check_speedup(speedup: float) -> None:

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
-from skipdecode.cost import CostModel
-from skipdecode.decode import resolve_schedule, skip_generate
+from skipdecode.cost import Cost, CostModel
+from skipdecode.decode import profile_for, resolve_schedule, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
-from skipdecode.schedule import SkipSchedule
+from skipdecode.schedule import Over, SkipSchedule
 
 # `compare` times at least so much decoding at full depth, in at most so many rounds: a short text is over within
 # milliseconds, in which a busy machine does something else.
@@ -54,6 +54,11 @@ class Decoded:
     prefill_seconds: float
     decode_seconds: float
     steps: int
+
+    @property
+    def seconds(self) -> float:
+        """Of prompts and decoding together."""
+        return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,12 +107,23 @@ class Decoder:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         self.model: Any = model
         self.tokenizer: Any = tokenizer
+        self.weights = weights
         self._request = {"max_new_tokens": max_new_tokens, "weights": weights, "do_sample": False, **sampling}
         self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
 
-    def schedule(self, speedup: float) -> SkipSchedule:
-        """The checkpoint's schedule for a speedup. Raises ConfigError as `skip_generate` does."""
-        return resolve_schedule(self.model, None, speedup)
+    def schedule(self, speedup: float, over: Over | None = None, **at_hand: int) -> SkipSchedule:
+        """The checkpoint's schedule for a speedup. Raises ConfigError as `skip_generate` does.
+
+        Args:
+            speedup, over: as in `skip_generate`.
+            at_hand: `batch_size` and `prompt_length` of the batch that it is for.
+        """
+        return resolve_schedule(self.model, None, speedup, over=over, weights=self.weights, **at_hand)
+
+    def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:
+        """The same for prompts that are decoded together."""
+        longest = max(map(len, self.tokenizer(list(prompts), verbose=False)["input_ids"]))
+        return self.schedule(speedup, over, batch_size=len(prompts), prompt_length=longest)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""
@@ -161,13 +177,15 @@ class Pace:
     """The measured pace of one speedup: medians over rounds.
 
     Attributes:
-        speedup: times it is faster than full depth in the same round, over all decode steps.
+        speedup: times that decoding is faster than at full depth in the same round.
+        whole: the same of prompts and decoding together.
         layers: per token.
         tokens_per_second: of decoding.
         prefill_seconds, decode_seconds: wall clock, to the first tokens and from there on.
     """
 
     speedup: Ratio
+    whole: Ratio
     layers: float
     tokens_per_second: float
     prefill_seconds: float
@@ -193,7 +211,9 @@ class Compared:
     paces: tuple[Pace, ...]
 
 
-def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float], repeats: int) -> Compared:
+def compare(
+    decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float], repeats: int, over: Over | None = None
+) -> Compared:
     """Decode prompts at full depth and at each speedup, and time them in turns: a busy machine then treats all alike.
 
     What is timed goes on to the same length at every one: else one that ends sooner would be timed over other steps.
@@ -201,7 +221,7 @@ def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float],
     `skip_generate` does.
     """
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
-    schedules = [decoder.schedule(speedup) for speedup in speedups]
+    schedules = [decoder.schedule_of(prompts, speedup, over) for speedup in speedups]
     decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
     tokens = max(completion.tokens for one in decoded for completion in one.completions)
     if tokens < SHORTEST:
@@ -215,10 +235,11 @@ def compare(decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float],
             at = (rounds + turn) % len(speedups)  # who comes first changes
             timed[at].append(decoder.decode(prompts, schedules[at], tokens=tokens))
         rounds += 1
-    full = [one.decode_seconds for one in timed[0]]
+    full = timed[0]
     paces = tuple(
         Pace(
-            Ratio.of(full, [one.decode_seconds for one in own]),
+            Ratio.of([one.decode_seconds for one in full], [one.decode_seconds for one in own]),
+            Ratio.of([one.seconds for one in full], [one.seconds for one in own]),
             schedule.mean_budget(tokens - 1),
             statistics.median(len(prompts) * (tokens - 1) / one.decode_seconds for one in own),
             statistics.median(one.prefill_seconds for one in own),
@@ -237,7 +258,8 @@ class Price:
         speedup: that was asked for, on the wall clock.
         schedule: the checkpoint's for it.
         layers: per token, over the new tokens.
-        predicted: times a decode step is faster by the bytes that it reads (`CostModel`).
+        predicted, whole: times that decoding, and prompts and decoding together, are faster: by what was measured of
+            this machine, or else by bytes and operations (`CostModel`).
         cache_bytes: keys and values held (law 6).
         trained: True where training drew this speedup.
     """
@@ -246,26 +268,36 @@ class Price:
     schedule: SkipSchedule
     layers: float
     predicted: float
+    whole: float
     cache_bytes: int
     trained: bool
 
 
 def price(
-    decoder: Decoder, speedups: Sequence[float], *, batch_size: int, prompt_length: int, new_tokens: int
+    decoder: Decoder,
+    speedups: Sequence[float],
+    *,
+    over: Over | None = None,
+    batch_size: int,
+    prompt_length: int,
+    new_tokens: int,
 ) -> list[Price]:
-    """The price of each speedup, by the cost model. Raises ConfigError for one out of reach."""
+    """The price of each speedup for texts of one length. Raises ConfigError for one out of reach."""
     sizes = CostModel.of(decoder.model)
-    cost = sizes.at(prompt_length=prompt_length, batch_size=batch_size)
+    profile = profile_for(decoder.model, decoder.weights)
+    at_hand: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length}
+    cost: Cost = sizes.at(**at_hand) if profile is None else profile.at(**at_hand)
     config = SkipConfig.of(decoder.model.config)
     found = []
     for speedup in speedups:
-        schedule = decoder.schedule(speedup)
+        schedule = decoder.schedule(speedup, over, **at_hand)
         found.append(
             Price(
                 speedup,
                 schedule,
                 schedule.mean_budget(new_tokens),
-                cost.speedup(schedule),
+                cost.speedup(schedule, new_tokens),
+                cost.speedup(schedule, new_tokens, over="all"),
                 sizes.cache_bytes(schedule, prompt_length, new_tokens, batch_size),
                 config is not None and float(speedup) in config.schedules,
             )

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 
 from data import Task
 from data.columns import ColumnCollator
-from data.rows import Encoded, encode_task
+from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head
+from skipdecode.lengths import Lengths
 from train.build import as_it_trains, build_model
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
@@ -76,7 +77,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
             rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
-    sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model))
+    sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model), encoded.rows)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     if len(example) <= LONGEST_EXAMPLE:
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
@@ -111,10 +112,13 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
 
 def describe_schedules(prepared: Prepared) -> list[str]:
     """A line for each target."""
-    cost = CostModel.of(prepared.model).at()
+    over = prepared.skip_config.over
+    cost = CostModel.of(prepared.model).at(**prepared.skip_config.conditions)
+    of = "decoding" if over == "decode" else "prompt and decoding"
     return [
-        f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers "
-        f"over {schedule.horizon} tokens, predicted {cost.speedup(schedule):.2f}x"
+        f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over "
+        f"{schedule.horizon} tokens, {schedule.prompt_budget} for prompts, predicted "
+        f"{cost.speedup(schedule, over=over):.2f}x of {of}"
         for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True)
     ]
 
@@ -137,14 +141,16 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
     return trainer
 
 
-def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[ScheduleSampler, SkipConfig]:
-    """The recipe's schedules, to draw from and to save.
+def recipe_sampler(
+    recipe: Recipe, task: Task, cost: CostModel, rows: datasets.Dataset | None = None
+) -> tuple[ScheduleSampler, SkipConfig]:
+    """The recipe's schedules, to draw from and to save, for texts and prompts as long as those of the training rows.
 
     With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
     a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
     """
     section = recipe.schedule
-    solver = {
+    solver: dict[str, Any] = {
         "horizon": section.horizon or task.horizon,
         "warmup_layers": section.warmup_layers,
         "decay": section.decay,
@@ -152,9 +158,15 @@ def recipe_sampler(recipe: Recipe, task: Task, cost: CostModel) -> tuple[Schedul
         "placement": section.placement,
         "prompt": section.prompt,
         "spread": section.spread,
+        "over": section.over,
         "batch_size": section.batch_size,
-        "prompt_length": section.prompt_length,
     }
+    if section.prompt_length is not None:
+        solver["prompt_length"] = section.prompt_length
+    if rows is not None:
+        prompts, completions = row_lengths(rows)
+        solver |= {"lengths": Lengths.of(completions.tolist()).to_list()}
+        solver |= {"prompt_lengths": Lengths.of(prompts.tolist()).to_list()}
     if recipe.optim.exits == "all":
         if section.speedups != [1] or section.speedup_range is not None or section.files is not None:
             raise ConfigError(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
+from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 
 Sampling = Literal["one", "sandwich"]  # not with the sampler, whose imports take seconds that a mistyped key should not
 RECIPES = ROOT / "recipes"
@@ -72,11 +72,18 @@ class ScheduleSection(Section):
     decay: Decay = Field("linear", description="how the budget falls")
     decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")
     placement: Placement = Field("top", description="where the layers that run lie")
-    prompt: PromptPolicy = Field("full", description="full: prompts run every layer; max: those of the largest budget")
+    prompt: PromptPolicy | int = Field(
+        "full", description="full: prompts run every layer; max: those of the largest budget; a number: so many at most"
+    )
     warmup_layers: int = Field(1, ge=1, description="layers at the bottom that always run")
     spread: float = Field(0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is constant")
+    over: Over = Field(
+        "decode", description="what a target is of: decode, of decoding; all, of prompt and decoding together"
+    )
     batch_size: int = Field(1, ge=1, description="rows that will decode together: a target is for their wall clock")
-    prompt_length: int = Field(64, ge=1, description="tokens of the prompts that will be decoded, likewise")
+    prompt_length: int | None = Field(
+        None, ge=1, description="tokens of the prompts that will be decoded, likewise; null: the training prompts'"
+    )
 
 
 class OptimSection(Section):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
+from skipdecode.checkpoint import SkipConfig
 from train.recipe import Sampling
 
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
@@ -82,7 +83,9 @@ def make_sampler(
         low, high = speedup_range
         speedups = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(RANGE_TARGETS)]
     if schedules is not None:
-        speedups = [round(cost.at().speedup(schedule), 2) for schedule in schedules]
+        config = SkipConfig(solver=solver)
+        bound = cost.at(**config.conditions)
+        speedups = [round(bound.speedup(schedule, over=config.over), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
         raise ConfigError(

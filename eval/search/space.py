@@ -8,7 +8,7 @@ from torch.quasirandom import SobolEngine
 
 from skipdecode import ConfigError, SkipSchedule, solve_schedule
 from skipdecode.cost import Cost
-from skipdecode.schedule import LONGEST_HORIZON, Decay, Placement, PromptPolicy
+from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 
 # How much faster than the target a schedule may be predicted: one that is faster still pays for what nobody asked for.
 ROOM = 0.1
@@ -30,7 +30,7 @@ class LayerCount(Cost):
 
     num_layers: int
 
-    def step_seconds(self, layers: int, step: int) -> float:
+    def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The number of layers."""
         return float(layers)
 
@@ -49,13 +49,13 @@ class OverSteps(Cost):
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_layers", self.cost.num_layers)
 
-    def step_seconds(self, layers: int, step: int) -> float:
+    def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time that the cost itself gives."""
-        return self.cost.step_seconds(layers, step)
+        return self.cost.step_seconds(layers, step, rows)
 
-    def speedup(self, schedule: SkipSchedule, steps: int | None = None) -> float:
+    def speedup(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
         """The speed of the first `self.steps` steps over that of full depth, unless others are asked for."""
-        return self.cost.speedup(schedule, steps or self.steps)
+        return self.cost.speedup(schedule, steps or self.steps, over=over)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Budget:
     cost: Cost
     speedup: float
     steps: int
-    prompt: PromptPolicy = "full"
+    prompt: PromptPolicy | int = "full"
 
     @property
     def over_steps(self) -> OverSteps:

@@ -46,7 +46,7 @@ class Checkpoint:
     def step_bytes(self, layers: int, context: int, rows: int) -> int:
         """Bytes that a step of `layers` layers must read, with `context` columns cached for each of `rows` rows."""
         cost = replace(self.cost, weight_bytes=1) if self.weights == "int8" else self.cost
-        return cost.step_bytes(layers, context, rows)
+        return int(cost.step_bytes(layers, context, rows))
 
 
 @dataclass(frozen=True)

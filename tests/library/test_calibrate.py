@@ -1,5 +1,9 @@
 """A calibrated schedule is solved from times that were measured, and from nothing else."""
 
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +11,14 @@ from hypothesis import strategies as st
 from tiny_models import ragged_prompts, tiny_opt
 from transformers import OPTConfig, StoppingCriteriaList
 
-from skipdecode import ConfigError, MeasuredCost, SkipSchedule, measure_cost, skip_generate, solve_schedule
-from skipdecode.calibrate import share_outside_layers
+from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost, skip_generate, solve_schedule
+from skipdecode.calibrate import measure_profile, share_outside_layers
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
+from skipdecode.decode import resolve_schedule
+from skipdecode.lengths import Lengths
+from skipdecode.profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
+from skipdecode.projections import Weights
 
 
 @given(st.integers(2, 40), st.floats(1e-4, 1), st.floats(0, 1), st.data())
@@ -58,18 +67,22 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock is one of which each step takes 3 ms, and 2 ms a layer."""
-    budgets: list[list[int]] = []
+    ran: list[SkipSchedule] = []
     decode = skip_generate
 
     def decoded(model, *args, schedule, **kwargs):
-        budgets.append([schedule.budget(i) for i in range(schedule.horizon)])
+        ran.append(schedule)
         return decode(model, *args, schedule=schedule, **kwargs)
 
     class Clock(StepClock):
         @property
         def step_seconds(self):
-            assert self.steps == len(budgets[-1])
-            return [0.003 + 0.002 * budget for budget in budgets[-1]]
+            assert self.steps == ran[-1].horizon
+            return [0.003 + 0.002 * ran[-1].budget(i) for i in range(self.steps)]
+
+        @property
+        def prefill_seconds(self):
+            return 0.01 + 0.005 * ran[-1].prompt_budget
 
     monkeypatch.setattr("skipdecode.calibrate.skip_generate", decoded)
     monkeypatch.setattr("skipdecode.calibrate.StepClock", Clock)
@@ -80,9 +93,98 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     finally:
         model.eval()
     assert cost.num_layers == layers
-    assert len(budgets) == 3
+    assert len(ran) == 2 * 3
     for depth in range(1, layers + 1):
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
+        assert cost.prefill_seconds(depth) == pytest.approx(0.01 + 0.005 * depth)
+
+
+TIMED = [
+    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}),
+    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}),
+    TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}),
+]
+
+
+def profile(model: Any, weights: Weights) -> Profile:
+    sizes = CostModel.of(model)
+    return Profile(setting_of(model, sizes, weights), sizes.num_layers, tuple(TIMED), "2026-01-02")
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    """Whatever profiles a test keeps are gone after it."""
+    yield
+    shutil.rmtree(profiles_folder(), ignore_errors=True)
+
+
+def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -> None:
+    timed = profile(tiny_opt("opt", 6), "model")
+    cost = timed.at(batch_size=3, prompt_length=50, lengths=Lengths.of([5]))
+    assert cost.step_seconds(6, 0) == pytest.approx(3.5 + 2 / 7 * 6)
+    assert cost.step_seconds(1, 0, rows=1) == 1.0, "of the row that is left"
+    assert cost.prefill_seconds(6) == pytest.approx(7 + (150 - 40) / (320 - 40) * 37)
+    assert timed.at(batch_size=1, prompt_length=390).step_seconds(6, 0) == 6.5
+    more = timed.at(batch_size=16, prompt_length=40)
+    assert more.step_seconds(6, 0) == 9.5, "as the largest that was timed"
+    assert timed.at(batch_size=4, prompt_length=400).prefill_seconds(1) == pytest.approx(11 * 4)
+    assert timed.at(batch_size=1, prompt_length=2).prefill_seconds(1) == 2.0
+
+
+def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_bytes(kept: None) -> None:
+    model = tiny_opt.__wrapped__("opt", 6)
+    lengths, prompts = [[9, 4], [20, 1]], [[6, 1]]
+    config = SkipConfig(solver={"horizon": 12, "lengths": lengths, "prompt_lengths": prompts})
+    model.config.skipdecode = config.to_dict()
+    ids, mask = ragged_prompts([6, 6, 6], 0)
+    request: Any = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    request |= {"custom_generate": skip_generate, "eos_token_id": None, "weights": "model"}
+
+    def solved(over: Any) -> tuple[SkipSchedule, torch.Tensor]:
+        found = resolve_schedule(model, None, 1.5, over=over, weights="model", batch_size=3, prompt_length=6)
+        text = model.generate(**request, speedup=1.5, over=over)
+        assert torch.equal(text, model.generate(**request, schedule=found))
+        return found, text
+
+    by_bytes = CostModel.of(model).at(batch_size=3, prompt_lengths=prompts, lengths=lengths)
+    before = solved("decode")
+    assert before[0] == solve_schedule(by_bytes, 1.5, horizon=12)
+    timed = profile(model, "model")
+    path = timed.save()
+    assert Profile.load(path) == timed
+    measured = timed.at(batch_size=3, prompt_length=6, lengths=Lengths.read(lengths))
+    for over in ("decode", "all"):
+        assert solved(over)[0] == solve_schedule(measured, 1.5, horizon=12, over=over)
+    assert solved("decode")[0] != before[0], "the profile's clock isn't that of bytes"
+    # It is of these weights and threads alone.
+    for name, value in (("weights", "packed"), ("threads", 99), ("num_layers", 7), ("dtype", "bfloat16")):
+        assert find_profile({**timed.setting, name: value}) is None
+    path.unlink()
+    assert solved("decode")[0] == before[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "batches": [{"step": {"1": -1, "6": 2}}]}']
+)
+def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
+    timed = profile(tiny_opt("opt", 6), "model")
+    path = timed.save()
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"the profile {path} can't be read .*: remove it, and run skipdecode cal"):
+        find_profile(timed.setting)
+
+
+def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
+    model = tiny_opt("opt", 2)
+    seen: list[None] = []
+    sizes: Any = {"batch_sizes": [1, 2], "prompt_lengths": [5, 9], "weights": "model", "repeats": 1}
+    timed = measure_profile(model, **sizes, advance=lambda: seen.append(None))
+    assert [(b.batch_size, b.prompt_length) for b in timed.batches] == [(1, 5), (2, 5), (1, 9), (2, 9)]
+    assert len(seen) == 4
+    assert all(seconds > 0 for b in timed.batches for seconds in (*b.step.values(), *b.prefill.values()))
+    assert not profiles_folder().exists()
+    timed.save()
+    assert find_profile(setting_of(model, CostModel.of(model), "model")) == timed
 
 
 def test_a_model_of_one_layer_has_nothing_to_measure() -> None:

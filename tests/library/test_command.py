@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -13,8 +14,9 @@ import pytest
 from small_checkpoints import save_checkpoint
 
 import skipdecode
-from skipdecode import SkipSchedule, skip_generate
+from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.cli import main
+from skipdecode.profile import Profile, profiles_folder
 from skipdecode.texts import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
@@ -112,12 +114,39 @@ def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
     model, _ = skipdecode.load(str(checkpoint))
     schedule = skipdecode.checkpoint.SkipConfig.of(model.config).schedule_for(skipdecode.CostModel.of(model), 2.5)  # type: ignore[union-attr]
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
-    assert full[:7] == ["1x", "6", "to", "6", "of", "6", "6.00"]
-    assert fast[1:6] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6"]
-    assert float(fast[6]) == pytest.approx(schedule.mean_budget(16), abs=0.005)
-    assert float(fast[7].rstrip("x")) >= 2.5
-    assert main(["info", str(checkpoint), "--calibrate"]) == 0
-    assert "measured" in capsys.readouterr().out
+    assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
+    assert fast[1:7] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6", "6"]
+    assert float(fast[7]) == pytest.approx(schedule.mean_budget(16), abs=0.005)
+    decoding, whole = (float(speed.rstrip("x")) for speed in fast[8:10])
+    assert decoding >= 2.5
+    assert 1 < whole < decoding, "the prompt runs every layer"
+    assert "targets are of decoding; speeds by bytes and operations" in out[-1]
+    assert main(["info", str(checkpoint), "--speedup", "2.5", "--new-tokens", "16", "--over", "all"]) == 0
+    assert "targets are of prompt and decoding together" in said(capsys)[0][-1]
+
+
+def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(checkpoint: Path, capsys: Any) -> None:
+    words = ["calibrate", str(checkpoint), "--batch-size", "1", "2", "--repeats", "1", "--prompt-length", "7"]
+    assert main(words) == 0
+    out, err = said(capsys)
+    assert [line.split()[:2] for line in out[1:3]] == [["1", "7"], ["2", "7"]]
+    assert err.splitlines() == ["1 of 2 batches timed", "2 of 2 batches timed"]
+    (path,) = profiles_folder().iterdir()
+    try:
+        assert str(path) in out[-1]
+        model, _ = skipdecode.load(str(checkpoint))
+        solved = Profile.load(path).at(batch_size=2, prompt_length=64)
+        config = skipdecode.checkpoint.SkipConfig.of(model.config)
+        assert config is not None
+        slow = math.floor(solved.speedup(SkipSchedule(6, 1, 1, horizon=config.solver["horizon"])) * 50) / 100 + 0.5
+        schedule = solve_schedule(solved, slow, horizon=config.solver["horizon"])
+        assert main(["info", str(checkpoint), "--speedup", str(slow), "--batch-size", "2"]) == 0
+        out, _ = said(capsys)
+        (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
+        assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
+        assert "speeds by this machine's clock, measured " in out[-1]
+    finally:
+        path.unlink()
 
 
 def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: Any) -> None:
@@ -127,9 +156,10 @@ def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: An
     assert [head.strip() for head in out[1].split("|")] == ["1x", "2x", "3x"]
     rows = [line.split() for line in out[-5:-2]]
     assert [row[0] for row in rows] == ["1x", "2x", "3x"]
-    assert rows[0][1:3] == ["1.00x", "6.00"]
-    assert all(re.fullmatch(r"\d+\.\d\dx \[\d+\.\d\d, \d+\.\d\d\]", " ".join(row[1:4])) for row in rows[1:])
-    assert float(rows[2][4]) < float(rows[1][4]) < 6
+    assert rows[0][1:4] == ["1.00x", "1.00x", "6.00"]
+    spread = r"\d+\.\d\dx \[\d+\.\d\d, \d+\.\d\d\]"
+    assert all(re.fullmatch(f"{spread} {spread}", " ".join(row[1:7])) for row in rows[1:])
+    assert float(rows[2][7]) < float(rows[1][7]) < 6
 
 
 def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
@@ -149,7 +179,8 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
         assert {completion.tokens for completion in found.completions} <= set(range(1, tokens + 1))
         assert found.steps == tokens - 1
         seconds = sum(schedule.budget(i) for i in range(tokens - 1)) / 600
-        return replace(found, decode_seconds=seconds * (5 if len(calls) == 6 else 1))
+        seconds *= 5 if len(calls) == 6 else 1
+        return replace(found, decode_seconds=seconds, prefill_seconds=0.05)
 
     monkeypatch.setattr(decoder, "decode", timed)
     found = compare(decoder, PROMPTS, [2.0], 5)
@@ -161,7 +192,9 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
     assert turns == [n for turn in range(5) for n in ((6, fast.max_layers) if turn % 2 == 0 else (fast.max_layers, 6))]
     steps = range(found.tokens - 1)
     true = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
-    assert found.paces[0].speedup.median == 1
+    whole = (0.05 + sum(map(depth.budget, steps)) / 600) / (0.05 + sum(map(fast.budget, steps)) / 600)
+    assert found.paces[1].whole.median == pytest.approx(whole)
+    assert found.paces[0].speedup.median == found.paces[0].whole.median == 1
     assert found.paces[1].speedup.median == pytest.approx(true)
     assert found.paces[1].layers == pytest.approx(sum(map(fast.budget, steps)) / len(steps))
 
@@ -255,7 +288,13 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "--file", "nowhere.txt"], "--file 'nowhere.txt' can't be read"),
         (["generate", "CHECKPOINT"], "standard input holds no prompt"),
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json"], "12 layers"),
-        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"], "leave --speedup out"),
+        (
+            ["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"],
+            "leave --speedup and --over out",
+        ),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--over", "all"], "leave --speedup and --over"),
+        (["calibrate", "CHECKPOINT", "--batch-size", "1", "0"], "--batch-size is 0"),
+        (["calibrate", "CHECKPOINT", "--prompt-length", "-3"], "--prompt-length is -3"),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
         (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
@@ -300,7 +339,7 @@ def test_the_help_names_every_command(capsys: Any) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     overview = capsys.readouterr().out
-    for command in ("generate", "info", "compare"):
+    for command in ("generate", "info", "compare", "export", "calibrate"):
         assert f"  {command} " in overview
         with pytest.raises(SystemExit):
             main([command, "--help"])

@@ -33,7 +33,7 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         horizon=draw(st.integers(1, 80)),
         decay=decay,
         placement=draw(st.sampled_from(PLACEMENTS)),
-        prompt=draw(st.sampled_from(["full", "max"])),
+        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, depth)),
         decay_rate=rate,
     )
 
@@ -138,6 +138,10 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"decay": "linaer"}, "did you mean 'linear'"),
         ({"placement": "middle"}, "unknown placement 'middle'"),
         ({"prompt": "none"}, "unknown prompt 'none'"),
+        ({"prompt": 2, "max_layers": 3}, "prompt is 2: it must lie between max_layers .3."),
+        ({"prompt": 99}, "prompt is 99: it must lie between max_layers"),
+        ({"prompt": True}, "prompt is True: it must be 'full', 'max', or a number"),
+        ({"prompt": 9.0}, "prompt is 9.0: it must be 'full', 'max', or a number"),
         ({"decay_rate": 2.0}, "decay 'linear' takes none"),
         ({"decay": "power", "decay_rate": 0}, "decay_rate is 0"),
         ({"decay": "power", "decay_rate": float("nan")}, "decay_rate is nan"),

@@ -22,6 +22,7 @@ from skipdecode import (
 )
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
+from skipdecode.solver import MOST_DECODING
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -104,6 +105,101 @@ def test_the_prediction_equals_adding_up_every_step() -> None:
     skipped = sum(seconds(schedule.budget(i), prompt + i) for i in range(10))
     predicted = OPT_1_3B.at(prompt_length=prompt, batch_size=batch, machine=machine).speedup(schedule)
     assert predicted == pytest.approx(full / skipped)
+
+
+TEXTS = st.lists(st.integers(2, 80), min_size=1, max_size=30)
+
+
+@given(
+    speedup=st.floats(1.01, 5),
+    texts=TEXTS,
+    prompts=st.integers(1, 1000),
+    batch=st.integers(1, 64),
+    prompt=st.sampled_from(["full", "max"]) | st.integers(1, 24),
+    over=st.sampled_from(["decode", "all"]),
+)
+def test_a_target_of_whole_texts_is_met_and_not_by_more_than_layers_allow(
+    speedup: float, texts: list[int], prompts: int, batch: int, prompt: Any, over: Any
+) -> None:
+    conditions = {"lengths": texts, "prompt_length": prompts, "batch_size": batch}
+    cost = OPT_1_3B.at(**conditions)
+    least = SkipSchedule(24, 1, 1, prompt="max" if over == "all" else "full")
+    reachable = cost.speedup(least, over=over)
+    settings: Any = {"prompt": prompt, "over": over, "spread": 0.0}
+    if speedup > reachable:
+        with pytest.raises(ConfigError, match="reaches at most"):
+            solve_schedule(OPT_1_3B, speedup, **settings, **conditions)
+        return
+    schedule = solve_schedule(OPT_1_3B, speedup, **settings, **conditions)
+    assert cost.speedup(schedule, over=over) >= speedup
+    most = {"full": 24, "max": schedule.max_layers}.get(prompt, prompt)
+    assert schedule.prompt_budget <= max(most, schedule.max_layers)
+    if over == "decode":
+        assert schedule.prompt_budget == max(most, schedule.max_layers)
+    # A layer more, for tokens and where they must have it for prompts, misses the target.
+    if schedule.max_layers < 24:
+        more = schedule.max_layers + 1, schedule.min_layers + 1
+        wider = schedule.prompt if schedule.prompt == "full" else max(schedule.prompt_budget, more[0])
+        assert cost.speedup(SkipSchedule(24, *more, prompt=wider), over=over) < speedup
+    # Prompts keep what they may while decoding isn't too fast for it.
+    if over == "all" and schedule.prompt_budget > schedule.max_layers:
+        assert schedule.prompt_budget == most or cost.speedup(schedule) <= MOST_DECODING * speedup
+        wider = solve_schedule(OPT_1_3B, speedup, **{**settings, "prompt": schedule.prompt_budget}, **conditions)
+        assert wider.prompt_budget == schedule.prompt_budget
+
+
+@pytest.mark.parametrize(("batch", "prompt", "layers"), [(1, 64, 24), (8, 64, 24), (8, 400, 15), (32, 1500, 9)])
+def test_long_prompts_give_up_layers_and_short_ones_keep_them(batch: int, prompt: int, layers: int) -> None:
+    schedule = solve_schedule(OPT_1_3B, 3, over="all", prompt_length=prompt, batch_size=batch, lengths=[48])
+    assert schedule.prompt_budget == layers
+
+
+def test_the_time_of_prompts_is_counted_by_hand() -> None:
+    machine = Machine(bytes_per_second=1e11, operations_per_second=1e12)
+    cost = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=machine)
+    weights = 10 * 50_358_272
+    attended = 10 * 4096 * sum(range(1, 31))
+    computed = 2 * 4 * (30 * weights + attended + 102_957_056 + 4096) / 1e12
+    assert cost.prefill_seconds(10) == pytest.approx(computed)
+    read = 2 * (weights + 102_957_056 + 4096 + 4 * 30 * (4096 + 10 * 4096)) / 1e9
+    slow = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=Machine(1e9, 1e15))
+    assert slow.prefill_seconds(10) == pytest.approx(read)
+    schedule = SkipSchedule(24, 6, 2, horizon=9, prompt=10)
+    full = SkipSchedule.full_depth(24, horizon=9)
+    whole = (cost.prefill_seconds(24) + cost.decode_seconds(full)) / (computed + cost.decode_seconds(schedule))
+    assert cost.speedup(schedule, over="all") == pytest.approx(whole)
+
+
+def test_a_cost_that_knows_no_prompts_has_no_whole() -> None:
+    with pytest.raises(ConfigError, match="over is 'all': this cost doesn't know what prompts take"):
+        solve_schedule(MeasuredCost(24, {1: 2.0, 24: 25.0}), 2, over="all")
+    with pytest.raises(ConfigError, match="unknown over 'whole'"):
+        solve_schedule(OPT_1_3B, 2, over="whole")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> None:
+    texts, prompts = [[12, 5], [30, 5], [60, 1]], [[40, 9]]
+    solver = {"horizon": 40, "batch_size": 8, "lengths": texts, "prompt_lengths": prompts}
+    trained = solve_schedule(OPT_1_3B, 3, **solver)
+    config = SkipConfig.from_dict(SkipConfig(schedules={3.0: trained}, solver=solver).to_dict())
+    assert config.schedule_for(OPT_1_3B, 3) == trained
+    assert config.schedule_for(OPT_1_3B, 3, batch_size=8, prompt_length=70) == trained
+    alone = config.schedule_for(OPT_1_3B, 3, batch_size=1, prompt_length=70)
+    assert alone == solve_schedule(OPT_1_3B, 3, **{**solver, "batch_size": 1})
+    behind = config.schedule_for(OPT_1_3B, 3, over="all", batch_size=8, prompt_length=1000)
+    assert behind == solve_schedule(OPT_1_3B, 3, over="all", **solver, prompt_length=1024)
+    whole = config.schedule_for(OPT_1_3B, 3, over="all", batch_size=8)
+    assert whole == solve_schedule(OPT_1_3B, 3, **solver, over="all")
+    assert len({trained, alone, behind}) == 3, "the conditions matter here"
+    # One of before doesn't know how long its texts are: it decodes as it was trained.
+    before = SkipConfig(schedules={3.0: trained}, solver={"horizon": 40, "batch_size": 8})
+    assert before.schedule_for(OPT_1_3B, 3, batch_size=1, prompt_length=1100) == trained
+
+
+def test_a_damaged_distribution_of_lengths_is_named() -> None:
+    values = SkipConfig(solver={"lengths": [[3, 1], [2, 1]]}).to_dict()
+    with pytest.raises(ConfigError, match="skipdecode: lengths are"):
+        SkipConfig.from_dict(values)
 
 
 def test_the_head_makes_a_target_dearer_than_layers_alone() -> None:

@@ -87,7 +87,7 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         horizon=draw(st.integers(1, MOST_NEW_TOKENS)),
         decay=draw(st.sampled_from(["linear", "constant", "power", "exponential", "step", "cosine"])),
         placement=draw(st.sampled_from(["top", "bottom", "even", "ends"])),
-        prompt=draw(st.sampled_from(["full", "max"])),
+        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, LAYERS)),
     )
 
 

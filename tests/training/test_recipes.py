@@ -34,7 +34,7 @@ def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
     for speedup, schedule in zip(sampler.speedups, sampler.schedules, strict=True):
         section = recipe.schedule
         conditions = {"prompt_length": section.prompt_length, "batch_size": section.batch_size}
-        found = cost.at(**conditions).speedup(schedule)
+        found = cost.at(**conditions).speedup(schedule, over=section.over)
         assert speedup <= found < speedup * 1.35, "the nearest that layers allow"
         assert schedule.horizon == task.horizon
     evaluated = recipe.evaluation.speedups

@@ -1,0 +1,158 @@
+"""Profiles: the clock of one machine for models of one shape, measured once and kept where caches belong."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipdecode.cost import CostModel, MeasuredCost, interpolated
+from skipdecode.errors import ConfigError
+from skipdecode.families import unwrap
+from skipdecode.files import write_whole
+from skipdecode.lengths import Lengths
+from skipdecode.projections import Weights
+
+_PROFILE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TimedBatch:
+    """A batch size and prompt length as they were timed.
+
+    Attributes:
+        batch_size: rows that decoded together.
+        prompt_length: columns of their prompts.
+        step: layers -> seconds of a decode step.
+        prefill: layers -> seconds of the prompts' pass.
+    """
+
+    batch_size: int
+    prompt_length: int
+    step: Mapping[int, float]
+    prefill: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The clock of one machine: of one or more batches.
+
+    Attributes:
+        setting: what it holds for, as `setting_of` says it.
+        num_layers: of the model.
+        batches: that were timed, in any order.
+        date: of the measurement.
+    """
+
+    setting: Mapping[str, Any]
+    num_layers: int
+    batches: tuple[TimedBatch, ...]
+    date: str
+
+    def at(self, *, batch_size: int = 1, prompt_length: int, lengths: Lengths | None = None) -> MeasuredCost:
+        """The cost of a batch: between the sizes that were timed, time is taken to be a straight line in its rows.
+
+        Steps are those behind the prompts that were timed whose length is nearest.
+        """
+        nearest = min((abs(math.log(b.prompt_length / prompt_length)), b.prompt_length) for b in self.batches)[1]
+        near = sorted((b for b in self.batches if b.prompt_length == nearest), key=lambda b: b.batch_size)
+        sizes = [batch.batch_size for batch in near]
+        rows = min(max(batch_size, sizes[0]), sizes[-1])
+        columns = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
+        return MeasuredCost(
+            self.num_layers,
+            {n: interpolated({b.batch_size: b.step[n] for b in near}, rows) for n in near[0].step},
+            rows,
+            lengths,
+            {
+                n: proportional({count: times[n] for count, times in columns.items()}, batch_size * prompt_length)
+                for n in near[0].prefill
+            },
+            {batch.batch_size: batch.step for batch in near if batch.batch_size < rows},
+        )
+
+    def save(self) -> Path:
+        """Write it where `find_profile` looks, whole or not at all. Returns the file."""
+        path = _profile_path(self.setting)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """The profile of a file. Raises ConfigError where it can't be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("format") != _PROFILE_FORMAT:
+                raise ConfigError("it has another format")
+            batches = tuple(
+                TimedBatch(**{**batch, **{name: _by_layers(batch[name]) for name in ("step", "prefill")}})
+                for batch in values.pop("batches")
+            )
+            return cls(**values, batches=batches)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"the profile {path} can't be read ({error}): remove it, and run skipdecode calibrate again"
+            ) from error
+
+
+def proportional(times: Mapping[int, float], at: int) -> float:
+    """The value at a number, as `interpolated`; beyond the largest that is known it grows in proportion."""
+    least, most = min(times), max(times)
+    return times[most] * at / most if at > most else interpolated(times, max(at, least))
+
+
+def _by_layers(times: Mapping[str, float]) -> dict[int, float]:
+    found = {int(layers): float(seconds) for layers, seconds in times.items()}
+    if len(found) < 2 or not all(0 < seconds < math.inf for seconds in found.values()):
+        raise ValueError(f"times are {times}")
+    return found
+
+
+def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]:
+    """All that a model's clock depends on, as plain values: its sizes and type, the weights, the machine, threads."""
+    inner = unwrap(model)
+    return {
+        "model_type": inner.config.model_type,
+        **asdict(sizes),
+        "dtype": str(inner.dtype).removeprefix("torch."),
+        "weights": weights,
+        "processor": processor(inner.device),
+        "threads": torch.get_num_threads() if inner.device.type == "cpu" else None,
+    }
+
+
+def find_profile(setting: Mapping[str, Any]) -> Profile | None:
+    """The profile that was kept for a setting; None where there is none. Raises ConfigError for a damaged one."""
+    path = _profile_path(setting)
+    return Profile.load(path) if path.exists() else None
+
+
+def profiles_folder() -> Path:
+    """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"
+
+
+def _profile_path(setting: Mapping[str, Any]) -> Path:
+    described = json.dumps(dict(setting), sort_keys=True)
+    return profiles_folder() / f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
+
+
+@cache
+def processor(device: torch.device) -> str:
+    """The name of the processor that a device is, or belongs to."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,67 @@
+"""A batch takes the steps of its longest text, as adding up every possible batch says."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
+from skipdecode.lengths import MOST_BINS, Lengths
+
+SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), st.data())
+def test_the_time_of_decoding_is_the_mean_over_all_batches(texts: list[int], rows: int, data: st.DataObject) -> None:
+    most = data.draw(st.integers(1, 12))
+    schedule = SkipSchedule(12, most, data.draw(st.integers(1, most)), horizon=data.draw(st.integers(1, 12)))
+    lengths = Lengths.of(texts)
+    cost = SIZES.at(batch_size=rows, prompt_length=7, lengths=lengths)
+    batches = list(itertools.product(texts, repeat=rows))
+    total = sum(
+        cost.step_seconds(schedule.budget(i), i, rows=sum(text > i + 1 for text in batch))
+        for batch in batches
+        for i in range(max(batch) - 1)
+    )
+    # At one batch size a step's time is a straight line in its rows here, so that the mean rows give the mean time.
+    assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=300))
+def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]) -> None:
+    lengths = Lengths.of(texts)
+    width = -(-max(texts) // MOST_BINS)
+    assert len(lengths.counts) <= MOST_BINS
+    assert lengths.mean == pytest.approx(sum(texts) / len(texts), abs=0.5 if width > 1 else 1e-9)
+    assert max(texts) - width < lengths.longest <= max(texts)
+    assert Lengths.read(json.loads(json.dumps(lengths.to_list()))) == lengths
+    for length in range(0, max(texts) + 2, width):
+        assert lengths.share_up_to(length) == pytest.approx(sum(text <= length for text in texts) / len(texts))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "lengths are"),
+        ([0, 3], "tokens is 0"),
+        ([3, 2.5], "tokens is 2.5"),
+        ("abc", "lengths are|tokens is"),
+        (7, "lengths are '7'"),
+        ([[3, 1], [2, 1]], "ascending"),
+        ([[3, 0]], "texts is 0"),
+        ([[10**9, 1]], "at most 1000000"),
+    ],
+)
+def test_what_is_no_lengths_is_refused(values: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        solve_schedule(SIZES, 2, lengths=values)  # type: ignore[arg-type]
+
+
+def test_texts_of_one_token_have_no_decode_step_but_prompts_have_a_time() -> None:
+    with pytest.raises(ConfigError, match="there is no decode step"):
+        solve_schedule(SIZES, 2, lengths=[1, 1])
+    schedule = solve_schedule(SIZES, 2, lengths=[1, 1], prompt_length=500, over="all")
+    assert SIZES.at(lengths=[1], prompt_length=500).speedup(schedule, over="all") >= 2
+    assert schedule.prompt_budget < 12
