@@ -53,7 +53,8 @@ class Variants:
 
     def sampler(self, overrides: Sequence[str] = ()) -> ScheduleSampler:
         """The schedules that a variant trains under. Raises ConfigError where they can't be."""
-        return recipe_sampler(self.recipe(overrides), self.task, self.cost(overrides))[0]
+        rows = self.prepared.encoded.rows
+        return recipe_sampler(self.recipe(overrides), self.task, self.cost(overrides), rows)[0]
 
     def mean_layers(self, speedup: float) -> int:
         """The recipe's mean budget at a target, over the horizon and rounded: the layers of a model as fast."""
