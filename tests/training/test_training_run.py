@@ -21,6 +21,7 @@ from data.columns import ColumnCollator
 from data.rows import encode_task
 from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.lengths import Lengths
 from skipdecode.loading import load_tokenizer
 from train.build import build_model, build_task
 from train.recipe import Recipe, load_recipe
@@ -58,7 +59,15 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     cost = CostModel.of(AutoModelForCausalLM.from_pretrained(finished))
     for speedup, schedule in config.schedules.items():
         assert config.schedule_for(cost, speedup) == schedule
-        assert cost.at().speedup(schedule) >= speedup
+        assert cost.at(**config.conditions).speedup(schedule) >= speedup
+    rows = encode_task(
+        load_task("departures", train_size=60, validation_size=4, test_size=12),
+        AutoTokenizer.from_pretrained(finished),
+        max_prompt_tokens=96,
+        max_completion_tokens=64,
+    ).rows
+    assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
+    assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
     assert config.schedule_for(cost, 2.5).horizon == config.schedules[2.0].horizon
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 
@@ -351,7 +360,9 @@ def first_outputs(recipe: Recipe) -> tuple[Any, torch.Tensor, torch.Tensor, torc
     batch = ColumnCollator(tokenizer.pad_token_id)(list(rows))
     prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
     full = model(**batch).logits.log_softmax(-1)
-    with skip_layers(model, solve_schedule(model, 3, horizon=task.horizon), prompt_columns=prompt_columns):
+    texts = {"prompt_lengths": map(len, rows["prompt_ids"]), "lengths": map(len, rows["completion_ids"])}
+    schedule = solve_schedule(model, 3, horizon=task.horizon, **texts)
+    with skip_layers(model, schedule, prompt_columns=prompt_columns):
         skipped = model(**batch).logits.log_softmax(-1)
     return model, full[:, :-1], skipped[:, :-1], labels[:, 1:]
 
