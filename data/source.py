@@ -67,12 +67,9 @@ class TextToText(Task):
         """The examples of a split; beside the one in hand no more rows are held than are held out."""
         if split not in get_args(Split):
             raise unknown("split", split, get_args(Split))
-        for number, row in enumerate(self.rows(split)):
+        rows = self._hub_rows(split) if self.path is None else self._local_rows(split)
+        for number, row in enumerate(rows):
             yield self.example(f"{self.name}-{split}-{number}", row)
-
-    def rows(self, split: Split) -> Iterator[Row]:
-        """The rows of a split. Raises ConfigError where they can't be read."""
-        return self._hub_rows(split) if self.path is None else self._local_rows(split)
 
     @property
     def text_columns(self) -> tuple[str, ...]:

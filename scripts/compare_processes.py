@@ -57,14 +57,13 @@ Steps = dict[tuple[int, str], float]  # by step and name
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True, type=Path, metavar="FOLDER", help="E2E's CSV files")
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimiser steps (default 40)")
-    parser.add_argument("--rows", type=int, default=16, metavar="N", help="of a step, an even number (default 16)")
-    parser.add_argument(
-        "--within", type=float, default=1e-4, metavar="LOSS", help="what may be rounding (default 1e-4)"
-    )
-    parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default all)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for every way")
+    add = parser.add_argument
+    add("--data-dir", required=True, type=Path, metavar="FOLDER", help="E2E's CSV files")
+    add("--steps", type=int, default=40, metavar="N", help="optimiser steps (default 40)")
+    add("--rows", type=int, default=16, metavar="N", help="of a step, an even number (default 16)")
+    add("--within", type=float, default=1e-4, metavar="LOSS", help="what may be rounding (default 1e-4)")
+    add("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default all)")
+    add("overrides", nargs="*", metavar="key=value", help="of the recipe, for every way")
     options = parser.parse_intermixed_args()
     if options.steps < 1 or options.rows < 2 or options.rows % 2:
         raise ConfigError(f"--steps is {options.steps} and --rows {options.rows}: expected 1 or more, an even number")

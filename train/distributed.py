@@ -48,12 +48,11 @@ def leave_group_at_exit() -> None:
 
     By then a process that ends before the first one, which still writes, may abort over a thread of the group's.
     """
-    atexit.register(_leave_group)
 
-
-def _leave_group() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    @atexit.register
+    def leave_group() -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def read_deepspeed(name: str) -> dict[str, Any]:

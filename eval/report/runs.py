@@ -57,13 +57,8 @@ def read_run(argument: str) -> Run:
     _check(report, folder / FILE_NAME)
     predictions = tuple(_predictions(folder, report, row) for row in report.rows)
     _check_prompts(folder, predictions)
-    return Run(name or _default_name(folder, report), report, predictions)
-
-
-def _default_name(folder: Path, report: Report) -> str:
-    """The folder's name; the checkpoint's where the folder is the `eval` inside it."""
     own = folder.resolve().name
-    return Path(report.checkpoint).name if own == "eval" else own
+    return Run(name or (Path(report.checkpoint).name if own == "eval" else own), report, predictions)
 
 
 def _check(report: Report, path: Path) -> None:

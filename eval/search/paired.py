@@ -12,7 +12,6 @@ import numpy as np
 from eval.score import registry
 from eval.score.bootstrap import interval, resample
 from eval.score.metric import Statistics, Texts
-from skipdecode.errors import unknown
 
 # Those whose statistics of batches add up, of texts and references alone.
 METRICS = tuple(metric.name for metric in registry.METRICS.values() if metric.adds_up)
@@ -41,7 +40,7 @@ def sentence_statistics(metric: str, predictions: Sequence[str], references: Seq
 
     Raises ConfigError for an unknown metric.
     """
-    items: Items = _statistics(metric, predictions, references).items.tolist()
+    items: Items = registry.metric_named(metric).compute(Texts(predictions, references)).items.tolist()
     return items
 
 
@@ -71,12 +70,6 @@ def estimate(metric: str, items: Items, *, baseline: Items | None = None) -> Est
     return Estimate(value, *interval(resampled), error=float(resampled.std(ddof=1)))
 
 
-def _statistics(metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Statistics:
-    if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
-    return registry.METRICS[metric].compute(Texts(predictions, references))
-
-
 def _restored(metric: str, items: Items) -> Statistics:
     """Statistics from what was kept of them; how their sums score depends on the metric alone."""
-    return Statistics(np.array(items, dtype=np.float64), _statistics(metric, [], []).score)
+    return Statistics(np.array(items, dtype=np.float64), registry.metric_named(metric).compute(Texts([], [])).score)

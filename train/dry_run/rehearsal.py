@@ -20,6 +20,7 @@ from data.rows import row_lengths
 from train.build import build_task
 from train.distributed import is_first_process, whole_weights
 from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
+from train.dry_run.simulation import SimulatedStep
 from train.dry_run.work import mean_work, step_work
 from train.evaluation import check_evaluation
 from train.output import check_folder
@@ -35,7 +36,7 @@ class DryRun:
     """The findings of a dry run.
 
     Attributes:
-        parameters, trainable: of the model.
+        simulated: the heaviest step, on tensors without data.
         rows, rows_a_step, steps: to train on, of all processes in a step, and the optimiser steps of the whole run.
         schedules: a line for each that may be drawn.
         prompt_columns, new_tokens, estimate: of the widest batch, the one that was run.
@@ -47,8 +48,7 @@ class DryRun:
             its steps will draw.
     """
 
-    parameters: int
-    trainable: int
+    simulated: SimulatedStep
     rows: int
     rows_a_step: int
     steps: int
@@ -98,8 +98,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     prompt, completion = (float(lengths.mean()) for lengths in row_lengths(rows))
     mean = mean_work(prepared.sampler, steps, distils, prompt, completion)
     return DryRun(
-        parameters=simulated.parameters,
-        trainable=simulated.trainable,
+        simulated=simulated,
         rows=len(rows),
         rows_a_step=prepared.rows_a_step,
         steps=steps,
@@ -188,7 +187,7 @@ def print_dry_run(found: DryRun, name: str) -> None:
         return
     estimate, measured = found.estimate, found.measured_peak
     lines = [
-        ("parameters", f"{found.parameters:,}, of which {found.trainable:,} are trained"),
+        ("parameters", f"{found.simulated.parameters:,}, of which {found.simulated.trainable:,} are trained"),
         ("rows", f"{found.rows:,}"),
         ("effective batch size", f"{found.rows_a_step} rows"),
         ("steps", f"{found.steps:,}"),
