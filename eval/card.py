@@ -138,8 +138,7 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
         "rows": [cells(row) for row in report.rows],
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
-        f"{report.date}. Speeds are measured, medians [quartiles], over full depth on texts of the same length: "
-        "decoding is from the first new token on, the whole from the prompt on. Intervals of scores are of 95 %.",
+        f"{report.date}; intervals of scores are of 95 %. {report.speed_note()}",
         "picture": picture.as_posix() if (folder / picture).exists() else None,
     }
 

@@ -143,8 +143,8 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None
         axes.margins(x=0.12)
         axes.set_ylabel(metric.label)
         axes.set_title(title, fontsize=12, pad=20)
-        conditions = f"batch {first.batch_size}, {first.dtype}, {first.machine['processor']}, {first.examples} prompts"
-        add_note(axes, f"{conditions}; bars: quartiles over batches; dotted: full depth")
+        conditions = f"speed at batch {first.timed_batch_size}, {first.dtype}, {first.machine['processor']}"
+        add_note(axes, f"{conditions}, {first.examples} prompts; bars: quartiles over batches; dotted: full depth")
         if len(reports) > 1 or first.reference is not None:
             # A few names have room below the lines; more of them would cover some.
             if few:

@@ -169,6 +169,12 @@ class Report:
     metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
     unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
 
+    @property
+    def timed_batch_size(self) -> int:
+        """The batch size of the rows' speeds: the first of those that were asked for."""
+        timed_whole = self.rows[0].whole_speedup is not None
+        return self.rows[0].timings[0].batch_size if timed_whole else self.batch_size
+
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
         write_whole(folder / "report.md", self.to_markdown())
@@ -226,7 +232,7 @@ class Report:
                 for row in self.rows
                 if row.threshold is not None
             ),
-            self._how_timed(),
+            self.speed_note(),
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
@@ -234,15 +240,15 @@ class Report:
             f"Command: `{self.command}`",
         ]
 
-    def _how_timed(self) -> str:
+    def speed_note(self) -> str:
+        """Say how the speeds were measured."""
         turns = "median of batches [quartiles], the systems taking turns on each batch"
         if self.rows[0].whole_speedup is None:
             return f"Speed: seconds per decode step of the 1x row over this row's, {turns}."
-        first = self.rows[0].timings[0]
         return (
-            f"Speed: seconds of the 1x row over this row's at batch {first.batch_size}, of decoding and of the whole, "
-            f"prompt and decoding: {turns}. {first.prompts} prompts are drawn evenly over all lengths, and every text "
-            f"is as long as that of the 1x row. Targets are of {SPEEDS_IN_FULL[self.over]}."
+            f"Speed: seconds of the 1x row over this row's at batch {self.timed_batch_size}, of decoding and of the "
+            f"whole, prompt and decoding: {turns}. Prompts ({self.rows[0].timings[0].prompts}) are drawn evenly over "
+            f"all lengths, and every text is as long as that of the 1x row. Targets are of {SPEEDS_IN_FULL[self.over]}."
         )
 
     def _metrics(self) -> list[Metric]:

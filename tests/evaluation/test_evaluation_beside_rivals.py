@@ -141,6 +141,7 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
     assert "| 3x | 5 | 7 |" in written
     for text in (printed, written):
         assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
+        assert "over this row's at batch 1, of decoding and of the whole" in text.replace("\n", " ")
         assert "Targets are of decoding." in text.replace("\n", " ")
 
 
