@@ -8,11 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
 from eval.journal import Journal
-from eval.results import Over
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
 from skipdecode.ratio import Ratio
+from skipdecode.schedule import Over
 
 WARM_UP_TOKENS = 8
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eval.results import FILE_NAME, Over
+from eval.results import FILE_NAME
 from eval.score.metric import BertModel
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
+from skipdecode.schedule import Over
 
 DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import rich.table
 
@@ -18,12 +18,10 @@ from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
 from skipdecode.ratio import Ratio
+from skipdecode.schedule import Over
 
 FILE_NAME = "report.json"
 SystemKind = Literal["full depth", "skip", "calm"]
-
-# The clock that a target, or a speed, is of: decoding from the first token on, or the prompt and decoding together.
-Over: TypeAlias = Literal["decode", "all"]
 SPEEDS: dict[Over, str] = {"decode": "decoding", "all": "whole"}
 SPEEDS_IN_FULL: dict[Over, str] = {"decode": "decoding", "all": "prompt and decoding"}
 NOT_MEASURED = "–"

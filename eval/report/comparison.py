@@ -13,10 +13,11 @@ from rich.progress import track
 from eval.console import make_console
 from eval.report.positions import ORDERS, Bin, bin_width, by_position
 from eval.report.runs import Run
-from eval.results import Over, Report, Row, speed_shown
+from eval.results import Report, Row, speed_shown
 from eval.score.predictions import Prediction
 from eval.score.words import words
 from eval.speed.report import SpeedReport
+from skipdecode.schedule import Over
 
 
 @dataclass(frozen=True)

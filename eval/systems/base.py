@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from eval.results import Over, SystemKind
+from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.clock import StepClock
 from skipdecode.families import decoder_layers
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
+from skipdecode.schedule import Over
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ import eval.report.tables
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
-from eval.results import Over, Report
+from eval.results import Report
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode.ratio import Ratio
+from skipdecode.schedule import Over
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
 EVIL = "</style><script>alert('x')</script> & \"quoted\" | $x_1$ ` <b>"
