@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights",
         choices=["model", "packed", "int8"],
-        help="what decode steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
+        help="what prompts and steps compute with, as in skip_generate (int8: 8-bit weights and activations, on CPU)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")

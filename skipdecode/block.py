@@ -1,4 +1,4 @@
-"""One decoder layer, for one token a row: from a family's names to a dozen operations."""
+"""One decoder layer, for one token a row or for the columns of a prompt: a family's names as a dozen operations."""
 
 import functools
 from collections.abc import Callable
@@ -51,9 +51,26 @@ class StepInputs:
         bias = self.bias[..., start:end] if self.bias is not None else None
         return keys[:, :, start:end], values[:, :, start:end], bias
 
+    def attend(
+        self, block: "LeanBlock", cached: PlannedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of each row's `query` to what is cached and its own `key` and `value`, [rows, heads, head_dim] all.
+
+        Returns [rows, heads * head_dim].
+        """
+        keys, values, bias = self.update_cache(cached, key, value, block.window)
+        # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
+        grouped = query.view(len(query), block.kv_heads, -1, block.head_dim)
+        attended = block.attention_function(grouped, keys, values, attn_mask=bias, scale=block.scaling)
+        return attended.reshape(len(query), -1)
+
+    def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        """A function that treats each row of its arguments [rows, ...] by itself."""
+        return function(*rows)
+
 
 class LeanBlock:
-    """One decoder layer, for one token a row."""
+    """One decoder layer. Rows are tokens: one of each text in a decode step, all columns of a prompt."""
 
     def __init__(self, layer: nn.Module, parts: BlockParts, config: Any, make_linear: Callable[..., Linear]) -> None:
         attention: Any = layer.get_submodule(parts.attention)
@@ -82,39 +99,49 @@ class LeanBlock:
         self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
 
     def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
-        """Run the layer on `hidden` [batch, hidden]."""
-        if not self.norm_first:
-            assert self.mlp_norm is not None
-            hidden = self.attention_norm(hidden + self.attend(hidden, cached, inputs))
-            return self.mlp_norm(hidden + self.feed_forward(hidden))
-        normed = self.attention_norm(hidden)
-        attended = self.attend(normed, cached, inputs)
-        if self.parallel:
-            return hidden + attended + self.feed_forward(self.mlp_norm(hidden) if self.mlp_norm else normed)
-        assert self.mlp_norm is not None
-        hidden = hidden + attended
-        return hidden + self.feed_forward(self.mlp_norm(hidden))
+        """Run the layer on `hidden` [rows, hidden]."""
+        normed = self.attention_norm(hidden) if self.norm_first else hidden
+        return inputs.by_rows(self.finish, hidden, normed, self.attend(normed, cached, inputs))
+
+    def run_last(
+        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for the rows `last`, to which alone the attention of `inputs` answers."""
+        normed = self.attention_norm(hidden) if self.norm_first else hidden
+        return self.finish(hidden[last], normed[last], self.attend(normed, cached, inputs))
 
     def attend(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
-        """The attention half, without norm and residual."""
-        batch, rotated = hidden.shape[0], self.heads + self.kv_heads
-        if self.interleaved:
-            by_head = self.qkv(hidden).view(batch, self.heads, 3, self.head_dim)
-            all_heads = by_head.transpose(1, 2).reshape(batch, 3 * self.heads, self.head_dim)
-        else:
-            all_heads = self.qkv(hidden).view(batch, rotated + self.kv_heads, self.head_dim)
+        """The attention of `hidden` [rows, hidden], up to its output projection: [rows, heads * head_dim]."""
+        rotated = self.heads + self.kv_heads
+        all_heads = inputs.by_rows(self.project, hidden)
         query_key, value = all_heads[:, :rotated], all_heads[:, rotated:]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key[:, : self.heads], query_key[:, self.heads :]
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
         if inputs.rotary is not None:
             query_key = rotate(query_key, *inputs.rotary)
-        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-        keys, values, bias = inputs.update_cache(cached, key, value, self.window)
-        # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
-        grouped = query.view(batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
-        attended = self.attention_function(grouped, keys, values, attn_mask=bias, scale=self.scaling)
-        return self.out(attended.reshape(batch, self.heads * self.head_dim))
+        return inputs.attend(self, cached, query_key[:, : self.heads], query_key[:, self.heads :], value)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of `hidden` [rows, hidden]: [rows, heads + 2 * kv_heads, head_dim]."""
+        rows = hidden.shape[0]
+        if not self.interleaved:
+            return self.qkv(hidden).view(rows, -1, self.head_dim)
+        by_head = self.qkv(hidden).view(rows, self.heads, 3, self.head_dim)
+        return by_head.transpose(1, 2).reshape(rows, 3 * self.heads, self.head_dim)
+
+    def finish(self, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output, from its input, what its attention read and what that gave, row by row."""
+        attended = self.out(attended)
+        if not self.norm_first:
+            assert self.mlp_norm is not None
+            hidden = self.attention_norm(hidden + attended)
+            return self.mlp_norm(hidden + self.feed_forward(hidden))
+        if self.parallel:
+            return hidden + attended + self.feed_forward(self.mlp_norm(hidden) if self.mlp_norm else normed)
+        assert self.mlp_norm is not None
+        hidden = hidden + attended
+        return hidden + self.feed_forward(self.mlp_norm(hidden))
 
     def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feed-forward half, without norm and residual."""

@@ -1,10 +1,11 @@
-"""Decode steps without the overhead of a model's forward pass: nothing per token that doesn't depend on the token.
+"""Prompts and decode steps without a model's forward pass: nothing is computed that decoding doesn't need.
 
 A forward pass of transformers is made for any length and any cache. One step of decoding is a special case: one token
 a row, all active layers holding the same columns (law 1), so masks, positions and layer lists are known before the
-first step. What is left is a dozen operations a layer, done here on [batch, hidden] with the model's own weights. The
-names of the weights are a family's only contribution (`skipdecode.families`); models that aren't made of plain parts
-(adapters, hooks, other libraries' quantisation) are left to their own forward pass.
+first step. What is left is a dozen operations a layer, done here on [batch, hidden]. A prompt goes through the same
+operations, its tokens as rows. The names of the weights are a family's only contribution (`skipdecode.families`);
+models that aren't made of plain parts (adapters, hooks, other libraries' quantisation) are left to their own forward
+pass.
 """
 
 import math
@@ -37,11 +38,12 @@ from skipdecode.internals import (
     hooks_on_all,
     version,
 )
+from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Weights
 
 
 class LeanDecoder:
-    """A model's decode steps. Holds its parts and not the model itself, so that the model can be freed.
+    """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
 
     Args:
         model: a model for which `why_not_lean` has no reason.
@@ -93,16 +95,8 @@ class LeanDecoder:
             lengths = lengths[:1]
         positions = lengths + torch.arange(max(steps, 1), device=attention_mask.device)  # [batch or 1, steps]
         bias = self._bias(attention_mask, positions.shape[1], padded)
-        rotary: Any = None
-        looked_up: Any = None
-        if self._positions == "rotary":
-            like = torch.empty(0, dtype=self.dtype, device=attention_mask.device)
-            cos, sin = self._rotary(like, positions)  # each [batch or 1, steps, rotated dimensions]
-            signs = torch.ones_like(sin)
-            signs[..., : sin.shape[-1] // 2] = -1
-            rotary = (cos[:, :, None], (sin * signs)[:, :, None])
-        elif self._positions == "learned":
-            looked_up = (positions + self._position_offset).expand(batch, -1).T.contiguous()  # [steps, batch]
+        looked_up, rotary = self._placed(positions.expand(batch, -1) if self._positions == "learned" else positions)
+        looked_up = looked_up.T.contiguous() if looked_up is not None else None  # [steps, batch]
 
         def inputs(i: int) -> StepInputs:
             position_ids = looked_up[i] if looked_up is not None else None
@@ -111,10 +105,26 @@ class LeanDecoder:
 
         return inputs
 
+    def _placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What `positions` [batch or 1, columns] are to the model: rows of its table, or cosines and signed sines, each
+        [batch or 1, columns, 1, rotated dimensions].
+        """
+        if self._positions == "learned":
+            return positions + self._position_offset, None
+        if self._positions == "alibi":
+            return None, None
+        like = torch.empty(0, dtype=self.dtype, device=positions.device)
+        cos, sin = self._rotary(like, positions)  # each [batch or 1, columns, rotated dimensions]
+        signs = torch.ones_like(sin)
+        signs[..., : sin.shape[-1] // 2] = -1
+        return None, (cos[:, :, None], (sin * signs)[:, :, None])
+
     def _bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
         """The values added to the scores of every column, prompt and generated."""
         if not padded and self._positions != "alibi":
             return None
+        if not padded:
+            mask = mask[:1]
         columns = torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1)[:, None, None]  # [batch, 1, 1, columns]
         bias = torch.zeros(columns.shape, dtype=self.dtype, device=mask.device)
         bias = bias.masked_fill(columns == 0, float("-inf"))
@@ -133,9 +143,71 @@ class LeanDecoder:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
         return self.logits(hidden)
 
+    def prefill(
+        self,
+        prompt: torch.Tensor,
+        layers: Sequence[int],
+        cache: PlannedCache,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run a prompt through `layers` and fill the cache. Returns the last column's logits [batch, vocabulary].
+
+        The topmost of the layers makes keys and values of all columns, and the rest of the last one alone.
+
+        Args:
+            prompt: tokens [batch, columns], or their embeddings [batch, columns, hidden].
+            layers: those that run, ascending.
+            cache: an empty one.
+            attention_mask, position_ids: as for `step_inputs`.
+        """
+        inputs = self._prompt_inputs(attention_mask, position_ids)
+        flat = prompt.flatten(0, 1)
+        if inputs.shown is not None:
+            flat = flat[inputs.shown]
+        hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
+        blocks, cached = self.blocks, cache.layers
+        *below, top = layers
+        for index in below:
+            hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
+        inputs.last_alone = True
+        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))  # type: ignore[arg-type]
+
+    def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
+        batch, columns = mask.shape
+        padded = not bool(mask.all())
+        positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -columns:]
+        looked_up, rotary = self._placed(positions)
+        shown = None
+        if padded:
+            mask = mask.clone()
+            mask[:, -1] += ~mask.any(dim=-1)  # a row that shows nothing has to attend to something
+            kept = mask != 0
+            kept[:, -1] = True  # its logits are asked for, whatever the mask says
+            shown = kept.flatten().nonzero()[:, 0]
+            last = kept.sum(dim=-1).cumsum(dim=0) - 1
+        else:
+            last = torch.arange(1, batch + 1, device=mask.device) * columns - 1
+
+        def of_tokens(placed: torch.Tensor) -> torch.Tensor:  # [batch or 1, columns, ...] -> [tokens, ...]
+            flat = placed.expand(batch, *placed.shape[1:]).flatten(0, 1)
+            return flat if shown is None else flat[shown]
+
+        return PromptInputs(
+            batch,
+            columns,
+            shown,
+            last,
+            position_ids=of_tokens(looked_up) if looked_up is not None else None,
+            rotary=(of_tokens(rotary[0]), of_tokens(rotary[1])) if rotary is not None else None,
+            bias=self._bias(mask, 0, padded),
+        )
+
     def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """Hidden states [batch, hidden] of `tokens` [batch], as the first layer takes them."""
-        hidden: torch.Tensor = self._embedding(tokens)
+        return self._enter(self._embedding(tokens), inputs)
+
+    def _enter(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)
         if self._project_in is not None:

@@ -1,4 +1,4 @@
-"""The projections of a lean step: a model's own weights, packed copies, or copies in 8 bits."""
+"""The projections of lean prompts and steps: a model's own weights, packed copies, or copies in 8 bits."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -63,7 +63,7 @@ class ForwardRunner:
 
 
 class LeanRunner(ForwardRunner):
-    """Prefill through the model's own forward pass, decode steps without it."""
+    """Prefill and decode steps without the model's forward pass."""
 
     def __init__(
         self,
@@ -73,11 +73,18 @@ class LeanRunner(ForwardRunner):
         model_kwargs: dict[str, Any],
         *,
         decoder: LeanDecoder,
+        attention_mask: torch.Tensor,
         step_inputs: Callable[[int], StepInputs],
     ) -> None:
         super().__init__(model, gate, schedule, model_kwargs)
         self._decoder = decoder
+        self._mask = attention_mask
         self._step_inputs = step_inputs
+
+    def prefill(self, input_ids: Any) -> torch.Tensor:
+        embeds, positions = (self._kwargs.get(name) for name in ("inputs_embeds", "position_ids"))
+        prompt = input_ids if embeds is None else embeds
+        return self._decoder.prefill(prompt, self._schedule.prompt_layers, self.cache, self._mask, positions)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
@@ -143,12 +150,13 @@ def make_runner(
     if mask is None:  # generate drops one that hides nothing
         mask = input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs))
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
+    lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return LeanRunner(model, gate, schedule, model_kwargs, decoder=decoder, step_inputs=step_inputs)
+        return LeanRunner(model, gate, schedule, model_kwargs, **lean)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
-    return GraphRunner(model, gate, schedule, model_kwargs, decoder=decoder, step_inputs=step_inputs, graphs=graphs)
+    return GraphRunner(model, gate, schedule, model_kwargs, **lean, graphs=graphs)
 
 
 # Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.

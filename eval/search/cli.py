@@ -65,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--calibrate", action="store_true", help="predict speeds by steps that are timed here first")
     add("--max-new-tokens", type=int, metavar="N", help="default: the task's")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
-    add("--weights", choices=get_args(Weights), help="what decode steps compute with, as in skip_generate")
+    add(
+        "--weights",
+        choices=get_args(Weights),
+        help="what prompts and decode steps are computed with, as in skip_generate",
+    )
     add("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
     add("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     add("--seed", type=int, default=0, help="of schedules drawn, the order of prompts and the bootstrap (default 0)")

@@ -105,7 +105,7 @@ def calm_generate(
 
 
 class _CalmRunner:
-    """Prefill through the model's own forward pass, and decode steps in which each row goes as deep as it needs."""
+    """Decode steps in which each row goes as deep as it needs."""
 
     def __init__(
         self,
@@ -118,7 +118,6 @@ class _CalmRunner:
         exits: list[list[int]],
         model_kwargs: dict[str, Any],
     ) -> None:
-        self._model = model
         self._decoder = lean_decoder(model, weights)
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
@@ -126,16 +125,14 @@ class _CalmRunner:
         self._ends = ends  # of rows, by their text alone
         self._exits = exits
         self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
-        self._kwargs = {**model_kwargs, "past_key_values": self.cache}
+        self._mask = model_kwargs.get("attention_mask")
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         """Run the prompt [batch, columns] at full depth. Returns the last column's logits [batch, vocabulary]."""
-        inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
-        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[:, -1]
-        mask = self._kwargs.get("attention_mask")
-        self._step_inputs = self._decoder.step_inputs(torch.ones_like(input_ids) if mask is None else mask, self._steps)
+        mask = torch.ones_like(input_ids) if self._mask is None else self._mask
+        self._step_inputs = self._decoder.step_inputs(mask, self._steps)
         self._unended = list(range(len(input_ids)))  # rows whose text goes on
-        return logits
+        return self._decoder.prefill(input_ids, range(len(self._decoder.blocks)), self.cache, mask)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""

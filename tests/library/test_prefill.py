@@ -1,0 +1,122 @@
+"""A lean prefill is the model's own: its logits, and every key and value that decoding will read."""
+
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import LAYERS, MODELS, fresh_model
+from tiny_models import ragged_prompts
+
+from skipdecode import PlannedCache, SkipSchedule, prefill, skip_layers
+from skipdecode.block import LeanBlock
+from skipdecode.lean import LeanDecoder, why_not_lean
+from skipdecode.projections import Weights
+
+FULL = SkipSchedule(LAYERS, 5, 2, horizon=4)
+AS_MAX = SkipSchedule(LAYERS, 4, 2, horizon=4, prompt="max")
+STEPS = 6
+
+
+def masks(name: str) -> torch.Tensor:
+    """What is shown of prompts of 12 columns."""
+    mask = torch.ones(3, 12, dtype=torch.long)
+    if name == "padded":
+        mask[0, :9] = mask[1, :4] = 0
+    elif name == "holes":  # also in the last column
+        mask[0, 3:5] = mask[1, -1] = mask[2, 0] = 0
+    return mask
+
+
+def run_lean(
+    model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor, weights: Weights = "model"
+) -> tuple[torch.Tensor, PlannedCache]:
+    cache = PlannedCache(schedule, STEPS)
+    logits = LeanDecoder(model, weights).prefill(ids, schedule.prompt_layers, cache, mask)
+    return logits, cache
+
+
+@torch.no_grad()
+def assert_prefills_alike(model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    logits, cache = run_lean(model, schedule, ids, mask)
+    own_cache = PlannedCache(schedule, STEPS)
+    positions = {"position_ids": (mask.cumsum(-1) - 1) * mask} if model.config.model_type != "bloom" else {}
+    with skip_layers(model, schedule, prompt_columns=ids.shape[1]):
+        own = model(input_ids=ids, attention_mask=mask, past_key_values=own_cache, **positions).logits[:, -1]
+    torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+    shown = mask.bool()
+    for index, (ours, theirs) in enumerate(zip(cache.layers, own_cache.layers, strict=True)):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        if schedule.cutoffs(STEPS)[index] == 0:
+            assert ours.keys is None
+            continue
+        for mine, its in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            held = [buffer[:, :, : ids.shape[1]].transpose(1, 2)[shown] for buffer in (mine, its)]  # type: ignore[index]
+            torch.testing.assert_close(*held, atol=1e-4, rtol=1e-4)
+            assert bool(mine[:, :, : ids.shape[1]].isfinite().all())  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", [FULL, AS_MAX], ids=["full", "max"])
+def test_logits_keys_and_values_are_the_models_own(name: str, schedule: SkipSchedule) -> None:
+    model = fresh_model(name)
+    assert why_not_lean(model) is None
+    ids, _ = ragged_prompts([12, 12, 12], 3)
+    for shown in ("all", "padded", "holes"):
+        assert_prefills_alike(model, schedule, ids, masks(shown))
+    assert_prefills_alike(model, schedule, ids[:, :1], torch.ones(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "mistral", "phi"])
+def test_many_rows_are_computed_a_few_at_a_time_and_come_out_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "ROWS_TOGETHER", 5)
+    ids, mask = ragged_prompts([12, 3, 7], 3)
+    assert_prefills_alike(fresh_model(name), FULL, ids, mask)
+
+
+def test_padding_is_not_computed_and_the_topmost_layer_finishes_the_last_column_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished: list[int] = []
+    finish = LeanBlock.finish
+
+    def counting(self: LeanBlock, hidden: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        finished.append(len(hidden))
+        return finish(self, hidden, *rest)
+
+    monkeypatch.setattr(LeanBlock, "finish", counting)
+    ids, mask = ragged_prompts([12, 3, 7], 3)
+    with torch.no_grad():
+        run_lean(fresh_model("opt"), AS_MAX, ids, mask)
+    assert finished == [22, 22, 22, 3]
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "mistral", "llama"])
+def test_a_row_that_shows_nothing_spoils_no_other(name: str) -> None:
+    ids, mask = ragged_prompts([12, 7], 3)
+    model = fresh_model(name)
+    with torch.no_grad():
+        alone, _ = run_lean(model, FULL, ids[1:], mask[1:])
+        mask[0] = 0
+        both, _ = run_lean(model, FULL, ids, mask)
+    assert bool(both.isfinite().all())
+    torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS[::3])
+@pytest.mark.parametrize("weights", ["packed", "int8"])
+def test_copies_of_the_weights_are_prefilled_with(name: str, weights: Weights) -> None:
+    model = fresh_model(name)
+    ids, mask = ragged_prompts([12, 3, 7], 3)
+    with torch.no_grad():
+        own, cache = run_lean(model, FULL, ids, mask)
+        copied, copied_cache = run_lean(model, FULL, ids, mask, weights)
+    near = 1e-5 if weights == "packed" else 0.1
+    pairs = [(own, copied)] + [
+        (ours.keys[:, :, :12], theirs.keys[:, :, :12])  # type: ignore[index]
+        for ours, theirs in zip(cache.layers, copied_cache.layers, strict=True)
+        if ours.keys is not None
+    ]
+    for mine, other in pairs:
+        assert float((mine - other).norm() / mine.norm()) < near
