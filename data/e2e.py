@@ -51,11 +51,7 @@ class E2E(Task):
     horizon: ClassVar[int] = 32
 
     def __init__(
-        self,
-        path: str | None = None,
-        delexicalise: Sequence[str] = (),
-        faithful: bool = False,
-        holdout: int = 0,
+        self, path: str | None = None, delexicalise: Sequence[str] = (), faithful: bool = False, holdout: int = 0
     ) -> None:
         if type(holdout) is not int or holdout < 0:
             raise ConfigError(f"holdout is {holdout!r}: it must be an integer of 0 or more")

@@ -161,13 +161,8 @@ def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
     number = 0
     datasets.logging.set_verbosity(logging.CRITICAL)  # what is wrong with a file is said below
     try:
-        rows = datasets.load_dataset(
-            builder,
-            data_files=glob.escape(str(file)),
-            split="train",
-            streaming=True,
-            **options,
-        )
+        options |= {"data_files": glob.escape(str(file)), "split": "train", "streaming": True}
+        rows = datasets.load_dataset(builder, **options)
         for number, values in enumerate(rows, start=1):
             if _UNNAMED in values:
                 raise ValueError("more fields than the first line names; quote texts with commas")

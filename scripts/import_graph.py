@@ -12,8 +12,8 @@ import argparse
 import ast
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,11 +26,9 @@ PACKAGES = ("skipdecode", "configs", "data", "eval", "train", "scripts")
 Graph = dict[str, set[str]]
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """One package, or all of the code: how many rooms, floors and arrows it has, and lines of code."""
 
-    name: str
     rooms: int
     floors: int
     arrows: int
@@ -102,17 +100,18 @@ def count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def describe(root: Path) -> list[Package]:
+def describe(root: Path) -> dict[str, Package]:
     """Every package below a folder, and all of them."""
     found = modules(root)
     graph = imports(found)
-    described = []
+    described = {}
     for package in PACKAGES:
         drawn = rooms(graph, package)
         lines = sum(count_lines(path) for name, path in found.items() if name.split(".")[0] == package)
-        described.append(Package(package, len(drawn), floors(drawn), sum(map(len, drawn.values())), lines))
-    arrows = sum(map(len, graph.values()))
-    return [*described, Package("all, by module", len(graph), floors(graph), arrows, sum(p.lines for p in described))]
+        described[package] = Package(len(drawn), floors(drawn), sum(map(len, drawn.values())), lines)
+    lines = sum(package.lines for package in described.values())
+    whole = Package(len(graph), floors(graph), sum(map(len, graph.values())), lines)
+    return {**described, "all, by module": whole}
 
 
 def main() -> int:
@@ -122,9 +121,9 @@ def main() -> int:
     found = modules(root)
     if not found:
         parser.error(f"--root {root} holds none of {', '.join(PACKAGES)}")
-    rows = [(p.name, *map(str, (p.rooms, p.floors, p.arrows, p.lines))) for p in describe(root)]
+    rows = [(name, *map(str, package)) for name, package in describe(root).items()]
     console = make_console()
-    console.print(Table(("package", "rooms", "floors", "arrows", "lines"), rows, left=1).to_rich())
+    console.print(Table(("package", *Package._fields), rows, left=1).to_rich())
     looped = circles(imports(found))
     console.print(f"circles: {len(looped)}", *(", ".join(circle) for circle in looped), sep="\n")
     largest = max(found.values(), key=count_lines)

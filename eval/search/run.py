@@ -153,13 +153,8 @@ def _load(request: SearchRequest, config: SkipConfig | None, task: Task, example
     checkpoint = replace(checkpoint, weights=common_weights(request.weights, [checkpoint]))
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     longest = remembered(config, task.name).get("max_prompt_tokens", task.max_prompt_tokens)
-    encoded = encode_test_set(
-        checkpoint.model,
-        checkpoint.tokenizer,
-        examples,
-        max_prompt_tokens=longest,
-        max_new_tokens=max_new_tokens,
-    )
+    limits = {"max_prompt_tokens": longest, "max_new_tokens": max_new_tokens}
+    encoded = encode_test_set(checkpoint.model, checkpoint.tokenizer, examples, **limits)
     return Validation(
         checkpoint=checkpoint,
         task=task,
