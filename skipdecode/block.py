@@ -1,7 +1,7 @@
 """One decoder layer, for one token a row or for the columns of a prompt: a family's names as a dozen operations."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,44 @@ class StepInputs:
     def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """A function that treats each row of its arguments [rows, ...] by itself."""
         return function(*rows)
+
+
+class PreparedInputs:
+    """The inputs of all decode steps after a prompt: a function from a step's number to its StepInputs.
+
+    Args:
+        prompt_columns: of the prompt.
+        position_ids: as in StepInputs, of every step [steps, batch].
+        rotary: as in StepInputs, of every step [batch or 1, steps, 1, rotated dimensions].
+        bias: as in StepInputs, of all columns.
+    """
+
+    def __init__(
+        self,
+        prompt_columns: int,
+        position_ids: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        self._prompt_columns = prompt_columns
+        self._position_ids = position_ids
+        self._rotary = rotary
+        self._bias = bias
+
+    def __call__(self, i: int) -> StepInputs:
+        position_ids = self._position_ids[i] if self._position_ids is not None else None
+        rotary = (self._rotary[0][:, i], self._rotary[1][:, i]) if self._rotary is not None else None
+        return StepInputs(self._prompt_columns + i, position_ids, rotary, self._bias)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Prepare for `rows` alone from now on, in their order."""
+        kept = list(rows)
+        if self._position_ids is not None:
+            self._position_ids = self._position_ids[:, kept]
+        if self._rotary is not None and len(self._rotary[0]) > 1:
+            self._rotary = (self._rotary[0][kept], self._rotary[1][kept])
+        if self._bias is not None:
+            self._bias = self._bias[kept]
 
 
 class LeanBlock:

@@ -20,7 +20,8 @@ class PlannedLayer(CacheLayerMixin):
         prompt_columns: room for a prompt; by default the first prompt's own.
 
     Attributes:
-        keys, values: the whole buffers, of `prompt columns + generated` columns; the first `length` are written.
+        keys, values: the buffers, of `prompt columns + generated` columns, the first `length` of which are written;
+            after `keep_rows`, the first rows of them.
     """
 
     is_sliding = False
@@ -39,6 +40,7 @@ class PlannedLayer(CacheLayerMixin):
         new = key_states.new_zeros if self.prompt_columns else key_states.new_empty
         self.keys = new(batch, heads, columns, head_dim)
         self.values = new(batch, heads, columns, value_states.shape[-1])
+        self._buffers = (self.keys, self.values)
         self.is_initialized = True
 
     def update(
@@ -76,15 +78,28 @@ class PlannedLayer(CacheLayerMixin):
         """-1: no column is ever dropped or overwritten, so masks are those of a cache without limit."""
         return -1
 
+    def keep_rows(self, rows: Sequence[int], *, runs: bool) -> None:
+        """Hold `rows` alone, in their order, until `reset`; the buffers stay, and what `runs` no more isn't moved."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None:  # no token runs the layer
+            return
+        for buffer in (keys, values) if runs else ():
+            written = buffer[:, :, : self.length]
+            for to, row in enumerate(rows):
+                if to != row:  # a slice each: an index tensor would make a copy first, at three times the time
+                    written[to] = written[row]
+        self.keys, self.values = keys[: len(rows)], values[: len(rows)]
+
     def reset(self) -> None:
         """Forget what is held; the buffers stay, for a prompt that fits."""
         self.length = 0
+        if self.is_initialized:
+            self.keys, self.values = self._buffers
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffers hold."""
-        buffers = [buffer for buffer in (self.keys, self.values) if buffer is not None]
-        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers) if self.is_initialized else 0
 
 
 class PlannedCache(Cache):
@@ -98,6 +113,16 @@ class PlannedCache(Cache):
 
     def __init__(self, schedule: SkipSchedule, steps: int, prompt_columns: int = 0) -> None:
         super().__init__(layers=[PlannedLayer(count, prompt_columns) for count in schedule.cutoffs(steps)])
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Hold `rows` alone from now on, in their order, until `reset`. Nothing is allocated or freed.
+
+        A layer whose columns have stayed behind runs no more (law 1), and what it holds is never read again.
+        """
+        layers: list[Any] = self.layers
+        columns = max(layer.length for layer in layers)
+        for layer in layers:
+            layer.keep_rows(rows, runs=layer.length == columns)
 
     def reset(self) -> None:
         """Forget every column; the buffers stay."""

@@ -2,8 +2,9 @@
 
 A graph replays the same kernels on the same memory, so everything that changes from token to token is written into
 buffers that stay: the tokens, their column, their positions, and which columns they may attend to. There is one graph
-for each distinct budget of a schedule, captured when it is first reached, all in one memory pool. Buffers and graphs
-are kept for the next call of the same shape.
+for each distinct budget of a schedule and each number of rows (rows whose texts have ended leave), captured when it is
+first reached, all in one memory pool. Fewer rows are the first of the same buffers. Buffers and graphs are kept for the
+next call of the same shape.
 """
 
 import weakref
@@ -34,10 +35,22 @@ class StaticInputs(StepInputs):
 
     __slots__ = ("column_index",)
 
-    def __init__(self, column_index: torch.Tensor, like: StepInputs, bias: torch.Tensor) -> None:
-        copied = None if like.rotary is None else (like.rotary[0].clone(), like.rotary[1].clone())
-        super().__init__(0, None if like.position_ids is None else like.position_ids.clone(), copied, bias)
+    def __init__(
+        self,
+        column_index: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        bias: torch.Tensor,
+    ) -> None:
+        super().__init__(0, position_ids, rotary, bias)
         self.column_index = column_index  # [1]
+
+    def first_rows(self, count: int) -> "StaticInputs":
+        """The inputs of the first rows, in the same memory."""
+        assert self.bias is not None
+        position_ids = None if self.position_ids is None else self.position_ids[:count]
+        rotary = None if self.rotary is None else (self.rotary[0][:count], self.rotary[1][:count])
+        return StaticInputs(self.column_index, position_ids, rotary, self.bias[:count])
 
     def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
@@ -61,7 +74,7 @@ class StaticInputs(StepInputs):
 
 
 class StepGraphs:
-    """The decode steps of generations of one shape under one schedule: their buffers, and a graph for each budget.
+    """The decode steps of generations of one shape under one schedule: buffers, a graph for each budget and row count.
 
     Args:
         decoder: of a model without sliding windows.
@@ -78,26 +91,30 @@ class StepGraphs:
         self.key: Any = None
         self._decoder = decoder
         self._columns = prompt_columns + steps
-        self._tokens: torch.Tensor | None = None
+        self._buffers: tuple[torch.Tensor, StaticInputs] | None = None  # of all rows
+        self._tokens: torch.Tensor | None = None  # those of the rows that run
         self._inputs: StaticInputs | None = None
-        self._graphs: dict[Sequence[int], tuple[Replay, list[torch.Tensor]]] = {}
+        self._graphs: dict[tuple[Sequence[int], int], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
 
     def start(self, first: StepInputs, tokens: torch.Tensor) -> None:
         """Begin a generation whose prompt is cached, by the inputs of its first step and its tokens [batch]."""
-        if self._inputs is None:
+        if self._buffers is None:
             rows = 1 if first.bias is None else first.bias.shape[0]
             heads = 1 if first.bias is None else first.bias.shape[1]
             bias = torch.empty(rows, heads, 1, self._columns, dtype=self._decoder.dtype, device=tokens.device)
-            self._inputs = StaticInputs(torch.zeros(1, dtype=torch.long, device=tokens.device), first, bias)
-            self._tokens = torch.zeros_like(tokens)
+            column_index = torch.zeros(1, dtype=torch.long, device=tokens.device)
+            position_ids = None if first.position_ids is None else first.position_ids.clone()
+            rotary = None if first.rotary is None else (first.rotary[0].clone(), first.rotary[1].clone())
+            self._buffers = (torch.zeros_like(tokens), StaticInputs(column_index, position_ids, rotary, bias))
+        self._tokens, self._inputs = self._buffers
         assert self._inputs.bias is not None
         self._inputs.bias.fill_(float("-inf"))
         prompt = slice(0, first.column)
         self._inputs.bias[..., prompt] = 0 if first.bias is None else first.bias[..., prompt]
 
     def run(self, tokens: torch.Tensor, layers: Sequence[int], inputs: StepInputs) -> torch.Tensor:
-        """Logits [batch, vocabulary] of `tokens` [batch]; they are overwritten by the next step of as many layers."""
+        """Logits [batch, vocabulary] of `tokens` [batch]; the next step of as many layers and rows writes over them."""
         assert self._inputs is not None  # start comes first
         assert self._tokens is not None
         assert self._inputs.bias is not None
@@ -105,13 +122,25 @@ class StepGraphs:
         self._inputs.copy_from(inputs)
         column = slice(inputs.column, inputs.column + 1)
         self._inputs.bias[..., column] = 0 if inputs.bias is None else inputs.bias[..., column]
-        if layers not in self._graphs:
-            self._graphs[layers] = self._capture(layers)
-        replay, result = self._graphs[layers]
+        key = (layers, len(tokens))
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(layers)
+        replay, result = self._graphs[key]
         replay()
         for layer in layers:
             self.cache.layers[layer].length = inputs.column + 1  # type: ignore[union-attr]
         return result[0]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on."""
+        assert self._tokens is not None
+        assert self._inputs is not None
+        bias = self._inputs.bias
+        assert bias is not None
+        self.cache.keep_rows(rows)
+        if len(bias) > 1:  # one for each row
+            bias[: len(rows)] = bias[list(rows)]
+        self._tokens, self._inputs = self._tokens[: len(rows)], self._inputs.first_rows(len(rows))
 
     def _capture(self, layers: Sequence[int]) -> tuple[Replay, list[torch.Tensor]]:
         """A function that runs a step of `layers`, and the list that it leaves the logits in."""

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from skipdecode.block import LeanBlock, StepInputs, make_norm
+from skipdecode.block import LeanBlock, PreparedInputs, StepInputs, make_norm
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
@@ -76,17 +76,14 @@ class LeanDecoder:
 
     def step_inputs(
         self, attention_mask: torch.Tensor, steps: int, position_ids: torch.Tensor | None = None
-    ) -> Callable[[int], StepInputs]:
-        """The inputs of `steps` decode steps after a prompt, prepared at once.
+    ) -> PreparedInputs:
+        """The inputs of `steps` decode steps after a prompt.
 
         Args:
             attention_mask: of the prompt [batch, prompt columns].
             steps: decode steps at most.
             position_ids: of the prompt [batch or 1, prompt columns]; steps go on from the last. By default the tokens
                 that the mask shows are counted.
-
-        Returns:
-            A function from a step's number to its StepInputs.
         """
         batch, prompt = attention_mask.shape
         padded = not bool(attention_mask.all())
@@ -97,13 +94,7 @@ class LeanDecoder:
         bias = self._bias(attention_mask, positions.shape[1], padded)
         looked_up, rotary = self._placed(positions.expand(batch, -1) if self._positions == "learned" else positions)
         looked_up = looked_up.T.contiguous() if looked_up is not None else None  # [steps, batch]
-
-        def inputs(i: int) -> StepInputs:
-            position_ids = looked_up[i] if looked_up is not None else None
-            rotation = (rotary[0][:, i], rotary[1][:, i]) if rotary is not None else None
-            return StepInputs(prompt + i, position_ids, rotation, bias)
-
-        return inputs
+        return PreparedInputs(prompt, looked_up, rotary, bias)
 
     def _placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
         """What `positions` [batch or 1, columns] are to the model: rows of its table, or cosines and signed sines, each

@@ -1,5 +1,6 @@
 """The decoding loop: from logits to tokens until every row is done, whatever computes the logits."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -15,13 +16,24 @@ GenerativeModel: TypeAlias = Any
 
 
 class Runner(Protocol):
-    """The source of the loop's logits."""
+    """The source of the loop's logits, for all rows of a batch or for those that haven't left."""
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        """Run generated token i, the last column of `input_ids` [rows, columns]. Returns logits [rows, vocabulary]."""
+
+    def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
+        """Let rows leave whose texts have ended, where they may and that pays.
+
+        Args:
+            unfinished: for each row that the last step ran, whether its text goes on. The others' logits are nobody's.
+            may_leave: whether those may leave.
+
+        Returns:
+            The rows that the next steps run, by their places among those that the last one ran; None where all stay.
+        """
 
     @property
     def cache(self) -> Any:
@@ -41,6 +53,9 @@ def decode_loop(
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Choose tokens until every row is done; the arguments are those that `generate` gives a `custom_generate`.
 
+    Rows that are done may leave the runner's steps. Processors, criteria and the streamer see the whole batch all the
+    same, and sampling draws as many numbers as ever: what follows the end of a row is padding, whatever its logits are.
+
     Returns:
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
     """
@@ -50,12 +65,17 @@ def decode_loop(
     raw_logits: Any = ()
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
     finished = False
+    rows = torch.arange(input_ids.shape[0], device=input_ids.device)  # those that the runner runs
+    handed_out = ("return_dict_in_generate", "output_scores", "output_logits")  # what ended rows computed, too
+    may_leave = not synced_gpus and not any(getattr(generation_config, name) for name in handed_out)
 
     logits = runner.prefill(input_ids)
     step = 0
     while True:
         if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
-            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [batch, vocab]
+            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [rows, vocab]
+            if len(rows) < len(input_ids):
+                logits = logits.new_zeros(len(input_ids), logits.shape[1]).index_copy_(0, rows, logits)
             next_scores = logits_processor(input_ids, logits)
             if generation_config.output_scores:
                 scores += (next_scores,)
@@ -68,11 +88,15 @@ def decode_loop(
             if streamer is not None:
                 streamer.put(next_tokens.cpu())
             unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
-            finished = not bool(unfinished.any())
+            going = unfinished[rows].tolist()  # rows that left have ended
+            finished = not any(going)
         del logits  # those of a prefill are large
         if not goes_on(model, finished, synced_gpus, input_ids.device):
             break
-        logits = runner.step(step, input_ids)
+        if stops_at_eos and not finished:  # else what a row writes until the last is done is in its text
+            remaining = runner.drop_ended_rows(going, may_leave=may_leave)
+            rows = rows if remaining is None else rows[remaining]
+        logits = runner.step(step, input_ids[rows])
         step += 1
 
     if streamer is not None:

@@ -1,6 +1,6 @@
 """Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.attach import LayerGate, whole_columns
-from skipdecode.block import StepInputs
+from skipdecode.block import PreparedInputs
 from skipdecode.cache import PlannedCache, sized_by
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
@@ -17,6 +17,7 @@ from skipdecode.internals import attention_name, is_given_cache, next_arguments
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
+from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
 
 
@@ -58,6 +59,10 @@ class ForwardRunner:
         """The cache that `generate` hands out as `past_key_values`."""
         return self._kwargs.get("past_key_values")
 
+    def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
+        """None: a model's own forward pass runs every row until the last text has ended."""
+        return None
+
     def end(self) -> None:
         """Say that no step follows."""
 
@@ -74,7 +79,7 @@ class LeanRunner(ForwardRunner):
         *,
         decoder: LeanDecoder,
         attention_mask: torch.Tensor,
-        step_inputs: Callable[[int], StepInputs],
+        step_inputs: PreparedInputs,
     ) -> None:
         super().__init__(model, gate, schedule, model_kwargs)
         self._decoder = decoder
@@ -89,6 +94,13 @@ class LeanRunner(ForwardRunner):
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
         return self._decoder(input_ids[:, -1], layers, self.cache, self._step_inputs(i))
+
+    def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
+        rows = rows_to_keep(unfinished) if may_leave else None
+        if rows is not None:
+            self.cache.keep_rows(rows)
+            self._step_inputs.keep_rows(rows)
+        return rows
 
 
 class GraphRunner(LeanRunner):
@@ -106,6 +118,14 @@ class GraphRunner(LeanRunner):
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
         return self._graphs.run(input_ids[:, -1], layers, self._step_inputs(i))
+
+    def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
+        # There is a graph for each number of rows.
+        rows = rows_to_keep(unfinished, powers_of_two=True) if may_leave else None
+        if rows is not None:
+            self._graphs.keep_rows(rows)
+            self._step_inputs.keep_rows(rows)
+        return rows
 
     def end(self) -> None:
         keep_step_graphs(self._decoder, self._graphs)

@@ -63,7 +63,7 @@ class DecodedBatch:
         layers: layers that tokens ran as inputs, summed over tokens.
         batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
         cache_bytes: of keys and values.
-        read_bytes: of weights and cache that the steps had to read.
+        read_bytes: of weights, and of the cache of rows whose text went on, that the steps had to read.
     """
 
     texts: list[str]
@@ -170,8 +170,8 @@ class System(ABC):
             batch_layers=sum(map(max, layers)),
             cache_bytes=held,
             read_bytes=sum(
-                self.checkpoint.step_bytes(max(ran), prompt_columns + step, len(rows))
-                for step, ran in enumerate(layers)
+                self.checkpoint.step_bytes(max(ran), prompt_columns + step, len(rows_left))
+                for step, (ran, rows_left) in enumerate(zip(layers, going, strict=True))
             ),
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,6 +29,7 @@ from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.projections import MAKERS, Linear, Weights, project_together
+from skipdecode.rows import rows_to_keep
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
@@ -88,7 +89,6 @@ def calm_generate(
         weights or choose_weights(model),
         threshold,
         steps=max(0, generation_config.max_length - input_ids.shape[1] - 1),
-        ends=[criterion for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")],
         exits=exits if exits is not None else [],
         model_kwargs=model_kwargs,
     )
@@ -114,7 +114,6 @@ class _CalmRunner:
         threshold: float,
         *,
         steps: int,
-        ends: Sequence[StoppingCriteria],
         exits: list[list[int]],
         model_kwargs: dict[str, Any],
     ) -> None:
@@ -122,7 +121,6 @@ class _CalmRunner:
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
         self._steps = steps
-        self._ends = ends  # of rows, by their text alone
         self._exits = exits
         self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
         self._mask = model_kwargs.get("attention_mask")
@@ -131,17 +129,16 @@ class _CalmRunner:
         """Run the prompt [batch, columns] at full depth. Returns the last column's logits [batch, vocabulary]."""
         mask = torch.ones_like(input_ids) if self._mask is None else self._mask
         self._step_inputs = self._decoder.step_inputs(mask, self._steps)
-        self._unended = list(range(len(input_ids)))  # rows whose text goes on
+        self._unended = list(range(len(input_ids)))  # rows whose text goes on, among those that run
+        self._rows = list(range(len(input_ids)))  # those that run, by their places in the batch
+        self._batch = len(input_ids)
         return self._decoder.prefill(input_ids, range(len(self._decoder.blocks)), self.cache, mask)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        """Run generated token i, the last column of `input_ids` [rows, columns]. Returns logits [rows, vocabulary]."""
         tokens, inputs = input_ids[:, -1], self._step_inputs(i)
-        for criterion in self._ends:
-            ended = criterion(input_ids, None).tolist()
-            self._unended = [row for row in self._unended if not ended[row]]
-        hidden = self._decoder.embed(tokens, inputs)  # [batch, hidden]
-        exits, answers = [0] * len(tokens), {}
+        hidden = self._decoder.embed(tokens, inputs)  # [rows, hidden]
+        exits, answers = [0] * self._batch, {}
         waiting = self._unended  # rows that go deeper; the states of the others stay as they are
         for index, block in enumerate(self._decoder.blocks):
             cached: Any = self.cache.layers[index]
@@ -160,11 +157,21 @@ class _CalmRunner:
             leaves = [last or margin >= self._threshold for margin in margins(logits)]
             for at, row in enumerate(waiting):
                 if leaves[at]:
-                    exits[row], answers[row] = index + 1, logits[at]
+                    exits[self._rows[row]], answers[row] = index + 1, logits[at]
             waiting = [row for row, left in zip(waiting, leaves, strict=True) if not left]
         self._exits.append(exits)
         nothing = torch.zeros_like(next(iter(answers.values())))  # for rows that have ended: generate pads them
         return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
+
+    def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
+        """Take note of rows whose texts have ended, and let them leave where they may and that pays."""
+        rows = rows_to_keep(unfinished) if may_leave else None
+        if rows is not None:
+            self.cache.keep_rows(rows)
+            self._step_inputs.keep_rows(rows)
+            self._rows = [self._rows[row] for row in rows]
+        self._unended = [place for place, row in enumerate(rows or range(len(unfinished))) if unfinished[row]]
+        return rows
 
 
 class KeyValues:

@@ -8,7 +8,7 @@ from tiny_models import END, PAD, ragged_prompts, tiny_family, tiny_opt
 from transformers import PreTrainedModel
 
 from eval.systems.calm import calm_generate, margins
-from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
 from skipdecode.lean import lean_decoder
 
@@ -106,12 +106,18 @@ def test_tokens_and_exits_are_those_of_a_naive_loop(name: str, threshold: float)
 @pytest.mark.parametrize("name", ["opt", "llama"])
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize("end", [None, END], ids=["no row ends", "rows end"])
-def test_rows_of_a_batch_are_as_they_are_alone(name: str, threshold: float, end: int | None) -> None:
+def test_rows_of_a_batch_are_as_they_are_alone(
+    name: str, threshold: float, end: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    keep_rows = PlannedCache.keep_rows
+    monkeypatch.setattr(PlannedCache, "keep_rows", lambda self, rows: (held.append(len(rows)), keep_rows(self, rows)))
     lengths = [3, 12, 5, 7]
     ids, mask = ragged_prompts(lengths, 5)
     if end is not None:  # a token that rows do write, at different times
         end = int(calm(tiny(name), ids, mask, threshold)[0][1, 3])
     together, exits = calm(tiny(name), ids, mask, threshold, eos_token_id=end)
+    assert bool(held) == (end is not None), "rows that have ended leave the batch"
     for row, length in enumerate(lengths):
         alone, alone_exits = calm(
             tiny(name), ids[row : row + 1, -length:], mask[row : row + 1, -length:], threshold, eos_token_id=end

@@ -8,11 +8,11 @@ from decoding_cases import LAYERS, Case, cases, check, decode, draw_prompts, fre
 from decoding_threads import FAST, SLOW, decode_side_by_side
 from hypothesis import event, given, settings
 from naive_opt import naive_logits
-from tiny_models import OPT_KINDS, ragged_prompts
+from tiny_models import END, OPT_KINDS, ragged_prompts
 
 from skipdecode import SkipSchedule
 
-CASE = Case("opt", FAST, (5, 3), 0, 12, True, False, "planned", None, None, None, None)
+CASE = Case("opt", FAST, (5, 3), 0, 12, (END,), True, False, "planned", None, None, None, None)
 
 
 # The same cases in each run: those of tests/release are others each time.

@@ -53,6 +53,7 @@ class Case:
 
     Attributes:
         lengths: of the prompts, padded on the left to the longest.
+        ends: end tokens, at any of which a row's text ends.
         mask: whether generate is given an attention mask.
         embeds: whether the prompt is given as embeddings.
         update: a name in UPDATES; None for one generation.
@@ -64,6 +65,7 @@ class Case:
     lengths: tuple[int, ...]
     seed: int
     new_tokens: int
+    ends: tuple[int, ...]
     mask: bool
     embeds: bool
     cache: str
@@ -94,8 +96,8 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     lengths = draw(
-        st.lists(st.integers(1, 12), min_size=1, max_size=4)  # ragged
-        | st.builds(lambda length, rows: [length] * rows, st.integers(1, 12), st.integers(1, 4))
+        st.lists(st.integers(1, 12), min_size=1, max_size=6)  # ragged
+        | st.builds(lambda length, rows: [length] * rows, st.integers(1, 12), st.integers(1, 6))
     )
     padded = len(set(lengths)) > 1
     embeds = draw(st.booleans())
@@ -109,6 +111,8 @@ def cases(draw: st.DrawFn) -> Case:
         lengths=tuple(lengths),
         seed=draw(st.integers(0, 999)),
         new_tokens=draw(st.integers(1, MOST_NEW_TOKENS)),
+        # Up to a third of all tokens: rows end at different steps, and leave their batch.
+        ends=(END, *range(4, VOCABULARY, draw(st.sampled_from([3, 5, 8, 13, VOCABULARY])))),
         # generate finds padding among token ids by itself; among embeddings it can't.
         mask=True if padded and embeds else draw(st.booleans()),
         embeds=embeds,
@@ -191,11 +195,12 @@ def decode(
     new = output[:, 0 if case.embeds else max(map(len, prompts)) :]
     texts = []
     for row in new.tolist():
-        text = row[: row.index(END) + 1] if END in row else row
+        end = next((step for step, token in enumerate(row) if token in case.ends), len(row))
+        text = row[: end + 1]
         assert set(row[len(text) :]) <= {PAD}, f"after its end a row goes on with {row[len(text) :]}"
         texts.append(text)
     assert new.shape[1] == max(map(len, texts)) <= case.new_tokens
-    assert all(len(text) == case.new_tokens or text[-1] == END for text in texts), f"a text stops early: {texts}"
+    assert all(len(text) == case.new_tokens or text[-1] in case.ends for text in texts), f"a text stops early: {texts}"
     return texts
 
 
@@ -208,6 +213,7 @@ def generate(
     if case.embeds:
         with torch.no_grad():
             request = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    request["eos_token_id"] = list(case.ends)
     if case.mask:
         request["attention_mask"] = (ids != PAD).long()
     if case.cache in ("dynamic", "static"):

@@ -10,6 +10,7 @@ from copy import deepcopy
 
 import torch
 from decoding_cases import LAYERS, MOST_NEW_TOKENS, Case, check, decode, draw_prompts, fresh_model
+from tiny_models import END, VOCABULARY
 
 from skipdecode import SkipSchedule
 
@@ -31,8 +32,8 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
     def work(number: int, schedule: SkipSchedule | None) -> None:
         draw = random.Random(f"{seed} {number}")
         for _ in range(calls // len(schedules)):
-            case = _draw(draw, model_name, schedule)
             try:
+                case = _draw(draw, model_name, schedule)
                 found.append((case, decode(case, model, draw_prompts(case), plain=schedule is None)))
             except Exception:
                 told.append(traceback.format_exc())
@@ -58,9 +59,10 @@ def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -
     return Case(
         model=model_name,
         schedule=schedule or PLAIN,
-        lengths=tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3))),
+        lengths=tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 5))),
         seed=draw.randrange(1000),
         new_tokens=draw.randint(1, MOST_NEW_TOKENS),
+        ends=(END, *draw.sample(range(4, VOCABULARY), draw.randint(0, 8))),
         mask=True,
         embeds=draw.random() < 0.2,
         cache=draw.choice(["planned", "planned", "dynamic"]),
