@@ -100,8 +100,8 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--over",
         choices=["decode", "all"],
-        default="decode",
-        help="what targets are of: decoding (default), or prompt and decoding together; both speeds are measured",
+        help="what targets are of: decoding, or prompt and decoding together (default: what the checkpoint was trained "
+        "for); both speeds are measured",
     )
     group.add_argument(
         "--schedule",
@@ -114,7 +114,8 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--calibrate",
         action="store_true",
-        help="solve the targets anew for this machine's clock, in place of the schedules that were trained under",
+        help="measure this machine's clock for this evaluation, and solve the targets for it (skipdecode calibrate "
+        "measures it once for all)",
     )
     group.add_argument(
         "--system",

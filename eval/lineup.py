@@ -15,10 +15,11 @@ from eval.results import Threshold
 from eval.systems.base import Checkpoint, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
-from skipdecode import ConfigError, SkipSchedule, measure_cost
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cost import Cost, depth_mismatch
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.calibrate import measure_profile
+from skipdecode.cost import depth_mismatch
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
+from skipdecode.profile import Profile, find_profile, setting_of
 from skipdecode.projections import Weights
 
 _PLAN = ("plan",)
@@ -30,35 +31,57 @@ class Plan:
 
     Attributes:
         weights: what decode steps compute with.
-        schedules: by speedup.
+        schedules: by batch size and speedup.
+        clock: what the schedules were solved for, in words.
     """
 
     weights: Weights
-    schedules: dict[float, SkipSchedule]
+    schedules: dict[int, dict[float, SkipSchedule]]
+    clock: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a journal."""
-        schedules = [[speedup, schedule.to_dict()] for speedup, schedule in self.schedules.items()]
-        return {"weights": self.weights, "schedules": schedules}
+        triples = [
+            [size, speedup, schedule.to_dict()]
+            for size, schedules in self.schedules.items()
+            for speedup, schedule in schedules.items()
+        ]
+        return {"weights": self.weights, "schedules": triples, "clock": self.clock}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
         """The plan that `to_dict` described."""
-        schedules = {float(speedup): SkipSchedule.from_dict(schedule) for speedup, schedule in values["schedules"]}
-        return cls(values["weights"], schedules)
+        schedules: dict[int, dict[float, SkipSchedule]] = {}
+        for size, speedup, schedule in values["schedules"]:
+            schedules.setdefault(size, {})[float(speedup)] = SkipSchedule.from_dict(schedule)
+        return cls(values["weights"], schedules, values["clock"])
 
 
-def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console) -> list[System]:
-    """The systems, in the order of the report; the first is what the others are measured against.
+@dataclass(frozen=True)
+class Lineup:
+    """The systems of an evaluation, in the order of the report; the first is what the others are measured against.
+
+    Attributes:
+        by_batch: batch size -> the systems, under the schedules of batches of that size.
+        clock: what the schedules were solved for, in words.
+    """
+
+    by_batch: Mapping[int, list[System]]
+    clock: str
+
+
+def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console) -> Lineup:
+    """The systems that take part.
 
     What is decided and found goes into the journal. Raises ConfigError, before anything does, for what can't be met.
     """
     if _PLAN not in journal:
         plan = _plan(request, loaded)
-        _take_part(request, loaded, plan, {})  # for the errors
+        _take_part(request, loaded, plan, {}, request.batch_size)  # for the errors
         journal.add(_PLAN, plan.to_dict())
     plan = Plan.from_dict(journal[_PLAN])
-    return _take_part(request, loaded, plan, _thresholds(request, loaded, plan, journal, console))
+    thresholds = _thresholds(request, loaded, plan, journal, console)
+    return Lineup({size: _take_part(request, loaded, plan, thresholds, size) for size in plan.schedules}, plan.clock)
 
 
 def _plan(request: Request, loaded: Loaded) -> Plan:
@@ -72,35 +95,42 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
             f"--speedup is {list(speedups)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
         )
-    if request.over == "all":
-        raise ConfigError("--over all: no schedule can be solved for prompt and decoding together yet: leave it out")
     decoder = replace(checkpoint, weights=weights)
-    config, cost = solved_by(config, decoder, loaded.prompt_ids, request.batch_size, calibrate=request.calibrate)
-    return Plan(weights, {speedup: config.schedule_for(cost, speedup) for speedup in speedups})
+    sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
+    profile = clock_of(decoder, sizes, loaded.prompt_ids, calibrate=request.calibrate)
+    schedules = {
+        size: {
+            speedup: config.schedule_for(checkpoint.cost, speedup, over=request.over, batch_size=size, profile=profile)
+            for speedup in speedups
+        }
+        for size in sizes
+    }
+    return Plan(weights, schedules, describe_clock(profile))
 
 
-def solved_by(
-    config: SkipConfig,
-    checkpoint: Checkpoint,
-    prompts: Sequence[Sequence[int]],
-    batch_size: int,
-    *,
-    calibrate: bool,
-) -> tuple[SkipConfig, Cost]:
-    """The settings and the cost that a target's schedule follows from.
+def clock_of(
+    checkpoint: Checkpoint, batch_sizes: Sequence[int], prompts: Sequence[Sequence[int]], *, calibrate: bool
+) -> Profile | None:
+    """The clock that a target's schedule follows from: the profile that is kept for this machine.
 
-    Those of the training; or, where steps are timed here after prompts such as these, without the schedules that were
-    trained under, which were solved for another clock.
+    Or one that is measured now, behind prompts such as these, and not kept, where that is asked for. None: bytes and
+    operations.
     """
+    setting = setting_of(checkpoint.model, checkpoint.cost, checkpoint.weights)
     if not calibrate:
-        return config, checkpoint.cost.at(**config.conditions)
-    cost = measure_cost(
+        return find_profile(setting)
+    fewer = {max(1, size // 4) for size in batch_sizes}  # rows whose texts have ended leave
+    return measure_profile(
         checkpoint.model,
-        batch_size=min(batch_size, len(prompts)),
-        prompt_length=round(statistics.median(map(len, prompts))),
+        batch_sizes=sorted({*batch_sizes, *fewer}),
+        prompt_lengths=[round(statistics.median(map(len, prompts)))],
         weights=checkpoint.weights,
     )
-    return replace(config, schedules={}), cost
+
+
+def describe_clock(profile: Profile | None) -> str:
+    """A profile in words."""
+    return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
@@ -136,7 +166,7 @@ def _thresholds(
     with Progress(console=console, disable=not speedups) as progress:
         bar = progress.add_task("thresholds on validation prompts", total=PROBES * len(speedups))
         for number, speedup in enumerate(speedups, start=1):
-            schedule = plan.schedules[speedup]
+            schedule = plan.schedules[request.batch_size][speedup]
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
@@ -149,20 +179,22 @@ def _thresholds(
     return found
 
 
-def _take_part(request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping[float, Threshold]) -> list[System]:
-    checkpoint = replace(loaded.checkpoint, weights=plan.weights)
+def _take_part(
+    request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping[float, Threshold], batch_size: int
+) -> list[System]:
+    checkpoint, schedules = replace(loaded.checkpoint, weights=plan.weights), plan.schedules[batch_size]
     if loaded.reference is None:
-        systems: list[System] = [SkipSystem("1x", checkpoint, plan.schedules[1.0], 1.0)]
+        systems: list[System] = [SkipSystem("1x", checkpoint, schedules[1.0], 1.0)]
     else:
         reference = replace(loaded.reference, weights=plan.weights)
         systems = [SkipSystem("1x", reference, SkipSchedule.full_depth(reference.num_layers), 1.0)]
-        if 1.0 in plan.schedules:
-            systems.append(SkipSystem("full-depth", checkpoint, plan.schedules[1.0]))
+        if 1.0 in schedules:
+            systems.append(SkipSystem("full-depth", checkpoint, schedules[1.0]))
     for speedup in request.speedups:
         if speedup == 1:
             continue
         if request.system == "skip":
-            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, plan.schedules[speedup], speedup))
+            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, schedules[speedup], speedup))
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup))

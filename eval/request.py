@@ -26,7 +26,7 @@ class Request:
     checkpoint: str
     output: Path
     speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
-    over: Over = "decode"  # what targets are of
+    over: Over | None = None  # what targets are of; None: what the checkpoint was trained for
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()

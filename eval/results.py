@@ -76,6 +76,7 @@ class Timing:
     decode_seconds: float
     tokens_per_second: float
     whole_speedup: Ratio | None = None
+    schedule: dict[str, Any] | None = None  # for this batch size; None of confidence exits, and in older reports
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Report:
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
     over: Over = "decode"  # what targets are of
+    clock: str = ""  # what schedules were solved for
     reference: str | None = None  # the checkpoint of the first row, where that is another
     metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
     unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
@@ -246,7 +248,8 @@ class Report:
         return (
             f"Speed: seconds of the 1x row over this row's at batch {self.timed_batch_size}, of decoding and of the "
             f"whole, prompt and decoding: {turns}. Prompts ({self.rows[0].timings[0].prompts}) are drawn evenly over "
-            f"all lengths, and every text is as long as that of the 1x row. Targets are of {SPEEDS_IN_FULL[self.over]}."
+            f"all lengths, and every text is as long as that of the 1x row. Targets are of "
+            f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
         )
 
     def _metrics(self) -> list[Metric]:
@@ -310,11 +313,15 @@ def show_speed(ratio: Ratio | None) -> str:
     return NOT_MEASURED if ratio is None else str(ratio)
 
 
-def _schedule(row: Row) -> str:
+def _layers_of(row: Row, schedule: dict[str, Any] | None) -> str:
+    """A row's schedule, or one of its own of another batch size, in a table."""
     if row.threshold is not None:
         return f"λ {row.threshold.value:.4g}"
-    assert row.schedule is not None  # as every row has one or the other
-    return f"{row.schedule['max_layers']} to {row.schedule['min_layers']}"
+    if schedule is None:
+        return "-"
+    prompt = schedule["prompt"]
+    layers = f"{schedule['max_layers']} to {schedule['min_layers']}"
+    return layers if prompt == "full" else f"{layers}, prompt {schedule['max_layers'] if prompt == 'max' else prompt}"
 
 
 SYSTEM: Column[Row] = ("system", lambda r: r.label)
@@ -325,7 +332,7 @@ def _speed_columns(asked: Over) -> list[Column[Row]]:
     return [
         SYSTEM,
         ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
-        ("max to min", _schedule),
+        ("max to min", lambda r: _layers_of(r, r.schedule)),
         ("asked", lambda r: show_target(r.speedup_target)),
         (decoding, lambda r: str(r.speed("decode"))),
         (whole, lambda r: show_speed(r.whole_speedup)),
@@ -340,6 +347,7 @@ def timing_columns(asked: Over) -> list[Column[tuple[Row, Timing]]]:
         ("batch", lambda pair: str(pair[1].batch_size)),
         ("prompts", lambda pair: str(pair[1].prompts)),
         ("layers per step", lambda pair: f"{pair[1].layers_per_step:.2f}"),
+        ("max to min", lambda pair: _layers_of(pair[0], pair[1].schedule)),
         ("asked", lambda pair: show_target(pair[0].speedup_target)),
         (decoding, lambda pair: str(pair[1].speedup)),
         (whole, lambda pair: show_speed(pair[1].whole_speedup)),

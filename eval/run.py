@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,7 +16,7 @@ from eval.console import bar_columns, make_console
 from eval.decoding import DecodedSet, batch_count, spread_over_lengths, take_turns
 from eval.drawing import draw_frontier
 from eval.journal import FILE_NAME, Journal
-from eval.lineup import line_up
+from eval.lineup import Lineup, line_up
 from eval.loading import Loaded, identity, load_request
 from eval.machine import describe_machine, versions
 from eval.output import only_writer
@@ -54,11 +55,11 @@ def _evaluate(request: Request) -> Report:
     progress = make_console(stderr=True)
     if len(journal):
         progress.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
-    systems = line_up(request, loaded, journal, progress)
-    results = _decode(request, loaded, systems, journal, progress)
-    timed = _time(request, loaded, systems, results[0].lengths, journal, progress)
+    lineup = line_up(request, loaded, journal, progress)
+    results = _decode(request, loaded, lineup.by_batch[request.batch_size], journal, progress)
+    timed = _time(request, loaded, lineup, results[0].lengths, journal, progress)
     scores = _score(request, loaded.examples, metrics, [result.predictions for result in results])
-    report = _report(request, loaded, results, scores, timed)
+    report = _report(request, loaded, lineup.clock, results, scores, timed)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
@@ -113,7 +114,7 @@ def _score(
 def _time(
     request: Request,
     loaded: Loaded,
-    systems: Sequence[System],
+    lineup: Lineup,
     lengths: Sequence[int],
     journal: Journal,
     console: Console,
@@ -123,10 +124,10 @@ def _time(
     So all do the same work: a system that ends its texts early isn't faster for it, nor one that goes on slower.
     """
     found = {}
-    for size in request.time_batch_sizes:
+    for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
         drawn = spread_over_lengths(loaded.prompt_ids, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         turns = take_turns(
-            systems,
+            lineup.by_batch[size],
             loaded.task,
             [loaded.examples[n] for n in drawn],
             [loaded.prompt_ids[n] for n in drawn],
@@ -155,6 +156,7 @@ def _last(results: Iterator[list[DecodedSet]], title: str, batches: int, console
 def _report(
     request: Request,
     loaded: Loaded,
+    clock: str,
     results: Sequence[DecodedSet],
     scores: Sequence[Scores],
     timed: Mapping[int, Sequence[DecodedSet]],
@@ -162,7 +164,8 @@ def _report(
     model = loaded.checkpoint.model
     return Report(
         checkpoint=request.checkpoint,
-        over=request.over,
+        over=request.over or loaded.config.over,
+        clock=clock,
         reference=request.reference,
         task=loaded.task.name,
         examples=len(loaded.examples),
@@ -196,7 +199,7 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
         checkpoint=system.checkpoint.name,
         num_layers=system.checkpoint.num_layers,
         speedup_target=system.speedup_target,
-        schedule=system.schedule.to_dict() if isinstance(system, SkipSystem) else None,
+        schedule=_fields(system),
         threshold=system.threshold if isinstance(system, CalmSystem) else None,
         mean_layers=decoded.mean_layers,
         layers_per_step=decoded.layers_per_step,
@@ -225,10 +228,16 @@ def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timin
         layers_per_step=decoded.layers_per_step,
         speedup=decoded.speed_over(baseline, "decode"),
         whole_speedup=decoded.speed_over(baseline, "all"),
+        schedule=_fields(decoded.system),
         prefill_seconds=decoded.prefill_seconds,
         decode_seconds=decoded.decode_seconds,
         tokens_per_second=decoded.tokens_per_second,
     )
+
+
+def _fields(system: System) -> dict[str, Any] | None:
+    """Those of a system's schedule; None of one that follows none."""
+    return system.schedule.to_dict() if isinstance(system, SkipSystem) else None
 
 
 def _write(

@@ -80,14 +80,26 @@ class SkipConfig:
         trained = over == self.over and conditions == self.conditions and profile is None
         if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
-        if profile is not None:
-            lengths = Lengths.read(self.solver["lengths"]) if "lengths" in self.solver else None
-            length = conditions.get("prompt_length", self.prompt_length)
-            cost = profile.at(batch_size=conditions.get("batch_size", 1), prompt_length=length, lengths=lengths)
-        elif isinstance(cost, CostModel):
-            cost = cost.at(**conditions)
+        if isinstance(cost, CostModel):
+            cost = self.cost_for(cost, batch_size=batch_size, prompt_length=prompt_length, profile=profile)
         settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
         return solve_schedule(cost, speedup, over=over, **settings)
+
+    def cost_for(
+        self,
+        sizes: CostModel,
+        *,
+        batch_size: int | None = None,
+        prompt_length: int | None = None,
+        profile: Profile | None = None,
+    ) -> Cost:
+        """The cost of a batch of such texts; the arguments are those of `schedule_for`."""
+        conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
+        if profile is None:
+            return sizes.at(**conditions)
+        lengths = Lengths.read(self.solver["lengths"]) if "lengths" in self.solver else None
+        length = conditions.get("prompt_length", self.prompt_length)
+        return profile.at(batch_size=conditions.get("batch_size", 1), prompt_length=length, lengths=lengths)
 
     def conditions_at_hand(
         self, batch_size: int | None, prompt_length: int | None, *, measured: bool = False

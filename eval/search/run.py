@@ -16,7 +16,7 @@ from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
-from eval.lineup import common_weights, solved_by
+from eval.lineup import clock_of, common_weights
 from eval.loading import load_checkpoint, remembered, task_options, validation_examples
 from eval.machine import describe_machine, versions
 from eval.output import LOCK, only_writer
@@ -181,8 +181,11 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
     else:
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
-        config, cost = solved_by(config, data.checkpoint, data.prompts, request.batch_size, calibrate=request.calibrate)
-    default = config.schedule_for(cost, speedup)
+        profile = clock_of(data.checkpoint, (request.batch_size,), data.prompts, calibrate=request.calibrate)
+        cost = config.cost_for(data.checkpoint.cost, batch_size=request.batch_size, profile=profile)
+        if profile is not None:
+            config = replace(config, schedules={})
+    default = config.schedule_for(cost, speedup, over="decode")
     budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt)
     horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * default.horizon)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
