@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_checkpoints import save_checkpoint
+from small_checkpoints import TASK, save_checkpoint
 
 import eval.cli
 from eval.journal import FILE_NAME
 from eval.results import Report
 from eval.systems.base import System
 from eval.systems.threshold import CLOSE
-from skipdecode import SkipSchedule
+from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.profile import Profile, TimedBatch, setting_of
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -142,7 +143,48 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
     for text in (printed, written):
         assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
         assert "over this row's at batch 1, of decoding and of the whole" in text.replace("\n", " ")
-        assert "Targets are of decoding." in text.replace("\n", " ")
+        assert "Targets are of decoding, solved for each batch size by bytes and " in " ".join(text.split())
+
+
+def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "long", 6)
+    solver = {"horizon": 8, "over": "all", "lengths": [[2, 9], [30, 9]], "prompt_lengths": [[20_000, 1]]}
+    config = SkipConfig(solver=solver, task={"name": "departures", "options": TASK})
+    config.save(folder)
+    for over in ("all", "decode"):
+        asked = ["--over", over] if over != config.over else []
+        words = ["--checkpoint", folder, "--speedup", "2", *asked, "--time-batch-size", "1", "4", "32"]
+        report = evaluate(tmp_path / over, *words, "--time-limit", "7")
+        assert report.over == over
+        expected = {
+            size: config.schedule_for(_cost(folder), 2.0, over=over, batch_size=size).to_dict()  # type: ignore[arg-type]
+            for size in (1, 4, 32)
+        }
+        row = report.rows[1]
+        assert {timing.batch_size: timing.schedule for timing in row.timings} == expected
+        assert row.timings[0].batch_size == 4, "that of the scores is the row's own"
+        assert row.schedule == expected[4]
+        assert len({json.dumps(schedule) for schedule in expected.values()}) > 1
+        assert all(schedule["prompt"] == "full" for schedule in expected.values()) == (over == "decode")
+        assert " of prompt and decoding, " in report.to_markdown() or over == "decode"
+
+
+def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Path, tmp_path: Path) -> None:
+    model, _ = load(str(full))
+    times = TimedBatch(4, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0})
+    setting = setting_of(model, CostModel.of(model), "packed")
+    profile = Profile(setting, 6, (times,), "2026-01-02")
+    path = profile.save()
+    try:
+        words = ["--checkpoint", full, "--speedup", "1.5", "--weights", "packed"]
+        report = evaluate(tmp_path / "out", *words)
+    finally:
+        path.unlink()
+    assert (
+        report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
+    )
+    assert report.clock == "this machine's clock, measured 2026-01-02"
+    assert "by this machine's clock, measured 2026-01-02." in report.to_markdown()
 
 
 def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the_test_set(
@@ -207,7 +249,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--time-batch-size", "0"], "--time-batch-size is [0]"),
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
-        (["--over", "all"], "--over all"),
+        (["--over", "all", "--speedup", "40"], "speedup is 40: with warmup_layers"),
     ],
 )
 def test_a_bad_request_is_one_line_and_writes_nothing(
