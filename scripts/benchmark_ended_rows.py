@@ -1,0 +1,100 @@
+"""The seconds of a whole test set when rows leave their batch as their texts end, beside batches that keep them.
+
+    python scripts/benchmark_ended_rows.py --checkpoint outputs/e2e-tiny --data-dir E2E_FOLDER
+
+Batches hold prompts of like length, as in `python -m eval`, or with --shuffle of any. On each batch every speed takes
+turns with and without leaving, which must give the same texts.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from eval.loading import load_request
+from eval.request import Request
+from eval.systems.base import SkipSystem
+from skipdecode import rows
+from skipdecode.command import run_command
+from skipdecode.decode import resolve_schedule
+
+SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--data-dir")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--speedup", type=float, nargs="+", default=[1, 3])
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shuffle", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as output:
+        request = Request(options.checkpoint, Path(output), data_dir=options.data_dir, limit=options.limit)
+        loaded = load_request(request)
+    systems = {
+        speedup: SkipSystem(
+            f"{speedup:g}x", loaded.checkpoint, resolve_schedule(loaded.checkpoint.model, None, speedup)
+        )
+        for speedup in options.speedup
+    }
+    prompts = sorted(loaded.prompt_ids, key=len)
+    if options.shuffle:
+        random.Random(0).shuffle(prompts)
+    table = Table(title=f"{options.checkpoint}, {len(prompts)} prompts, decoding seconds")
+    for name in ("batch", "speed", "rows in a step", "without", "with", "ratio", "prompts too"):
+        table.add_column(name, justify="right")
+    for batch_size in options.batch_size:
+        batches = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
+        seconds = {(speedup, side): [] for speedup in systems for side in SHARES}
+        whole = {key: [] for key in seconds}
+        for repeat in track(range(options.repeats + 1), f"batch {batch_size}", console=Console(stderr=True)):
+            found = {key: [] for key in seconds}
+            for number, batch in enumerate(batches):
+                keys = list(found)
+                first = (number + repeat) % len(keys)
+                for speedup, side in [*keys[first:], *keys[:first]]:
+                    rows.WORTH_LEAVING = SHARES[side]
+                    found[speedup, side].append(systems[speedup].decode(batch, loaded.max_new_tokens))
+            for key, decoded in found.items():
+                if repeat:  # the first warms up
+                    seconds[key].append(sum(each.decode_seconds for each in decoded))
+                    whole[key].append(sum(each.decode_seconds + each.prefill_seconds for each in decoded))
+            for speedup in systems:
+                one, other = ([each.texts for each in found[speedup, side]] for side in SHARES)
+                if one != other:
+                    raise SystemExit(f"texts differ at {speedup:g}x, batch {batch_size}")
+        for speedup in systems:
+            decoded = found[speedup, "with"]
+            without, leaving = (seconds[speedup, side] for side in SHARES)
+            mean = sum(each.tokens for each in decoded) / sum(each.steps for each in decoded)
+            table.add_row(
+                str(batch_size),
+                f"{speedup:g}x",
+                f"{mean:.1f}",
+                f"{statistics.median(without):.2f}",
+                f"{statistics.median(leaving):.2f}",
+                _ratio(without, leaving),
+                _ratio(*(whole[speedup, side] for side in SHARES)),
+            )
+    Console().print(table)
+    return 0
+
+
+def _ratio(without: list[float], leaving: list[float]) -> str:
+    ratios = sorted(before / after for before, after in zip(without, leaving, strict=True))
+    return f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
