@@ -8,6 +8,7 @@ target speedup is one for the wall clock and not for the number of layers.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -59,16 +60,23 @@ class Cost(ABC):
 
     def _seconds_by_step(self, layers: int, steps: int, *, whole: bool) -> list[float]:
         """The time of each step that runs so many layers; of `whole` texts, times how likely it is run."""
-        known: dict[Any, list[float]] = self.__dict__.setdefault("_tables", {})
-        found = known.setdefault((layers, whole), [])
+        found = self._tables.get((layers, whole), [])
         if len(found) < steps:  # a new list, as another thread may be reading the old one
             if whole and self.lengths is not None:
                 expected = enumerate(self.lengths.expected_steps(self.batch_size))
                 found = [run * self.step_seconds(layers, step, rows) for step, (run, rows) in expected]
             else:
                 found = [self.step_seconds(layers, step) for step in range(steps)]
-            known[layers, whole] = found
+            self._tables[layers, whole] = found
         return found
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, bool], list[float]]:
+        return {}
+
+    @cached_property
+    def _at_full_depth(self) -> dict[tuple[int, int | None, Over], float]:
+        return {}
 
     def seconds(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
         """The time of decoding as in `decode_seconds`, and over "all" of the prompts before."""
@@ -91,7 +99,7 @@ class Cost(ABC):
             raise ConfigError(depth_mismatch(schedule, self.num_layers))
         if over not in get_args(Over):
             raise unknown("over", str(over), get_args(Over))
-        known: dict[Any, float] = self.__dict__.setdefault("_at_full_depth", {})
+        known = self._at_full_depth
         key = (schedule.horizon, steps, over)
         if key not in known:
             known[key] = self.seconds(SkipSchedule.full_depth(self.num_layers, schedule.horizon), steps, over=over)

@@ -86,7 +86,9 @@ def test_the_file_holds_no_import_but_torch_transformers_and_pythons_own(checkpo
 def test_the_file_holds_what_decodes_and_nothing_that_times_loads_or_prints() -> None:
     modules = set(re.findall(r"^# ---- skipdecode\.(\w+) -", custom_generate_source(), flags=re.MULTILINE))
     assert {"decode", "solver", "lean", "hub"} <= modules
-    assert modules.isdisjoint({"calibrate", "clock", "loading", "texts", "command", "cli", "bundle", "prune"})
+    assert modules.isdisjoint(
+        {"calibrate", "clock", "loading", "texts", "command", "cli", "subcommands", "bundle", "prune"}
+    )
 
 
 def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:

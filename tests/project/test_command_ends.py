@@ -23,6 +23,7 @@ import eval.search.run
 import eval.speed.cli
 import eval.speed.run
 import skipdecode.cli
+import skipdecode.subcommands
 import train.cli
 import train.run
 import train.tracking
@@ -90,7 +91,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     ),
     "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.run, "_model"),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
-    "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.cli, "_decoder"),
+    "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.subcommands, "_decoder"),
 }
 
 

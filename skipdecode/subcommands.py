@@ -1,0 +1,322 @@
+"""What each subcommand of `skipdecode` does with its options."""
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skipdecode.texts import Decoded, Decoder
+
+# Ends of lines to readers of Unicode texts, though not to JSON.
+_LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Write what follows each prompt. Returns the exit status."""
+    if options.schedule is not None and (options.speedup != 1 or options.over is not None):
+        raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
+    if options.stream and options.json:
+        raise ConfigError("--stream writes words as they come: leave --json out")
+    sampling: dict[str, Any] = {}
+    if options.temperature is not None or options.top_p is not None:
+        _check_sampling(options)
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    prompts = _prompts(options, as_json=options.json)
+    from skipdecode.schedule import SkipSchedule
+
+    schedule = SkipSchedule.load(options.schedule) if options.schedule is not None else None
+    decoder = _decoder(options, **sampling)
+    decoder.check(prompts)
+    if schedule is None:
+        decoder.schedule(options.speedup, options.over)  # for the errors, before anything is written
+    if sampling:
+        import torch
+
+        torch.manual_seed(options.seed)
+    total: Decoded | None = None
+    streamer = None
+    if options.stream:
+        from transformers import TextStreamer
+
+        streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    size = 1 if streamer is not None else options.batch_size
+    for at in range(0, len(prompts), size):
+        batch = prompts[at : at + size]
+        solved = schedule or decoder.schedule_of(batch, options.speedup, options.over)
+        decoded = decoder.decode(batch, solved, streamer)
+        for completion in decoded.completions if streamer is None else ():
+            line = completion.text
+            if options.json:
+                fields = ("prompt", "text", "tokens", "layers")
+                line = json.dumps({field: getattr(completion, field) for field in fields}, ensure_ascii=False)
+                line = line.translate(_LINE_ENDS)
+            print(line, flush=True)
+        total = decoded if total is None else total + decoded
+    assert total is not None  # there is at least one prompt
+    print(_speed(total, solved.num_layers), file=sys.stderr)
+    return 0
+
+
+def _speed(decoded: "Decoded", num_layers: int) -> str:
+    return (
+        f"{decoded.layers_per_token:.2f} of {num_layers} layers per token, "
+        f"{decoded.tokens_per_second:.1f} tokens/s (prompts {decoded.prefill_seconds:.2f} s, "
+        f"decoding {decoded.decode_seconds:.2f} s)"
+    )
+
+
+def info(options: argparse.Namespace) -> int:
+    """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
+    decoder = _decoder(options)
+    from skipdecode.checkpoint import SkipConfig
+    from skipdecode.cost import CostModel, count_parameters
+    from skipdecode.decode import profile_for
+    from skipdecode.families import text_config
+    from skipdecode.texts import price
+
+    model = decoder.model
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    if positions is not None and options.prompt_length > positions:
+        raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
+    remembered = SkipConfig.of(model.config)
+    depth = CostModel.of(model).num_layers
+    parameters = count_parameters(model.parameters())
+    print(f"{options.checkpoint}: {model.config.model_type}, {depth} layers, {parameters / 1e6:.1f} M parameters")
+    if remembered is None:
+        print("it doesn't say what it was trained for: nothing but full depth can be expected to read well")
+    else:
+        _print_training(remembered)
+    trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
+    speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
+    conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
+    prices = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
+    headers = ["target", "layers", "prompt", "layers per token", "decoding", "whole", "cache MB", "trained for"]
+    rows = [
+        [
+            f"{found.speedup:g}x",
+            f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
+            str(found.schedule.prompt_budget),
+            f"{found.layers:.2f}",
+            f"{found.predicted:.2f}x",
+            f"{found.whole:.2f}x",
+            f"{found.cache_bytes / 1e6:.2f}",
+            "yes" if found.trained else "no",
+        ]
+        for found in prices
+    ]
+    print()
+    for line in _aligned([headers, *rows]):
+        print(line)
+    over = options.over or (remembered.over if remembered is not None else "decode")
+    profile = profile_for(model, options.weights)
+    clock = "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
+    print(
+        f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
+        f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
+        "depth"
+    )
+    return 0
+
+
+def _print_training(remembered: Any) -> None:
+    speeds = remembered.trained_range
+    if speeds is not None:
+        drawn = f"{speeds[0]:g}x" if speeds[0] == speeds[1] else f"{speeds[0]:g}x to {speeds[1]:g}x"
+        print(f"trained for {drawn} ({len(remembered.schedules)} schedules)")
+    if remembered.task.get("name"):
+        print(f"on the task {remembered.task['name']}")
+    if remembered.task.get("example"):
+        print(f"with prompts such as {json.dumps(remembered.task['example'], ensure_ascii=False)}")
+
+
+def _spread(values: Sequence[float], count: int) -> list[float]:
+    return [values[round(n * (len(values) - 1) / (count - 1))] for n in range(count)]
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Show prompts at several speeds side by side. Returns the exit status."""
+    prompts = _prompts(options)
+    decoder = _decoder(options)
+    decoder.check(prompts)
+    from skipdecode import texts
+
+    found = texts.compare(decoder, prompts, options.speedup, options.repeats, options.over)
+    names = [f"{speedup:g}x" for speedup in found.speedups]
+    width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
+    for number, prompt in enumerate(prompts):
+        print(f"> {prompt.rstrip()}")
+        written = [decoded.completions[number].text for decoded in found.decoded]
+        for line in _side_by_side(names, written, width):
+            print(line)
+        print()
+    if not found.paces:
+        print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
+        return 0
+    headers = ["target", "decoding", "whole", "layers per token", "tokens/s", "prompts s", "decoding s"]
+    rows = [
+        [
+            name,
+            *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
+            f"{pace.layers:.2f}",
+            f"{pace.tokens_per_second:.1f}",
+            f"{pace.prefill_seconds:.3f}",
+            f"{pace.decode_seconds:.3f}",
+        ]
+        for number, (name, pace) in enumerate(zip(names, found.paces, strict=True))
+    ]
+    for line in _aligned([headers, *rows]):
+        print(line)
+    print(
+        "\nspeed of decoding, and of prompts and decoding together, over full depth's: median [quartiles] of "
+        f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has"
+    )
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a smaller checkpoint for one speed. Returns the exit status."""
+    decoder = _decoder(options)
+    from skipdecode import prune
+
+    schedule = decoder.schedule(options.speedup)
+    found = prune.export(decoder.model, decoder.tokenizer, schedule, options.speedup, options.output)
+    saved = 1 - found.parameters / found.parameters_before
+    print(
+        f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
+        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
+    )
+    return 0
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Measure this machine's clock, and keep it. Returns the exit status."""
+    decoder = _decoder(options)
+    from skipdecode.calibrate import measure_profile
+    from skipdecode.checkpoint import SkipConfig
+
+    remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
+    sizes, lengths = options.batch_size, options.prompt_length or [remembered.prompt_length]
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        print(f"{done} of {len(sizes) * len(lengths)} batches timed", file=sys.stderr)
+
+    profile = measure_profile(
+        decoder.model,
+        batch_sizes=sizes,
+        prompt_lengths=lengths,
+        weights=options.weights,
+        repeats=options.repeats,
+        advance=advance,
+    )
+    depth = profile.num_layers
+    rows = [
+        [
+            str(batch.batch_size),
+            str(batch.prompt_length),
+            f"{batch.step[depth] * 1000:.2f}",
+            f"{batch.step[1] * 1000:.2f}",
+            f"{batch.prefill[depth] * 1000:.1f}",
+            f"{batch.prefill[1] * 1000:.1f}",
+        ]
+        for batch in profile.batches
+    ]
+    for line in _aligned([["batch", "prompt", "ms a step", "of 1 layer", "ms of prompts", "of 1 layer"], *rows]):
+        print(line)
+    print(f"\nkept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
+    return 0
+
+
+def _side_by_side(headers: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
+    wrapped = [
+        [header, *(line for part in text.strip().splitlines() for line in textwrap.wrap(part, width) or [""])]
+        for header, text in zip(headers, texts, strict=True)
+    ]
+    height = max(map(len, wrapped))
+    padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
+    return [" | ".join(line.ljust(width) for line in row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]:
+    """The prompts of the arguments, of a file or of standard input. Raises ConfigError where there are none."""
+    if options.prompts and options.file is not None:
+        raise ConfigError("prompts are given as arguments and by --file: leave one out")
+    if options.prompts:
+        return [_unescaped(prompt) for prompt in options.prompts]
+    if options.file in (None, "-"):
+        if sys.stdin is None or (options.file is None and sys.stdin.isatty()):
+            raise ConfigError("no prompt: name one, or --file FILE, or write lines to standard input")
+        where, read = "standard input", sys.stdin.read
+    else:
+        where, read = f"--file {options.file!r}", lambda: Path(options.file).read_text(encoding="utf-8-sig")
+    try:
+        text = read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} can't be read: {error}") from error
+    # Not splitlines(), which also parts prompts at characters such as U+2028.
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"{where} holds no prompt: every line is empty")
+    if not as_json:
+        return [_unescaped(line) for _, line in numbered]
+    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also an endless number, and nesting without end
+        raise ConfigError(f"{where}: expected a JSON object with a prompt, found {line[:40]!r}") from error
+    prompt = values.get("prompt") if isinstance(values, dict) else None
+    if not isinstance(prompt, str):
+        raise ConfigError(f"{where}: expected a JSON object whose prompt is a text, found {line[:40]!r}")
+    return prompt
+
+
+def _unescaped(prompt: str) -> str:
+    return prompt.replace("\\n", "\n")
+
+
+def _check_sampling(options: argparse.Namespace) -> None:
+    if options.temperature is not None and not 1e-4 <= options.temperature <= 1e4:  # float32 holds what it divides
+        raise ConfigError(f"--temperature is {options.temperature}: it must lie between 0.0001 and 10000")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p is {options.top_p}: it must lie above 0 and at most at 1")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed is {options.seed}: it must lie between 0 and {2**63 - 1}")
+
+
+def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
+    import torch
+    from transformers.utils import logging
+
+    from skipdecode.device import resolve_device
+    from skipdecode.loading import load
+    from skipdecode.texts import Decoder
+
+    logging.disable_progress_bar()
+    device = resolve_device(options.device)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
+    return Decoder(
+        model.to(device),  # type: ignore[arg-type]
+        tokenizer,
+        getattr(options, "max_new_tokens", 1),
+        options.weights,
+        **sampling,
+    )
