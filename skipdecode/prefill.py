@@ -74,9 +74,10 @@ class PromptInputs(StepInputs):
 
     def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """As StepInputs.by_rows, some hundred rows at a time on CPU."""
-        if rows[0].device.type != "cpu" or len(rows[0]) <= ROWS_TOGETHER:
+        parts = -(-len(rows[0]) // ROWS_TOGETHER)
+        if rows[0].device.type != "cpu" or parts <= 1:
             return function(*rows)
-        return torch.cat([function(*part) for part in zip(*(each.split(ROWS_TOGETHER) for each in rows), strict=True)])
+        return torch.cat([function(*part) for part in zip(*(each.chunk(parts) for each in rows), strict=True)])
 
     def _in_columns(self, heads: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] -> [batch, heads, columns, head_dim]."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class SpeedRow:
         bound_speedup: bytes that full depth must read, over those of this row.
         bandwidth_share: the time in which a copy would move the bytes that this row must read, over decode_seconds.
         cache_bytes, full_depth_cache_bytes: of keys and values held.
+        prefill_over_peers: the prefill by each peer over this row's; empty in reports of earlier versions.
     """
 
     batch_size: int
@@ -76,6 +77,7 @@ class SpeedRow:
     bandwidth_share: float
     cache_bytes: int
     full_depth_cache_bytes: int
+    prefill_over_peers: dict[str, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,10 @@ class SpeedReport:
             f"({c.machine['threads']} threads), prompt {c.prompt_length}, {c.new_tokens} new tokens, {c.repeats} "
             f"repeats in turns, schedules {solved}, torch {c.versions['torch']}, "
             f"transformers {c.versions['transformers']}, {c.date}.",
-            "Speed: decode seconds at full depth, or of the peer at full depth, over the row's; medians of the ratios "
-            "in each repeat [quartiles]. Bound: bytes that must be read, full depth's over the row's. Of copy: the "
-            f"time of that many bytes at {c.copy_bytes_per_second / 1e9:.1f} GB/s, which a large copy reaches here, "
-            "over the row's.",
+            "Speed: decode seconds at full depth, or of the peer at full depth, over the row's, and prefill seconds "
+            "alike; medians of the ratios in each repeat [quartiles]. Bound: bytes that must be read, full depth's "
+            "over the row's. Of copy: the time of that many bytes at "
+            f"{c.copy_bytes_per_second / 1e9:.1f} GB/s, which a large copy reaches here, over the row's.",
             *c.unreachable,
             f"Command: `{c.command}`",
         ]
@@ -133,12 +135,17 @@ class SpeedReport:
         return [(size, [row for row in self.rows if row.batch_size == size]) for size in sizes]
 
     def _table(self, rows: Sequence[SpeedRow], title: str | None = None) -> Table:
-        peers = [(f"over {name}", partial(_over_peer, name)) for name in rows[0].over_peers]
+        kinds = {"over": "over_peers", "prefill over": "prefill_over_peers"}
+        peers = [
+            (f"{over} {name}", partial(_over_peer, kind, name))
+            for over, kind in kinds.items()
+            for name in getattr(rows[0], kind)
+        ]
         return Table.of(rows, [*COLUMNS, *peers, *BOUNDS], title)
 
 
-def _over_peer(name: str, row: SpeedRow) -> str:
-    return f"{row.over_peers[name].median:.2f}x"
+def _over_peer(kind: str, name: str, row: SpeedRow) -> str:
+    return f"{getattr(row, kind)[name].median:.2f}x"
 
 
 COLUMNS: list[Column[SpeedRow]] = [
@@ -162,8 +169,11 @@ BOUNDS: list[Column[SpeedRow]] = [
 def _read_row(values: dict[str, Any]) -> SpeedRow:
     """A row as JSON gives it, which has no ratios."""
     ratios = {name: Ratio(**values[name]) for name in ("wall_clock_speedup", "end_to_end_speedup")}
-    peers = {name: Ratio(**ratio) for name, ratio in values["over_peers"].items()}
-    return SpeedRow(**{**values, **ratios, "over_peers": peers})
+    peers = {
+        kind: {name: Ratio(**ratio) for name, ratio in values.get(kind, {}).items()}
+        for kind in ("over_peers", "prefill_over_peers")
+    }
+    return SpeedRow(**{**values, **ratios, **peers})
 
 
 def draw_speeds(path: Path, report: SpeedReport) -> None:

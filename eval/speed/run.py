@@ -275,6 +275,7 @@ def _rows(
                     list(map(operator.add, entry.prefill, entry.decode)),
                 ),
                 over_peers={peer.decoder.name: Ratio.of(peer.decode, entry.decode) for peer in peers},
+                prefill_over_peers={peer.decoder.name: Ratio.of(peer.prefill, entry.prefill) for peer in peers},
                 peer_decode_seconds={peer.decoder.name: statistics.median(peer.decode) for peer in peers},
                 bound_speedup=full_bound / bound,
                 bandwidth_share=bound / decode,

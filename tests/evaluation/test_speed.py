@@ -40,6 +40,7 @@ def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: P
     assert all("50x: speedup is 50: with warmup_layers" in line for line in report["unreachable"])
     for row in rows:
         assert set(row["over_peers"]) == {"transformers", "CTranslate2 float32", "CTranslate2 int8"}
+        assert set(row["prefill_over_peers"]) == set(row["over_peers"])
         assert row["end_to_end_seconds"] > row["decode_seconds"] > 0
         assert row["tokens_per_second"] == pytest.approx(row["batch_size"] * 7 / row["decode_seconds"])
         # keys and values of the prompt and of 7 inputs, in float32, where every layer runs every token
