@@ -120,9 +120,11 @@ def measure_profile(
     """Time batches of every size behind prompts of every length, as `measure_cost`; `save` keeps the profile.
 
     Args:
-        model, weights, repeats: as in `measure_cost`.
+        model: as in `measure_cost`.
         batch_sizes: rows that decode together.
         prompt_lengths: columns in the cache when decoding starts.
+        weights: as in `measure_cost`.
+        repeats: as in `measure_cost`.
         advance: called after each of them.
 
     Raises:

@@ -71,8 +71,9 @@ class SkipConfig:
             cost: of the model; a CostModel is taken under this checkpoint's conditions.
             speedup: on the wall clock, at least 1.
             over: the kind of speed; None for the one that training drew.
-            batch_size, prompt_length: of the batch at hand, for which a CostModel's schedule is solved where the
-                checkpoint knows the lengths of its texts; None for those of the training.
+            batch_size: rows of the batch at hand, for which a CostModel's schedule is solved where the checkpoint knows
+                the lengths of its texts; None for those of the training.
+            prompt_length: its prompts' columns, likewise.
             profile: this machine's clock, for which every schedule but full depth is solved anew.
         """
         conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)

@@ -65,7 +65,9 @@ def solve_schedule(
             fewer layers where decoding alone would have to be `MOST_DECODING` times as fast as the target.
         lengths: tokens of the texts that are generated: numbers, or a distribution. A batch takes the steps of its
             longest text, and rows that have ended leave.
-        prompt_lengths, prompt_length, batch_size: as in `CostModel.at`.
+        prompt_lengths: tokens of prompts, likewise.
+        prompt_length: columns in the cache when decoding starts, as in `CostModel.at`.
+        batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
         machine: what the machine sustains.
 
