@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class SkipConfig:
                 conditions["prompt_length"] = 2 ** round(math.log2(prompt_length))  # few, as each is solved once
         return conditions
 
-    @property
+    @cached_property
     def prompt_length(self) -> int:
         """Tokens of a prompt that schedules are solved for."""
         usual = Lengths.read(self.solver["prompt_lengths"]).mean if "prompt_lengths" in self.solver else 64
