@@ -76,7 +76,7 @@ class PreparedInputs:
         prompt_columns: of the prompt.
         position_ids: as in StepInputs, of every step [steps, batch].
         rotary: as in StepInputs, of every step [batch or 1, steps, 1, rotated dimensions].
-        bias: as in StepInputs, of all columns.
+        bias: as in StepInputs, of all columns; of one row where all share it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PreparedInputs:
             self._position_ids = self._position_ids[:, kept]
         if self._rotary is not None and len(self._rotary[0]) > 1:
             self._rotary = (self._rotary[0][kept], self._rotary[1][kept])
-        if self._bias is not None:
+        if self._bias is not None and len(self._bias) > 1:
             self._bias = self._bias[kept]
 
 

@@ -79,7 +79,8 @@ class SkipConfig:
         """
         conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
         over = self.over if over is None else over
-        trained = over == self.over and conditions == self.conditions and profile is None
+        # Without settings it is an exported checkpoint, whose schedule is the only one that it has.
+        trained = not self.solver or (over == self.over and conditions == self.conditions and profile is None)
         if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
         if isinstance(cost, CostModel):

@@ -132,7 +132,8 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    replace(remembered, schedules={speedup: smaller}).save(partial)
+    # Without settings to solve others by: those would be over the full depth of this model, which is none.
+    replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
     write_custom_generate(partial)
     seal(partial)
     if folder.exists():

@@ -98,7 +98,7 @@ def solve_schedule(
         limit = min(candidates.values(), default=0) * (1 + TOLERANCE)
         near = [candidate for candidate, value in candidates.items() if value <= limit]
         away = {s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread) for s in near}
-        return min(near, key=away.__getitem__, default=None)
+        return min(near, key=lambda s: (away[s], candidates[s]), default=None)
 
     if speedup == 1:
         return schedule(depth, depth, prompt)

@@ -22,7 +22,7 @@ from skipdecode import (
 )
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
-from skipdecode.solver import MOST_DECODING
+from skipdecode.solver import MOST_DECODING, TOLERANCE
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -140,7 +140,7 @@ def test_a_target_of_whole_texts_is_met_and_not_by_more_than_layers_allow(
     if schedule.max_layers < 24:
         more = schedule.max_layers + 1, schedule.min_layers + 1
         wider = schedule.prompt if schedule.prompt == "full" else max(schedule.prompt_budget, more[0])
-        assert cost.speedup(SkipSchedule(24, *more, prompt=wider), over=over) < speedup
+        assert cost.speedup(SkipSchedule(24, *more, prompt=wider), over=over) < speedup * (1 + TOLERANCE)
     # Prompts keep what they may while decoding isn't too fast for it.
     if over == "all" and schedule.prompt_budget > schedule.max_layers:
         assert schedule.prompt_budget == most or cost.speedup(schedule) <= MOST_DECODING * speedup

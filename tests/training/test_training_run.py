@@ -228,6 +228,7 @@ def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_pa
 def test_an_evaluation_with_int8_weights_and_calibrated_schedules_says_so(finished: Path, tmp_path: Path) -> None:
     output = tmp_path / "eval"
     arguments = ["--checkpoint", str(finished), "--speedup", "2", "--limit", "4", "--max-new-tokens", "8"]
+    arguments += ["--batch-size", "4"]
     assert eval.cli.main([*arguments, "--weights", "int8", "--calibrate", "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
     assert report["weights"] == "int8"
