@@ -1,8 +1,8 @@
 """From a target speedup to a schedule: `solve_schedule`."""
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel, Machine
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.lengths import Lengths
 from skipdecode.schedule import Decay, Over, Placement, PromptPolicy, SkipSchedule
 
@@ -80,50 +80,86 @@ def solve_schedule(
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
     conditions = {"prompt_length": prompt_length, "batch_size": batch_size, "machine": machine}
     cost = _cost(model, dtype, lengths=lengths, prompt_lengths=prompt_lengths, **conditions)
-    depth = cost.num_layers
-
-    def schedule(most: int, least: int, prompt: PromptPolicy | int) -> SkipSchedule:
-        if isinstance(prompt, int):
-            prompt = "max" if prompt <= most else prompt
-        return SkipSchedule(depth, most, least, warmup_layers, horizon, decay, placement, prompt, decay_rate)
-
-    def predicted(schedule: SkipSchedule) -> float:
-        return cost.speedup(schedule, over=over)
-
-    def solved(prompt: PromptPolicy | int) -> SkipSchedule | None:
-        """The schedule whose prompts run so many layers; None where no budget reaches the target then."""
-        budgets = range(warmup_layers, depth + 1)
-        pairs = partial(schedule, prompt=prompt)
-        candidates = _fast_enough(pairs, predicted, speedup, budgets, constant=decay == "constant")
-        limit = min(candidates.values(), default=0) * (1 + TOLERANCE)
-        near = [candidate for candidate, value in candidates.items() if value <= limit]
-        away = {s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - spread) for s in near}
-        return min(near, key=lambda s: (away[s], candidates[s]), default=None)
-
+    shape = {"warmup_layers": warmup_layers, "horizon": horizon, "decay": decay, "placement": placement}
+    target = _Target(cost, speedup, over, spread, {**shape, "decay_rate": decay_rate})
+    least = target.schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max")
     if speedup == 1:
-        return schedule(depth, depth, prompt)
-    wanted = schedule(warmup_layers, warmup_layers, prompt).prompt_budget  # which refuses other prompts
-    reachable = predicted(schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max"))
+        return target.schedule(cost.num_layers, cost.num_layers, prompt)
+    reachable = target.reached_by(least)
     if speedup > reachable:
         raise ConfigError(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
-    found = solved(prompt)
-    if over == "all" and prompt != "max":
-        full = cost.decode_seconds(SkipSchedule.full_depth(depth, horizon))
-
-        def bears(schedule: SkipSchedule | None) -> bool:
-            return schedule is not None and full <= MOST_DECODING * speedup * cost.decode_seconds(schedule)
-
-        if not bears(found):
-            found, fewest, most = solved("max"), warmup_layers, wanted
-            while most - fewest > 1:
-                middle = (fewest + most) // 2
-                candidate = solved(middle)
-                fewest, most, found = (middle, most, candidate) if bears(candidate) else (fewest, middle, found)
+    most = target.schedule(warmup_layers, warmup_layers, prompt).prompt_budget
+    found = target.nearest(prompt)
+    if over == "all" and not target.is_bearable(found):
+        found = target.with_fewer_prompt_layers(most)
     assert found is not None  # as the target can be reached
     return found
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A target, and the schedules of one shape that reach it; the arguments are those of `solve_schedule`."""
+
+    cost: Cost
+    speedup: float
+    over: Over
+    spread: float
+    shape: Mapping[str, Any]  # fields of the schedules, but for their budgets
+
+    def schedule(self, most: int, least: int, prompt: PromptPolicy | int) -> SkipSchedule:
+        """The schedule of a max and a min, whose prompts run so many layers at most."""
+        if not isinstance(prompt, str):
+            check_counts(prompt=prompt)
+            prompt = "max" if prompt <= most else int(prompt)
+        return SkipSchedule(self.cost.num_layers, most, least, prompt=prompt, **self.shape)
+
+    def reached_by(self, schedule: SkipSchedule) -> float:
+        """The speedup of a schedule, of the kind that is asked for."""
+        return self.cost.speedup(schedule, over=self.over)
+
+    def nearest(self, prompt: PromptPolicy | int) -> SkipSchedule | None:
+        """The schedule nearest above the target; None where prompts of so many layers leave none."""
+        candidates = self._fast_enough(prompt)
+        limit = min(candidates.values(), default=0) * (1 + TOLERANCE)
+        near = [candidate for candidate, value in candidates.items() if value <= limit]
+        away = {s: abs((s.max_layers - s.min_layers) / (s.max_layers + s.min_layers) - self.spread) for s in near}
+        return min(near, key=lambda s: (away[s], candidates[s]), default=None)
+
+    def _fast_enough(self, prompt: PromptPolicy | int) -> dict[SkipSchedule, float]:
+        """For each max that allows it, the slowest schedule that reaches the target, and what it reaches."""
+        candidates: dict[SkipSchedule, float] = {}
+        warmup = self.shape["warmup_layers"]
+        for most in range(warmup, self.cost.num_layers + 1):
+            lowest = most if self.shape["decay"] == "constant" else warmup
+            if self.reached_by(self.schedule(most, lowest, prompt)) < self.speedup:
+                break  # a higher max is slower still
+            low, high = lowest, most  # the largest min that is fast enough lies in between
+            while low < high:
+                middle = (low + high + 1) // 2
+                fast = self.reached_by(self.schedule(most, middle, prompt)) >= self.speedup
+                low, high = (middle, high) if fast else (low, middle - 1)
+            candidate = self.schedule(most, low, prompt)
+            candidates[candidate] = self.reached_by(candidate)
+        return candidates
+
+    def is_bearable(self, schedule: SkipSchedule | None) -> bool:
+        """False where decoding alone is `MOST_DECODING` times as fast as the target, or nothing is fast enough."""
+        if schedule is None:
+            return False
+        full = self.cost.decode_seconds(SkipSchedule.full_depth(self.cost.num_layers, schedule.horizon))
+        return full <= MOST_DECODING * self.speedup * self.cost.decode_seconds(schedule)
+
+    def with_fewer_prompt_layers(self, most: int) -> SkipSchedule | None:
+        """The schedule with the most layers of prompts, below `most`, that is bearable; without any, the fewest."""
+        found, fewest = self.nearest("max"), self.shape["warmup_layers"]
+        while most - fewest > 1:
+            middle = (fewest + most) // 2
+            candidate = self.nearest(middle)
+            fewest, most, found = (middle, most, candidate) if self.is_bearable(candidate) else (fewest, middle, found)
+        return found
 
 
 def check_speedup(speedup: float) -> None:
@@ -148,25 +184,3 @@ def _refuse_beside(cost: CostModel | Cost, **settings: Any) -> None:
     for name, value in settings.items():
         if value is not None:
             raise ConfigError(f"{name} is {value!r} beside a {type(cost).__name__}, which has its own: leave it out")
-
-
-def _fast_enough(
-    schedule: Callable[[int, int], SkipSchedule],
-    predicted: Callable[[SkipSchedule], float],
-    speedup: float,
-    budgets: range,
-    *,
-    constant: bool,
-) -> dict[SkipSchedule, float]:
-    """For each max of `budgets` that allows it, the slowest schedule that reaches the target, and what it reaches."""
-    candidates: dict[SkipSchedule, float] = {}
-    for most in budgets:
-        lowest = most if constant else budgets[0]
-        if predicted(schedule(most, lowest)) < speedup:
-            break  # a higher max is slower still
-        low, high = lowest, most  # the largest min that is fast enough lies in between
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if predicted(schedule(most, middle)) >= speedup else (low, middle - 1)
-        candidates[schedule(most, low)] = predicted(schedule(most, low))
-    return candidates

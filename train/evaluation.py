@@ -35,7 +35,7 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
         )
         cost = CostModel.of(prepared.model)
         for speedup in section.speedups:
-            prepared.skip_config.schedule_for(cost, speedup)
+            prepared.skip_config.schedule_for(cost, speedup, batch_size=section.batch_size)
     except ConfigError as error:
         raise ConfigError(
             f"the evaluation after training can't be done: {error} (evaluation.speedups=null trains without)"
