@@ -18,8 +18,9 @@ from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.calibrate import measure_profile
 from skipdecode.cost import depth_mismatch
+from skipdecode.decode import profile_for
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
-from skipdecode.profile import Profile, find_profile, setting_of
+from skipdecode.profile import Profile, describe_clock
 from skipdecode.projections import Weights
 
 _PLAN = ("plan",)
@@ -116,9 +117,8 @@ def clock_of(
     Or one that is measured now, behind prompts such as these, and not kept, where that is asked for. None: bytes and
     operations.
     """
-    setting = setting_of(checkpoint.model, checkpoint.cost, checkpoint.weights)
     if not calibrate:
-        return find_profile(setting)
+        return profile_for(checkpoint.model, checkpoint.weights)
     fewer = {max(1, size // 4) for size in batch_sizes}  # rows whose texts have ended leave
     return measure_profile(
         checkpoint.model,
@@ -126,11 +126,6 @@ def clock_of(
         prompt_lengths=[round(statistics.median(map(len, prompts)))],
         weights=checkpoint.weights,
     )
-
-
-def describe_clock(profile: Profile | None) -> str:
-    """A profile in words."""
-    return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:

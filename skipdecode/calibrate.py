@@ -15,7 +15,7 @@ from skipdecode.cost import CostModel, MeasuredCost
 from skipdecode.decode import skip_generate
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.lean import choose_weights, why_not_lean
+from skipdecode.lean import usual_weights
 from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
@@ -131,8 +131,7 @@ def measure_profile(
         ConfigError: as `measure_cost` does.
     """
     inner: Any = unwrap(model)
-    if weights is None:
-        weights = choose_weights(inner) if why_not_lean(inner) is None else "model"
+    weights = weights or usual_weights(inner)
     batches = []
     for prompt_length in prompt_lengths:
         for batch_size in batch_sizes:

@@ -23,7 +23,7 @@ from skipdecode.cost import CostModel
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import choose_weights, why_not_lean
+from skipdecode.lean import usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
 from skipdecode.projections import Weights
@@ -175,9 +175,7 @@ class _Solved:
         """What was measured of this machine's clock for the model, if it was."""
         if not profiles_folder().is_dir():
             return None
-        if weights is None:
-            weights = choose_weights(model) if why_not_lean(model) is None else "model"
-        return find_profile(setting_of(model, self.sizes, weights))
+        return find_profile(setting_of(model, self.sizes, weights or usual_weights(model)))
 
     def schedule(
         self,

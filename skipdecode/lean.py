@@ -314,6 +314,11 @@ def choose_weights(model: PreTrainedModel) -> Weights:
     return "packed" if needed < _free_memory() / 2 else "model"
 
 
+def usual_weights(model: PreTrainedModel) -> Weights:
+    """The weights that a model decodes with unless they are told: those of `choose_weights` where it can be lean."""
+    return choose_weights(model) if why_not_lean(model) is None else "model"
+
+
 def _free_memory() -> float:
     """Bytes that can be allocated without swapping, as Linux says it; elsewhere as many as one likes."""
     try:

@@ -96,7 +96,7 @@ def decode_loop(
         if stops_at_eos and not finished:  # else what a row writes until the last is done is in its text
             remaining = runner.drop_ended_rows(going, may_leave=may_leave)
             rows = rows if remaining is None else rows[remaining]
-        logits = runner.step(step, input_ids[rows])
+        logits = runner.step(step, input_ids if len(rows) == len(input_ids) else input_ids[rows])
         step += 1
 
     if streamer is not None:

@@ -135,6 +135,11 @@ def find_profile(setting: Mapping[str, Any]) -> Profile | None:
     return Profile.load(path) if path.exists() else None
 
 
+def describe_clock(profile: Profile | None) -> str:
+    """The clock that speeds are solved for, in words."""
+    return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
+
+
 def profiles_folder() -> Path:
     """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"

@@ -79,6 +79,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.cost import CostModel, count_parameters
     from skipdecode.decode import profile_for
     from skipdecode.families import text_config
+    from skipdecode.profile import describe_clock
     from skipdecode.texts import price
 
     model = decoder.model
@@ -115,8 +116,7 @@ def info(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     over = options.over or (remembered.over if remembered is not None else "decode")
-    profile = profile_for(model, options.weights)
-    clock = "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
+    clock = describe_clock(profile_for(model, options.weights))
     print(
         f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
         f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
