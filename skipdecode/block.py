@@ -72,7 +72,7 @@ class StepInputs:
 class PreparedInputs:
     """The inputs of all decode steps after a prompt: a function from a step's number to its StepInputs.
 
-    Args:
+    Attributes:
         prompt_columns: of the prompt.
         position_ids: as in StepInputs, of every step [steps, batch].
         rotary: as in StepInputs, of every step [batch or 1, steps, 1, rotated dimensions].
@@ -86,25 +86,35 @@ class PreparedInputs:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
-        self._prompt_columns = prompt_columns
-        self._position_ids = position_ids
-        self._rotary = rotary
-        self._bias = bias
+        self.prompt_columns = prompt_columns
+        self.position_ids = position_ids
+        self.rotary = rotary
+        self.bias = bias
 
     def __call__(self, i: int) -> StepInputs:
-        position_ids = self._position_ids[i] if self._position_ids is not None else None
-        rotary = (self._rotary[0][:, i], self._rotary[1][:, i]) if self._rotary is not None else None
-        return StepInputs(self._prompt_columns + i, position_ids, rotary, self._bias)
+        position_ids = self.position_ids[i] if self.position_ids is not None else None
+        rotary = (self.rotary[0][:, i], self.rotary[1][:, i]) if self.rotary is not None else None
+        return StepInputs(self.prompt_columns + i, position_ids, rotary, self.bias)
+
+    def of_tokens(
+        self, rows: list[int], steps: list[int]
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Position ids [tokens] and rotary [tokens, 1, rotated dimensions] of rows' tokens at steps of their own."""
+        position_ids = self.position_ids[steps, rows] if self.position_ids is not None else None
+        if self.rotary is None:
+            return position_ids, None
+        rows = rows if len(self.rotary[0]) > 1 else [0] * len(rows)
+        return position_ids, (self.rotary[0][rows, steps], self.rotary[1][rows, steps])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Prepare for `rows` alone from now on, in their order."""
         kept = list(rows)
-        if self._position_ids is not None:
-            self._position_ids = self._position_ids[:, kept]
-        if self._rotary is not None and len(self._rotary[0]) > 1:
-            self._rotary = (self._rotary[0][kept], self._rotary[1][kept])
-        if self._bias is not None and len(self._bias) > 1:
-            self._bias = self._bias[kept]
+        if self.position_ids is not None:
+            self.position_ids = self.position_ids[:, kept]
+        if self.rotary is not None and len(self.rotary[0]) > 1:
+            self.rotary = (self.rotary[0][kept], self.rotary[1][kept])
+        if self.bias is not None and len(self.bias) > 1:
+            self.bias = self.bias[kept]
 
 
 class LeanBlock:
@@ -230,7 +240,7 @@ def _attend_on_cpu(
     batch, heads, queries, head_dim = query.shape
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, columns, head_dim], not copied
     # Keys times queries and not the other way round: with keys on the right each call would transpose all of them.
-    scores = torch.bmm(flat_keys, (query * scale).view(-1, queries, head_dim).transpose(1, 2)).transpose(1, 2)
+    scores = torch.bmm(flat_keys, (query * scale).flatten(0, 1).transpose(1, 2)).transpose(1, 2)
     if attn_mask is not None:
         scores = (scores.view(batch, heads, queries, -1) + attn_mask).view(batch * heads, queries, -1)
     shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)

@@ -124,6 +124,12 @@ class PlannedCache(Cache):
         for layer in layers:
             layer.keep_rows(rows, runs=layer.length == columns)
 
+    def roll_back(self, columns: int) -> None:
+        """Hold the first `columns` alone; what stood behind them is written over."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.length = min(layer.length, columns)
+
     def reset(self) -> None:
         """Forget every column; the buffers stay."""
         for layer in self.layers:

@@ -25,9 +25,10 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.lean import usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
+from skipdecode.lossless import LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
 from skipdecode.projections import Weights
-from skipdecode.runners import make_runner, prompt_columns
+from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
 from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import check_speedup
 
@@ -48,6 +49,7 @@ def skip_generate(
     over: Over | None = None,
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
+    lossless: bool = False,
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -81,6 +83,8 @@ def skip_generate(
             ones find them.
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
+        lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
+            in one pass; those that it wouldn't have chosen make way for its own. Prompts run every layer.
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
     Returns:
@@ -91,17 +95,34 @@ def skip_generate(
             model that wasn't trained to skip; for beam search and the other ways of decoding that aren't greedy or
             sampling, `use_cache=False`, a cache that already holds tokens or is offloaded, attention or hidden state
             outputs, prompt tuning, more tokens than the model has positions, or weights that are copies where steps
-            can't be lean.
+            can't be lean; for `lossless` too where they can't, and together with CUDA graphs.
     """
     prompt_length = prompt_columns(input_ids, model_kwargs)
     at_hand: dict[str, Any] = {"batch_size": len(input_ids), "prompt_length": prompt_length, "weights": weights}
     schedule = resolve_schedule(model, schedule, speedup, over=over, **at_hand)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
+    if lossless not in (True, False):
+        raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
+    if lossless and generation_config.do_sample:
+        raise ConfigError("do_sample is True: lossless decoding is greedy")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or dropped_by_generate("streamer")
     with gated_layers(model, schedule, prompt_plan) as gate:
+        if lossless:
+            columns_runner = make_columns_runner(
+                model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+            )
+            return LosslessLoop(
+                columns_runner,
+                schedule,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+            ).run()
         runner = make_runner(
             model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
         )

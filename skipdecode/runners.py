@@ -10,6 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from skipdecode.attach import LayerGate, whole_columns
 from skipdecode.block import PreparedInputs
 from skipdecode.cache import PlannedCache, sized_by
+from skipdecode.columns import ColumnsInputs
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
 from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
@@ -146,29 +147,17 @@ def make_runner(
 
     Raises ConfigError for weights that are copies where steps can't be lean.
     """
-    inner = unwrap(model)
-    given = is_given_cache(model_kwargs.get("past_key_values"))
-    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
-    if given or generation_config.cache_implementation is not None:
-        reason: str | None = "a cache was given"
-    elif kinds - {"full_attention", "sliding_attention"}:
-        reason = f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
-    elif attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
-        # Without a mask, what it doesn't attend to is what its own cache has dropped.
-        reason = f"its attention {attention_name(inner.config)!r} takes no mask"
-    else:
-        shared = "several processes share it" if synced_gpus else None
-        reason = shared or _more_than_a_token(model_kwargs) or why_not_lean(inner)
+    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
+    if reason is None:
+        reason = _why_a_forward_pass(model, synced_gpus, model_kwargs)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
         if weights not in (None, "model"):
             raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
         return ForwardRunner(model, gate, schedule, model_kwargs)
-    decoder = lean_decoder(inner, weights)
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:  # generate drops one that hides nothing
-        mask = input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs))
+    decoder = lean_decoder(unwrap(model), weights)
+    mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
     lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
@@ -177,6 +166,109 @@ def make_runner(
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
     return GraphRunner(model, gate, schedule, model_kwargs, **lean, graphs=graphs)
+
+
+class ColumnsRunner:
+    """Lean passes of several columns a row, each row at a column of its own, on a cache of full depth.
+
+    A pass writes its columns over what they held, and leaves those behind them to be written again.
+
+    Args:
+        decoder: of the model.
+        input_ids: the prompt [batch, columns].
+        steps: generated tokens at most that are an input.
+        model_kwargs: as generate gives them; the mask, positions and embeddings of the prompt are read.
+    """
+
+    def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
+        self._decoder = decoder
+        self._mask = _prompt_mask(input_ids, model_kwargs)
+        self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
+        self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
+        self.all_layers = tuple(range(len(decoder.blocks)))
+        # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
+        full_depth = SkipSchedule.full_depth(len(decoder.blocks))
+        self.cache = PlannedCache(full_depth, steps, prompt_columns=self._mask.shape[1])
+
+    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
+        prompt = input_ids if self._embeds is None else self._embeds
+        return self._decoder.prefill(prompt, self.all_layers, self.cache, self._mask, self._positions)
+
+    def run(
+        self, tokens: torch.Tensor, starts: Sequence[int], counts: Sequence[int], layers: Sequence[int]
+    ) -> torch.Tensor:
+        """Run tokens of each row, one row's after another's, through `layers`.
+
+        Args:
+            tokens: [tokens].
+            starts, counts: for each row the number of its first one among its generated tokens, and how many there are.
+            layers: ascending; each must hold all columns before.
+
+        Returns:
+            Logits [tokens, vocabulary].
+        """
+        if set(counts) == {1} and len(set(starts)) == 1:
+            inputs = self._step_inputs(starts[0])
+        else:
+            inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
+        return self._decoder(tokens, layers, self.cache, inputs)
+
+    def roll_back(self, steps: int) -> None:
+        """Hold the columns of the prompt and of so many generated tokens alone."""
+        self.cache.roll_back(self._mask.shape[1] + steps)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Run `rows` alone from now on, in their order."""
+        self.cache.keep_rows(rows)
+        self._step_inputs.keep_rows(rows)
+
+
+def make_columns_runner(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    synced_gpus: bool,
+    weights: Weights | None,
+    cuda_graphs: bool | None,
+    model_kwargs: dict[str, Any],
+) -> ColumnsRunner:
+    """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
+    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
+    reason = reason or _why_a_forward_pass(model, synced_gpus, model_kwargs)
+    if reason is not None:
+        raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
+    if cuda_graphs:
+        raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
+    steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
+    return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
+
+
+def _why_another_cache(
+    inner: GenerativeModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why a call's cache can't be a planned one; None where it can."""
+    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
+    if is_given_cache(model_kwargs.get("past_key_values")) or generation_config.cache_implementation is not None:
+        return "a cache was given"
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
+    if attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
+        # Without a mask, what it doesn't attend to is what its own cache has dropped.
+        return f"its attention {attention_name(inner.config)!r} takes no mask"
+    return None
+
+
+def _why_a_forward_pass(model: GenerativeModel, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why steps on a planned cache must go through the model's own forward pass; None where they needn't."""
+    shared = "several processes share it" if synced_gpus else None
+    return shared or _more_than_a_token(model_kwargs) or why_not_lean(unwrap(model))
+
+
+def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """The attention mask of a prompt [batch, columns]; generate drops one that hides nothing."""
+    mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+    return input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs)) if mask is None else mask
 
 
 # Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.

@@ -42,6 +42,7 @@ trusted = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
 mask = inputs["attention_mask"]
 tokens.append(trusted.generate(inputs["input_ids"], attention_mask=mask, speedup=3, max_new_tokens=12))
 tokens.append(trusted.generate(**inputs, max_new_tokens=12))
+tokens.append(model.generate(**inputs, **remote, speedup=3, lossless=True))
 print(json.dumps([ids.tolist() for ids in tokens]))
 """
 
@@ -68,7 +69,7 @@ def test_plain_transformers_gives_the_tokens_of_skip_generate(checkpoint: Path, 
 
     expected = [decode(speedup=speedup) for speedup in SPEEDUPS]
     expected.append(decode(schedule=SkipSchedule.from_dict(SCHEDULE)))
-    expected += [expected[-2], model.generate(**inputs, max_new_tokens=12).tolist()]
+    expected += [expected[-2], *[model.generate(**inputs, max_new_tokens=12).tolist()] * 2]  # the last is lossless
     assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert len({json.dumps(tokens) for tokens in expected[:4]}) == 4  # random weights: each speed says something else
 

@@ -1,0 +1,222 @@
+"""Lossless decoding: a schedule drafts, full depth verifies, and the text is full depth's.
+
+A round drafts a few tokens of each row under the schedule, on the keys and values of full depth, and runs them all
+through every layer in one pass, which writes its keys and values over the drafts'. Each row takes the drafts that full
+depth chose too, and one token more, which full depth's logits give. What is rejected is rolled back by the row's
+length. Rows go on at their own pace; stopping criteria and the streamer see whole columns, as soon as every row has
+them.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from skipdecode.internals import padding_token
+from skipdecode.rows import rows_to_keep
+from skipdecode.runners import ColumnsRunner
+from skipdecode.schedule import SkipSchedule
+
+MOST_DRAFTS = 8  # of a row in a round
+
+
+class LosslessLoop:
+    """One generation. The arguments are those that `generate` gives a `custom_generate`.
+
+    Attributes:
+        texts: prompts and new tokens [batch, prompt columns + new tokens at most]; drafts behind a row's text.
+        counts: new tokens of each row.
+        ended: rows with an end token: what follows is padding.
+        running: the rows that the runner runs, by their places in the batch.
+        shown: columns of new tokens that every row has, and that criteria and streamer have seen.
+    """
+
+    def __init__(
+        self,
+        runner: ColumnsRunner,
+        schedule: SkipSchedule,
+        input_ids: torch.Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        batch, self.prompt = input_ids.shape
+        self.most = generation_config.max_length - self.prompt
+        self.pad = padding_token(generation_config)
+        self.texts = torch.cat([input_ids, self.pad.expand(batch, self.most)], dim=1)
+        self.counts = [0] * batch
+        self.ended = [False] * batch
+        self.running = list(range(batch))
+        self.shown = 0
+        self._runner = runner
+        self._schedule = schedule
+        self._processor = logits_processor
+        self._criteria = stopping_criteria
+        self._config = generation_config
+        self._streamer = streamer
+        self._stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._end_tokens = {
+            int(token)
+            for criterion in stopping_criteria
+            if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.tolist()
+        }
+        # What ended rows compute is handed out, too: they go on with padding until the last row has ended.
+        self._handed_out = any(
+            getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
+        )
+        self._unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
+        self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
+        self._scores: Any = ()
+        self._logits: Any = ()
+
+    def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode every row to its end. Returns what `decode_loop` does."""
+        logits = self._runner.prefill(self.texts[:, : self.prompt])
+        self._extend(self.running, [0] * len(self.running), logits)
+        del logits  # those of a prefill are large
+        while not self._show():
+            self._let_rows_leave()
+            rows = [row for row in self.running if self._goes_on(row)]
+            drafts = self._draft(rows)
+            tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
+            logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
+            self._extend(rows, drafts, logits)
+        if self._streamer is not None:
+            self._streamer.end()
+        texts = self.texts[:, : self.prompt + self.shown]
+        if not self._config.return_dict_in_generate:
+            return texts
+        self._runner.roll_back(self.shown - 1)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(torch.LongTensor, texts),
+            scores=self._scores if self._config.output_scores else None,
+            logits=self._logits if self._config.output_logits else None,
+            past_key_values=self._runner.cache,
+        )
+
+    def _goes_on(self, row: int) -> bool:
+        """True for a row that needs more tokens."""
+        return self.counts[row] < self.most and (not self.ended[row] or self._handed_out)
+
+    def _draft(self, rows: Sequence[int]) -> list[int]:
+        """Draft tokens of `rows` behind their texts. Returns how many each got."""
+        room = {row: min(MOST_DRAFTS, self.most - self.counts[row] - 1) for row in rows}
+        drafts = {row: room[row] if self.ended[row] else 0 for row in rows}  # padding is known beforehand
+        drafting = [row for row in rows if room[row] and not self.ended[row]]
+        first = min((self.counts[row] for row in drafting), default=0)  # of several rows the earliest says the layers
+        while drafting:
+            done = drafts[drafting[0]]
+            layers = self._schedule.layers_at(first - 1 + done)
+            tokens, starts, counts = self._columns(drafting, [1] * len(drafting), skip=done)
+            logits = self._runner.run(tokens, starts, counts, layers)
+            drafted = self._process(drafting, [1] * len(drafting), logits, skip=done).argmax(dim=-1)
+            self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
+            for row in drafting:
+                drafts[row] += 1
+            ends = dict(zip(drafting, [token in self._end_tokens for token in drafted.tolist()], strict=True))
+            drafting = [row for row in drafting if drafts[row] < room[row] and not ends[row]]
+        return [drafts[row] for row in rows]
+
+    def _columns(
+        self, rows: Sequence[int], counts: Sequence[int], skip: int = 0
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """What the runner is given for so many tokens of `rows`, from the last of their texts on or `skip` behind it.
+
+        Returns the tokens, and for each row that runs the number of its first one and how many there are.
+        """
+        at_hand = dict(zip(rows, counts, strict=True))
+        firsts = {row: self.counts[row] - 1 + skip for row in self.running}
+        places = [(row, self.prompt + firsts[row] + n) for row in self.running for n in range(at_hand.get(row, 0))]
+        tokens = self.texts[[row for row, _ in places], [column for _, column in places]]
+        return tokens, list(firsts.values()), [at_hand.get(row, 0) for row in self.running]
+
+    def _process(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        """The scores that choose tokens, of logits [tokens, vocabulary], so many of each row.
+
+        Processors see the whole batch at one length, as in any loop, and what they say of the row that has it counts.
+        """
+        logits = logits.to(copy=True, dtype=torch.float32, device=self.texts.device)
+        if not self._processor:
+            return logits
+        places = [
+            (row, self.prompt + self.counts[row] + skip + n)
+            for row, count in zip(rows, counts, strict=True)
+            for n in range(count)
+        ]
+        scores = torch.empty_like(logits)
+        for length in {length for _, length in places}:
+            at = [n for n, (_, other) in enumerate(places) if other == length]
+            of_rows = [places[n][0] for n in at]
+            whole = logits.new_zeros(len(self.texts), logits.shape[1])
+            whole[of_rows] = logits[at]
+            scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
+        return scores
+
+    def _extend(self, rows: Sequence[int], drafts: Sequence[int], logits: torch.Tensor) -> None:
+        """Give `rows` the drafts that full depth chooses, too, and its own next token, by logits [tokens, vocabulary]
+        of each row's last token and its drafts.
+        """
+        scores = self._process(rows, [1 + draft for draft in drafts], logits)
+        chosen = scores.argmax(dim=-1).tolist()
+        at = 0
+        for row, count in zip(rows, drafts, strict=True):
+            start = self.prompt + self.counts[row]
+            drafted = self.texts[row, start : start + count].tolist()
+            wanted = chosen[at : at + count + 1] if not self.ended[row] else [int(self.pad)] * (count + 1)
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, wanted, strict=False)))
+            new = wanted[: agreed + 1]
+            end = next((n for n, token in enumerate(new, start=1) if token in self._end_tokens), None)
+            if end is not None and not self.ended[row]:
+                new = new[:end]
+            self.texts[row, start : start + len(new)] = self.texts.new_tensor(new)
+            if self._handed_out:
+                self._kept[row] += [(scores[at + n], logits[at + n]) for n in range(len(new))]
+            self.counts[row] += len(new)
+            if end is not None:
+                self._end(row, self.counts[row])
+            at += count + 1
+
+    def _end(self, row: int, count: int) -> None:
+        """End a row's text behind so many new tokens."""
+        self.counts[row], self.ended[row] = count, True
+        self.texts[row, self.prompt + count :] = self.pad
+
+    def _show(self) -> bool:
+        """Show the columns that every row has to criteria and streamer. Returns whether all texts have ended."""
+        while all(self.counts[row] > self.shown or not self._goes_on(row) for row in range(len(self.counts))):
+            column = self.prompt + self.shown
+            self.shown += 1
+            if self._handed_out:
+                at_hand = [kept.pop(0) for kept in self._kept]
+                if self._config.output_scores:
+                    self._scores += (torch.stack([scores for scores, _ in at_hand]),)
+                if self._config.output_logits:
+                    self._logits += (torch.stack([logits for _, logits in at_hand]),)
+            if self._streamer is not None:
+                self._streamer.put(self.texts[:, column].cpu())
+            text = cast(torch.LongTensor, self.texts[:, : column + 1])
+            before = self._unfinished
+            self._unfinished = before & ~self._criteria(text, self._scores or None)
+            going, went = self._unfinished.tolist(), before.tolist()
+            if not any(going):
+                return True
+            for row in range(len(going)):
+                if self._stops_at_eos and went[row] and not going[row]:
+                    self._end(row, self.shown)
+                    self._kept[row].clear()
+        return False
+
+    def _let_rows_leave(self) -> None:
+        """Take rows that need no more tokens out of the passes, where that pays."""
+        self._runner.roll_back(max(self.counts[row] for row in self.running) - 1)
+        kept = None if self._handed_out else rows_to_keep([self._goes_on(row) for row in self.running])
+        if kept is not None:
+            self._runner.keep_rows(kept)
+            self.running = [self.running[n] for n in kept]

@@ -1,0 +1,252 @@
+"""What a schedule drafts and full depth verifies is full depth's own text, in as few passes as it allows."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import (
+    LAYERS,
+    MODELS,
+    NEAR_TIE_INT8,
+    Case,
+    cases,
+    check,
+    decode,
+    draw_prompts,
+    fresh_model,
+    generate,
+)
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from lean_cases import MODELS as FAMILIES
+from lean_cases import SCHEDULES, tiny
+from peft import LoraConfig, get_peft_model
+from tiny_models import END, PAD, ragged_prompts
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
+from skipdecode.runners import ColumnsRunner
+
+FULL = SkipSchedule.full_depth(LAYERS)
+LENGTHS = [3, 12, 5, 7]
+
+
+@st.composite
+def greedy_cases(draw: st.DrawFn) -> Case:
+    case = draw(cases())
+    lengths = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
+    return replace(
+        case,
+        lengths=lengths,
+        new_tokens=draw(st.integers(1, 24)),
+        mask=case.mask or (case.embeds and len(set(lengths)) > 1),
+        cache="planned",
+        weights=draw(st.sampled_from([None, "model", "packed", "int8"])),
+        sampling=None,
+        update=None,
+        only=None,
+    )
+
+
+@cache
+def model_of(name: str, *, double: bool) -> PreTrainedModel:
+    model = deepcopy(fresh_model(name))
+    return model.double() if double else model
+
+
+@settings(max_examples=100, derandomize=True, database=None)
+@given(greedy_cases(), st.booleans())
+def test_any_draft_of_any_batch_is_corrected_to_full_depths_text(case: Case, double: bool) -> None:
+    if double:
+        case = replace(case, weights=None)
+    model, prompts = model_of(case.model, double=double), draw_prompts(case)
+    texts = decode(case, model, prompts, lossless=True)
+    if case.weights == "int8":
+        check_int8(case, model, prompts, texts)
+    else:
+        event(f"near ties: {check(replace(case, schedule=FULL), model, prompts, texts)}")
+
+
+def check_int8(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> None:
+    """Full depth's text with the same weights, up to a near tie: what a pass over several columns rounds otherwise."""
+    plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
+    start = 0 if case.embeds else max(map(len, prompts))
+    for row, text in enumerate(texts):
+        expected = plain.sequences[row, start : start + len(text)].tolist()
+        other = next((step for step, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), None)
+        if other is not None:
+            scores = plain.logits[other][row].log_softmax(-1)
+            assert float(scores.max() - scores[text[other]]) <= NEAR_TIE_INT8
+
+
+class Watcher(StoppingCriteria, BaseStreamer):
+    """A criterion and a streamer that note what they are called with; the criterion ends each row at a length."""
+
+    eos_token_id = 0  # as transformers' criterion for end tokens has one
+
+    def __init__(self, ends: list[int]) -> None:
+        self.ends = torch.tensor(ends)
+        self.seen: list[Any] = []
+        self.streamed: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append((input_ids.tolist(), None if scores is None else len(scores)))
+        return self.ends <= input_ids.shape[1]
+
+    def put(self, value: torch.Tensor) -> None:
+        self.streamed.append(value.tolist())
+
+    def end(self) -> None:
+        self.streamed.append("end")
+
+
+def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | None = None, **request: Any) -> Any:
+    """What transformers gives by itself, and what lossless decoding gives; with what a watcher saw of each."""
+    ids, mask = ragged_prompts(lengths, 4)
+    found = []
+    for how in ({}, {"custom_generate": skip_generate, "schedule": draft, "lossless": True}):
+        watcher = Watcher(ends or [1000] * len(lengths))
+        watch: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([watcher])} if ends is not None else {}
+        if len(lengths) == 1:
+            watch["streamer"] = watcher
+        settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD, **request}
+        output = tiny(name).generate(input_ids=ids, attention_mask=mask, **watch, **settings, **how)
+        found.append((output, (watcher.seen, watcher.streamed)))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_logits_and_texts_are_transformers_own(name: str, lengths: list[int]) -> None:
+    handed_out = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ends = [15, 30, 15, 18][: len(lengths)]
+    request = {"repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": [END, 7, 11]}
+    (theirs, seen), (ours, also_seen) = both(name, SCHEDULES[0], lengths, ends, **handed_out, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for values, expected in ((ours.scores, theirs.scores), (ours.logits, theirs.logits)):
+        torch.testing.assert_close(torch.stack(values), torch.stack(expected), atol=1e-4, rtol=0)
+    assert also_seen == seen
+
+
+def test_the_cache_that_is_handed_out_is_full_depths() -> None:
+    (theirs, _), (ours, _) = both("llama", SCHEDULES[0], [6, 6], return_dict_in_generate=True)
+    assert isinstance(ours.past_key_values, PlannedCache)
+    for layer, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        columns = layer.get_seq_length()
+        assert columns == other.get_seq_length() == 25
+        torch.testing.assert_close(layer.keys[:, :, :columns], other.keys, atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer.values[:, :, :columns], other.values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ends", [[18, 30, 15, 20], [40, 14, 40, 40]], ids=["each", "one"])
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_what_looks_on_is_called_as_by_transformers(name: str, ends: list[int]) -> None:
+    (theirs, seen), (ours, also_seen) = both(name, SCHEDULES[2], LENGTHS, ends)
+    assert torch.equal(ours, theirs)
+    assert also_seen == seen
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [6, 7]]},
+        {"forced_eos_token_id": END, "eos_token_id": END},
+        {"exponential_decay_length_penalty": (4, 1.4), "eos_token_id": END},
+        {"suppress_tokens": list(range(4, 20)), "renormalize_logits": True},
+        {"prefix_allowed_tokens_fn": lambda row, text: list(range(4 + row * 7, 30 + row * 7))},
+    ],
+    ids=lambda request: next(iter(request)),
+)
+def test_processors_see_each_row_at_its_own_length(request_: dict[str, Any]) -> None:
+    (theirs, _), (ours, _) = both("qwen2", SCHEDULES[0], LENGTHS, **request_)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Of each pass behind the prompt, how many layers it ran, and how many columns of each row."""
+    found: list[tuple[int, list[int]]] = []
+    run = ColumnsRunner.run
+
+    def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
+        found.append((len(layers), list(counts)))
+        return run(self, tokens, starts, counts, layers)
+
+    monkeypatch.setattr(ColumnsRunner, "run", noted)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
+def test_a_draft_that_is_never_wrong_is_taken_whole(lengths: list[int], passes: list[tuple[int, list[int]]]) -> None:
+    (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=28)
+    assert torch.equal(ours, theirs)
+    # 27 tokens follow the prompt's: 9 a round.
+    assert [counts for _, counts in passes if counts[0] > 1] == [[9] * len(lengths)] * 3
+    assert len(passes) == 27
+
+
+@pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
+def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
+) -> None:
+    run = ColumnsRunner.run
+
+    def wrong(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
+        logits = run(self, tokens, starts, counts, layers)
+        return logits if len(layers) == LAYERS else -logits
+
+    monkeypatch.setattr(ColumnsRunner, "run", wrong)
+    (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
+    assert torch.equal(ours, theirs)
+    assert sum(layers == LAYERS for layers, _ in passes) == 19
+
+
+def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
+    ids, mask = ragged_prompts(LENGTHS, 4)
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, "eos_token_id": None}
+    whole = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
+    for row, length in enumerate(LENGTHS):
+        prompt, seen = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
+        alone = tiny("gemma").generate(input_ids=prompt, attention_mask=seen, max_new_tokens=16, **request)
+        assert torch.equal(alone[0, length:], whole[row, max(LENGTHS) :])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"lossless": "yes"}, "lossless is 'yes': it must be True or False"),
+        ({"cache_implementation": "dynamic"}, "can't draft and verify: a cache was given"),
+        ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
+        ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
+        ({"num_beams": 2}, "num_beams is 2"),
+        ({"schedule": None}, "schedule is missing"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_what_it_cannot_do_is_refused_by_name(request_: dict[str, Any], message: str) -> None:
+    ids, mask = ragged_prompts([4], 4)
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, **request_}
+    with pytest.raises(ConfigError, match=message):
+        tiny("llama").generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, **request)
+
+
+def test_adapters_that_are_not_merged_are_refused() -> None:
+    model = get_peft_model(deepcopy(fresh_model("llama")), LoraConfig(target_modules=["q_proj"])).eval()
+    ids, mask = ragged_prompts([4], 4)
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True}
+    with pytest.raises(ConfigError, match=r"can't draft and verify: .*q_proj"):
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, **request)
+
+
+def test_all_models_are_drawn() -> None:
+    assert set(FAMILIES) < set(MODELS)
