@@ -84,7 +84,8 @@ def skip_generate(
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
-            in one pass; those that it wouldn't have chosen make way for its own. Prompts run every layer.
+            in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
+            distribution. Prompts run every layer.
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
     Returns:
@@ -104,8 +105,6 @@ def skip_generate(
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     if lossless not in (True, False):
         raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
-    if lossless and generation_config.do_sample:
-        raise ConfigError("do_sample is True: lossless decoding is greedy")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or dropped_by_generate("streamer")

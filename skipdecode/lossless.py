@@ -8,7 +8,6 @@ them.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.internals import padding_token
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
@@ -72,6 +72,7 @@ class LosslessLoop:
             getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
         )
         self._unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
+        self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts were drawn from
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
         self._scores: Any = ()
         self._logits: Any = ()
@@ -107,8 +108,9 @@ class LosslessLoop:
 
     def _draft(self, rows: Sequence[int]) -> list[int]:
         """Draft tokens of `rows` behind their texts. Returns how many each got."""
+        self._proposed = {row: [] for row in rows}
         room = {row: min(MOST_DRAFTS, self.most - self.counts[row] - 1) for row in rows}
-        drafts = {row: room[row] if self.ended[row] else 0 for row in rows}  # padding is known beforehand
+        drafts = dict.fromkeys(rows, 0)
         drafting = [row for row in rows if room[row] and not self.ended[row]]
         first = min((self.counts[row] for row in drafting), default=0)  # of several rows the earliest says the layers
         while drafting:
@@ -116,7 +118,14 @@ class LosslessLoop:
             layers = self._schedule.layers_at(first - 1 + done)
             tokens, starts, counts = self._columns(drafting, [1] * len(drafting), skip=done)
             logits = self._runner.run(tokens, starts, counts, layers)
-            drafted = self._process(drafting, [1] * len(drafting), logits, skip=done).argmax(dim=-1)
+            scores = self._process(drafting, [1] * len(drafting), logits, skip=done)
+            if self._config.do_sample:
+                probabilities = torch.softmax(scores, dim=-1)
+                drafted = torch.multinomial(probabilities, num_samples=1)[:, 0]
+                for row, proposed in zip(drafting, probabilities, strict=True):
+                    self._proposed[row].append(proposed)
+            else:
+                drafted = scores.argmax(dim=-1)
             self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
             for row in drafting:
                 drafts[row] += 1
@@ -159,29 +168,31 @@ class LosslessLoop:
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
         return scores
 
-    def _extend(self, rows: Sequence[int], drafts: Sequence[int], logits: torch.Tensor) -> None:
-        """Give `rows` the drafts that full depth chooses, too, and its own next token, by logits [tokens, vocabulary]
-        of each row's last token and its drafts.
+    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> None:
+        """Give `rows` the drafts that full depth takes, so many at most, and its own next token.
+
+        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts.
         """
-        scores = self._process(rows, [1 + draft for draft in drafts], logits)
-        chosen = scores.argmax(dim=-1).tolist()
-        at = 0
-        for row, count in zip(rows, drafts, strict=True):
-            start = self.prompt + self.counts[row]
-            drafted = self.texts[row, start : start + count].tolist()
-            wanted = chosen[at : at + count + 1] if not self.ended[row] else [int(self.pad)] * (count + 1)
-            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafted, wanted, strict=False)))
-            new = wanted[: agreed + 1]
-            end = next((n for n, token in enumerate(new, start=1) if token in self._end_tokens), None)
-            if end is not None and not self.ended[row]:
-                new = new[:end]
+        scores = self._process(rows, [1 + count for count in counts], logits)
+        starts = [self.prompt + self.counts[row] for row in rows]
+        drafts = [self.texts[row, at : at + n].tolist() for row, at, n in zip(rows, starts, counts, strict=True)]
+        if self._config.do_sample:
+            found = accept_sampled(drafts, [self._proposed[row] for row in rows], scores)
+        else:
+            found = accept_chosen(drafts, scores)
+        first = 0
+        for row, start, count, new in zip(rows, starts, counts, found, strict=True):
+            if self.ended[row]:
+                new = [int(self.pad)]
+            elif ends := [n for n, token in enumerate(new) if token in self._end_tokens]:
+                new = new[: ends[0] + 1]
             self.texts[row, start : start + len(new)] = self.texts.new_tensor(new)
-            if self._handed_out:
-                self._kept[row] += [(scores[at + n], logits[at + n]) for n in range(len(new))]
             self.counts[row] += len(new)
-            if end is not None:
+            if self._handed_out:
+                self._kept[row] += [(scores[first + n], logits[first + n]) for n in range(len(new))]
+            if new[-1] in self._end_tokens:
                 self._end(row, self.counts[row])
-            at += count + 1
+            first += count + 1
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""

@@ -1,36 +1,20 @@
 """What a schedule drafts and full depth verifies is full depth's own text, in as few passes as it allows."""
 
 from copy import deepcopy
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from decoding_cases import (
-    LAYERS,
-    MODELS,
-    NEAR_TIE_INT8,
-    Case,
-    cases,
-    check,
-    decode,
-    draw_prompts,
-    fresh_model,
-    generate,
-)
+from decoding_cases import LAYERS, MODELS, Case, fresh_model
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lean_cases import MODELS as FAMILIES
 from lean_cases import SCHEDULES, tiny
+from lossless_cases import check_lossless, greedy_cases
+from lossless_sampling import chi_square, sampled_texts
 from peft import LoraConfig, get_peft_model
 from tiny_models import END, PAD, ragged_prompts
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
@@ -40,52 +24,10 @@ FULL = SkipSchedule.full_depth(LAYERS)
 LENGTHS = [3, 12, 5, 7]
 
 
-@st.composite
-def greedy_cases(draw: st.DrawFn) -> Case:
-    case = draw(cases())
-    lengths = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
-    return replace(
-        case,
-        lengths=lengths,
-        new_tokens=draw(st.integers(1, 24)),
-        mask=case.mask or (case.embeds and len(set(lengths)) > 1),
-        cache="planned",
-        weights=draw(st.sampled_from([None, "model", "packed", "int8"])),
-        sampling=None,
-        update=None,
-        only=None,
-    )
-
-
-@cache
-def model_of(name: str, *, double: bool) -> PreTrainedModel:
-    model = deepcopy(fresh_model(name))
-    return model.double() if double else model
-
-
 @settings(max_examples=100, derandomize=True, database=None)
 @given(greedy_cases(), st.booleans())
 def test_any_draft_of_any_batch_is_corrected_to_full_depths_text(case: Case, double: bool) -> None:
-    if double:
-        case = replace(case, weights=None)
-    model, prompts = model_of(case.model, double=double), draw_prompts(case)
-    texts = decode(case, model, prompts, lossless=True)
-    if case.weights == "int8":
-        check_int8(case, model, prompts, texts)
-    else:
-        event(f"near ties: {check(replace(case, schedule=FULL), model, prompts, texts)}")
-
-
-def check_int8(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> None:
-    """Full depth's text with the same weights, up to a near tie: what a pass over several columns rounds otherwise."""
-    plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
-    start = 0 if case.embeds else max(map(len, prompts))
-    for row, text in enumerate(texts):
-        expected = plain.sequences[row, start : start + len(text)].tolist()
-        other = next((step for step, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), None)
-        if other is not None:
-            scores = plain.logits[other][row].log_softmax(-1)
-            assert float(scores.max() - scores[text[other]]) <= NEAR_TIE_INT8
+    event(f"near ties: {check_lossless(case, double=double)}")
 
 
 class Watcher(StoppingCriteria, BaseStreamer):
@@ -219,6 +161,30 @@ def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
         prompt, seen = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
         alone = tiny("gemma").generate(input_ids=prompt, attention_mask=seen, max_new_tokens=16, **request)
         assert torch.equal(alone[0, length:], whole[row, max(LENGTHS) :])
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_sampled_texts_have_full_depths_distribution(name: str) -> None:
+    assert chi_square(*sampled_texts(name, SCHEDULES[0], rows=200, calls=8)) > 1e-3
+
+
+def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    assert chi_square(*sampled_texts("llama", SCHEDULES[0], rows=200, calls=8)) < 1e-9
+
+
+def test_a_draft_from_full_depths_own_distribution_is_taken_whole(passes: list[tuple[int, list[int]]]) -> None:
+    sampled_texts("opt", FULL, rows=50, calls=1)
+    assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
+
+
+def test_a_seed_gives_the_same_text_again() -> None:
+    def sampled(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        (_, _), (ours, _) = both("phi", SCHEDULES[0], LENGTHS, do_sample=True, temperature=2.0)
+        return ours.tolist()  # type: ignore[no-any-return]
+
+    assert sampled(1) == sampled(1) != sampled(2)
 
 
 @pytest.mark.parametrize(

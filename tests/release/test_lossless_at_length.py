@@ -1,0 +1,27 @@
+"""Lossless decoding held against full depth in more draws than the suite has time for.
+
+OMP_NUM_THREADS=1 python -m pytest -n 2 tests/release/test_lossless_at_length.py
+"""
+
+import pytest
+from decoding_cases import Case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lean_cases import MODELS, SCHEDULES
+from lossless_cases import check_lossless, greedy_cases
+from lossless_sampling import chi_square, sampled_texts
+
+from skipdecode import SkipSchedule
+
+
+@pytest.mark.parametrize("part", range(10))
+@settings(max_examples=500, database=None, suppress_health_check=list(HealthCheck))
+@given(greedy_cases(), st.booleans())
+def test_thousands_of_drafts_are_corrected_to_full_depths_text(part: int, case: Case, double: bool) -> None:
+    check_lossless(case, double=double)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
+@pytest.mark.parametrize("name", MODELS)
+def test_20000_sampled_tokens_have_full_depths_distribution(name: str, schedule: SkipSchedule) -> None:
+    assert chi_square(*sampled_texts(name, schedule, rows=500, calls=10)) > 1e-4

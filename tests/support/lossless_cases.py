@@ -1,0 +1,65 @@
+"""Cases of lossless decoding, drawn at random, and what each of them must give."""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+
+from decoding_cases import LAYERS, NEAR_TIE_INT8, Case, cases, check, decode, draw_prompts, fresh_model, generate
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from skipdecode import SkipSchedule
+
+FULL = SkipSchedule.full_depth(LAYERS)
+
+
+@st.composite
+def greedy_cases(draw: st.DrawFn) -> Case:
+    case = draw(cases())
+    lengths = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
+    return replace(
+        case,
+        lengths=lengths,
+        new_tokens=draw(st.integers(1, 24)),
+        mask=case.mask or (case.embeds and len(set(lengths)) > 1),
+        cache="planned",
+        weights=draw(st.sampled_from([None, "model", "packed", "int8"])),
+        sampling=None,
+        update=None,
+        only=None,
+    )
+
+
+@cache
+def _model_of(name: str, *, double: bool) -> PreTrainedModel:
+    model = deepcopy(fresh_model(name))
+    return model.double() if double else model
+
+
+def check_lossless(case: Case, *, double: bool) -> int:
+    """Decode as the case says, and hold every token against full depth; in float64 where `double`.
+
+    Returns how many tokens were chosen otherwise in a near tie; raises AssertionError.
+    """
+    if double:
+        case = replace(case, weights=None)
+    model, prompts = _model_of(case.model, double=double), draw_prompts(case)
+    texts = decode(case, model, prompts, lossless=True)
+    if case.weights == "int8":
+        return _check_int8(case, model, prompts, texts)
+    return check(replace(case, schedule=FULL), model, prompts, texts)
+
+
+def _check_int8(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
+    """Full depth's text with the same weights, up to a near tie: what a pass over several columns rounds otherwise."""
+    plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
+    start = 0 if case.embeds else max(map(len, prompts))
+    ties = 0
+    for row, text in enumerate(texts):
+        expected = plain.sequences[row, start : start + len(text)].tolist()
+        other = next((step for step, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), None)
+        if other is not None:
+            scores = plain.logits[other][row].log_softmax(-1)
+            assert float(scores.max() - scores[text[other]]) <= NEAR_TIE_INT8
+            ties += 1
+    return ties
