@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from transformers.utils import logging
 from skipdecode.attach import check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
+from skipdecode.draft_length import DraftLength, draft_record, pass_seconds
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import usual_weights
+from skipdecode.lean import LeanDecoder, usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
@@ -116,6 +118,7 @@ def skip_generate(
             return LosslessLoop(
                 columns_runner,
                 schedule,
+                _draft_length(model, columns_runner.decoder, schedule, weights, prompt_length, generation_config),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -180,6 +183,22 @@ def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profi
     """The profile of this machine's clock that speedups of a model are solved for; None where none was measured."""
     inner = unwrap(model)
     return _solved(inner).profile(inner, weights)
+
+
+def _draft_length(
+    model: GenerativeModel,
+    decoder: LeanDecoder,
+    schedule: SkipSchedule,
+    weights: Weights | None,
+    prompt_length: int,
+    generation_config: GenerationConfig,
+) -> DraftLength:
+    """The choice of how much to draft, with this machine's clock where `skipdecode calibrate` has measured it."""
+    sizes = _solved(unwrap(model)).sizes
+    sizes = replace(sizes, weight_bytes=1) if weights == "int8" else sizes
+    seconds = pass_seconds(sizes, profile_for(model, weights), prompt_length)
+    record = draft_record(decoder, schedule, do_sample=bool(generation_config.do_sample))
+    return DraftLength(record, seconds, schedule.num_layers)
 
 
 class _Solved:

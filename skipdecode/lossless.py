@@ -16,12 +16,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode.acceptance import accept_chosen, accept_sampled
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.internals import padding_token
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
-
-MOST_DRAFTS = 8  # of a row in a round
 
 
 class LosslessLoop:
@@ -39,6 +38,7 @@ class LosslessLoop:
         self,
         runner: ColumnsRunner,
         schedule: SkipSchedule,
+        draft_length: DraftLength,
         input_ids: torch.Tensor,
         *,
         logits_processor: LogitsProcessorList,
@@ -56,6 +56,7 @@ class LosslessLoop:
         self.shown = 0
         self._runner = runner
         self._schedule = schedule
+        self._length = draft_length
         self._processor = logits_processor
         self._criteria = stopping_criteria
         self._config = generation_config
@@ -72,7 +73,8 @@ class LosslessLoop:
             getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
         )
         self._unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
-        self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts were drawn from
+        self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts are drawn from
+        self._confidence: dict[int, list[float]] = {row: [] for row in range(batch)}  # largest of these probabilities
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
         self._scores: Any = ()
         self._logits: Any = ()
@@ -80,6 +82,7 @@ class LosslessLoop:
     def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode every row to its end. Returns what `decode_loop` does."""
         logits = self._runner.prefill(self.texts[:, : self.prompt])
+        self._length.start(len(self.running), [])
         self._extend(self.running, [0] * len(self.running), logits)
         del logits  # those of a prefill are large
         while not self._show():
@@ -108,30 +111,36 @@ class LosslessLoop:
 
     def _draft(self, rows: Sequence[int]) -> list[int]:
         """Draft tokens of `rows` behind their texts. Returns how many each got."""
-        self._proposed = {row: [] for row in rows}
+        self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
         room = {row: min(MOST_DRAFTS, self.most - self.counts[row] - 1) for row in rows}
-        drafts = dict.fromkeys(rows, 0)
         drafting = [row for row in rows if room[row] and not self.ended[row]]
-        first = min((self.counts[row] for row in drafting), default=0)  # of several rows the earliest says the layers
-        while drafting:
-            done = drafts[drafting[0]]
-            layers = self._schedule.layers_at(first - 1 + done)
+        first = (
+            min((self.counts[row] for row in drafting), default=1) - 1
+        )  # of several rows the earliest says the layers
+        budgets = [self._schedule.budget(first + n) for n in range(max(room.values()))]
+        self._length.start(len(rows), budgets)
+        reach = dict.fromkeys(rows, 1.0)
+        for done, budget in enumerate(budgets):
+            drafting = [row for row in drafting if done < room[row]]
+            worth = self._length.worth([reach[row] for row in drafting], done, budget) if drafting else []
+            drafting = [row for row, yes in zip(drafting, worth, strict=True) if yes]
+            if not drafting:
+                break
             tokens, starts, counts = self._columns(drafting, [1] * len(drafting), skip=done)
-            logits = self._runner.run(tokens, starts, counts, layers)
+            logits = self._runner.run(tokens, starts, counts, self._schedule.layers_for(budget))
             scores = self._process(drafting, [1] * len(drafting), logits, skip=done)
+            probabilities = torch.softmax(scores, dim=-1)
+            confidence, drafted = probabilities.max(dim=-1)
             if self._config.do_sample:
-                probabilities = torch.softmax(scores, dim=-1)
                 drafted = torch.multinomial(probabilities, num_samples=1)[:, 0]
-                for row, proposed in zip(drafting, probabilities, strict=True):
-                    self._proposed[row].append(proposed)
-            else:
-                drafted = scores.argmax(dim=-1)
             self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
-            for row in drafting:
-                drafts[row] += 1
-            ends = dict(zip(drafting, [token in self._end_tokens for token in drafted.tolist()], strict=True))
-            drafting = [row for row in drafting if drafts[row] < room[row] and not ends[row]]
-        return [drafts[row] for row in rows]
+            for n, (row, token, sure) in enumerate(zip(drafting, drafted.tolist(), confidence.tolist(), strict=True)):
+                self._proposed[row].append(probabilities[n])
+                self._confidence[row].append(sure)
+                reach[row] *= self._length.reach(sure)
+                if token in self._end_tokens:
+                    room[row] = 0  # nothing follows
+        return [len(self._confidence[row]) for row in rows]
 
     def _columns(
         self, rows: Sequence[int], counts: Sequence[int], skip: int = 0
@@ -180,8 +189,10 @@ class LosslessLoop:
             found = accept_sampled(drafts, [self._proposed[row] for row in rows], scores)
         else:
             found = accept_chosen(drafts, scores)
-        first = 0
+        first, before = 0, sum(self.counts[row] for row in rows)
+        outcomes: list[tuple[float, bool]] = []
         for row, start, count, new in zip(rows, starts, counts, found, strict=True):
+            outcomes += zip(self._confidence[row], [True] * (len(new) - 1) + [False], strict=False)
             if self.ended[row]:
                 new = [int(self.pad)]
             elif ends := [n for n, token in enumerate(new) if token in self._end_tokens]:
@@ -193,6 +204,7 @@ class LosslessLoop:
             if new[-1] in self._end_tokens:
                 self._end(row, self.counts[row])
             first += count + 1
+        self._length.learn(outcomes, sum(self.counts[row] for row in rows) - before)
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""

@@ -181,7 +181,7 @@ class ColumnsRunner:
     """
 
     def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._mask = _prompt_mask(input_ids, model_kwargs)
         self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
@@ -193,7 +193,7 @@ class ColumnsRunner:
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
         prompt = input_ids if self._embeds is None else self._embeds
-        return self._decoder.prefill(prompt, self.all_layers, self.cache, self._mask, self._positions)
+        return self.decoder.prefill(prompt, self.all_layers, self.cache, self._mask, self._positions)
 
     def run(
         self, tokens: torch.Tensor, starts: Sequence[int], counts: Sequence[int], layers: Sequence[int]
@@ -212,7 +212,7 @@ class ColumnsRunner:
             inputs = self._step_inputs(starts[0])
         else:
             inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
-        return self._decoder(tokens, layers, self.cache, inputs)
+        return self.decoder(tokens, layers, self.cache, inputs)
 
     def roll_back(self, steps: int) -> None:
         """Hold the columns of the prompt and of so many generated tokens alone."""

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lean_cases import MODELS as FAMILIES
 from lean_cases import SCHEDULES, tiny
-from lossless_cases import check_lossless, greedy_cases
+from lossless_cases import DRAFTS, check_lossless, drafting, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 from peft import LoraConfig, get_peft_model
 from tiny_models import END, PAD, ragged_prompts
@@ -24,10 +24,10 @@ FULL = SkipSchedule.full_depth(LAYERS)
 LENGTHS = [3, 12, 5, 7]
 
 
-@settings(max_examples=100, derandomize=True, database=None)
-@given(greedy_cases(), st.booleans())
-def test_any_draft_of_any_batch_is_corrected_to_full_depths_text(case: Case, double: bool) -> None:
-    event(f"near ties: {check_lossless(case, double=double)}")
+@settings(max_examples=80, derandomize=True, database=None)
+@given(greedy_cases(), st.sampled_from(DRAFTS), st.booleans())
+def test_any_draft_of_any_batch_is_corrected_to_full_depths_text(case: Case, drafts: int | str, double: bool) -> None:
+    event(f"near ties: {check_lossless(case, drafts, double=double)}")
 
 
 class Watcher(StoppingCriteria, BaseStreamer):
@@ -53,6 +53,7 @@ class Watcher(StoppingCriteria, BaseStreamer):
 
 def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | None = None, **request: Any) -> Any:
     """What transformers gives by itself, and what lossless decoding gives; with what a watcher saw of each."""
+    drafts = request.pop("drafts", 3)
     ids, mask = ragged_prompts(lengths, 4)
     found = []
     for how in ({}, {"custom_generate": skip_generate, "schedule": draft, "lossless": True}):
@@ -61,7 +62,8 @@ def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | N
         if len(lengths) == 1:
             watch["streamer"] = watcher
         settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD, **request}
-        output = tiny(name).generate(input_ids=ids, attention_mask=mask, **watch, **settings, **how)
+        with drafting(drafts):
+            output = tiny(name).generate(input_ids=ids, attention_mask=mask, **watch, **settings, **how)
         found.append((output, (watcher.seen, watcher.streamed)))
     return found
 
@@ -130,11 +132,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
 def test_a_draft_that_is_never_wrong_is_taken_whole(lengths: list[int], passes: list[tuple[int, list[int]]]) -> None:
-    (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=28)
+    (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4)
     assert torch.equal(ours, theirs)
-    # 27 tokens follow the prompt's: 9 a round.
-    assert [counts for _, counts in passes if counts[0] > 1] == [[9] * len(lengths)] * 3
-    assert len(passes) == 27
+    rows = len(lengths)
+    one_round = [(LAYERS, [1] * rows)] * 4 + [(LAYERS, [5] * rows)]
+    assert passes == [*one_round, *one_round, (LAYERS, [1] * rows)]  # 5 + 5 + 1 tokens follow the prompt's
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
@@ -156,7 +158,8 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
 def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
     ids, mask = ragged_prompts(LENGTHS, 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, "eos_token_id": None}
-    whole = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
+    with drafting(3):
+        whole = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
     for row, length in enumerate(LENGTHS):
         prompt, seen = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
         alone = tiny("gemma").generate(input_ids=prompt, attention_mask=seen, max_new_tokens=16, **request)
@@ -165,12 +168,12 @@ def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_sampled_texts_have_full_depths_distribution(name: str) -> None:
-    assert chi_square(*sampled_texts(name, SCHEDULES[0], rows=200, calls=8)) > 1e-3
+    assert chi_square(*sampled_texts(name, SCHEDULES[0], rows=200, calls=5)) > 1e-3
 
 
 def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
-    assert chi_square(*sampled_texts("llama", SCHEDULES[0], rows=200, calls=8)) < 1e-9
+    assert chi_square(*sampled_texts("llama", SCHEDULES[0], rows=200, calls=5)) < 1e-9
 
 
 def test_a_draft_from_full_depths_own_distribution_is_taken_whole(passes: list[tuple[int, list[int]]]) -> None:

@@ -8,7 +8,7 @@ from decoding_cases import Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lean_cases import MODELS, SCHEDULES
-from lossless_cases import check_lossless, greedy_cases
+from lossless_cases import DRAFTS, check_lossless, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 
 from skipdecode import SkipSchedule
@@ -16,9 +16,11 @@ from skipdecode import SkipSchedule
 
 @pytest.mark.parametrize("part", range(10))
 @settings(max_examples=500, database=None, suppress_health_check=list(HealthCheck))
-@given(greedy_cases(), st.booleans())
-def test_thousands_of_drafts_are_corrected_to_full_depths_text(part: int, case: Case, double: bool) -> None:
-    check_lossless(case, double=double)
+@given(greedy_cases(), st.sampled_from(DRAFTS), st.booleans())
+def test_thousands_of_drafts_are_corrected_to_full_depths_text(
+    part: int, case: Case, drafts: int | str, double: bool
+) -> None:
+    check_lossless(case, drafts, double=double)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])

@@ -1,16 +1,37 @@
 """Cases of lossless decoding, drawn at random, and what each of them must give."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from typing import Any
+from unittest import mock
 
 from decoding_cases import LAYERS, NEAR_TIE_INT8, Case, cases, check, decode, draw_prompts, fresh_model, generate
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from skipdecode import SkipSchedule
+from skipdecode.draft_length import DraftLength
 
 FULL = SkipSchedule.full_depth(LAYERS)
+
+
+# How much is drafted: so much of each row, whatever it gains; of some rows more than of others; or as it pays.
+DRAFTS = [1, 3, 12, "ragged", "as it pays"]
+
+
+@contextmanager
+def drafting(drafts: int | str) -> Iterator[None]:
+    """Draft as one of `DRAFTS` says: the models of tests are random, so that it hardly ever pays."""
+
+    def worth(_: DraftLength, reach: list[float], done: int, budget: int) -> list[bool]:
+        return [done < drafts if isinstance(drafts, int) else (row + done) % 3 > 0 for row in range(len(reach))]
+
+    own: Any = DraftLength.worth
+    with mock.patch.object(DraftLength, "worth", own if drafts == "as it pays" else worth):
+        yield
 
 
 @st.composite
@@ -20,7 +41,7 @@ def greedy_cases(draw: st.DrawFn) -> Case:
     return replace(
         case,
         lengths=lengths,
-        new_tokens=draw(st.integers(1, 24)),
+        new_tokens=draw(st.integers(1, 16)),
         mask=case.mask or (case.embeds and len(set(lengths)) > 1),
         cache="planned",
         weights=draw(st.sampled_from([None, "model", "packed", "int8"])),
@@ -36,7 +57,7 @@ def _model_of(name: str, *, double: bool) -> PreTrainedModel:
     return model.double() if double else model
 
 
-def check_lossless(case: Case, *, double: bool) -> int:
+def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
     """Decode as the case says, and hold every token against full depth; in float64 where `double`.
 
     Returns how many tokens were chosen otherwise in a near tie; raises AssertionError.
@@ -44,7 +65,8 @@ def check_lossless(case: Case, *, double: bool) -> int:
     if double:
         case = replace(case, weights=None)
     model, prompts = _model_of(case.model, double=double), draw_prompts(case)
-    texts = decode(case, model, prompts, lossless=True)
+    with drafting(drafts):
+        texts = decode(case, model, prompts, lossless=True)
     if case.weights == "int8":
         return _check_int8(case, model, prompts, texts)
     return check(replace(case, schedule=FULL), model, prompts, texts)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from lean_cases import tiny
+from lossless_cases import drafting
 from tiny_models import VOCABULARY, ragged_prompts
 
 from skipdecode import SkipSchedule, skip_generate
@@ -34,7 +35,9 @@ def sampled_texts(name: str, draft: SkipSchedule, rows: int, calls: int) -> tupl
     for call in range(calls):
         torch.manual_seed(call)
         batch = {"input_ids": ids.expand(rows, -1), "attention_mask": mask.expand(rows, -1)}
-        for text in model.generate(**batch, max_new_tokens=TOKENS, **request)[:, 5:].tolist():
+        with drafting(TOKENS):
+            found = model.generate(**batch, max_new_tokens=TOKENS, **request)[:, 5:]
+        for text in found.tolist():
             counts[places.get(tuple(text), -1)] += 1
     return counts, torch.cat([probabilities, torch.zeros(1)])
 

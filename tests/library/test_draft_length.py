@@ -1,0 +1,100 @@
+"""How much is drafted: nearly as much as pays best, and little where it doesn't pay."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lean_cases import SCHEDULES, fresh, generate
+
+from skipdecode import CostModel
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, pass_seconds
+from skipdecode.lean import lean_decoder
+from skipdecode.profile import Profile, TimedBatch
+
+LAYERS = 12
+
+
+def speed(taken: float, draft: int, column: float, tokens: int, record: DraftRecord, rows: int = 1) -> float:
+    """Times that a text is faster than at full depth: a draft runs so many layers and is taken with one probability.
+
+    `column` is what another column of a verification costs, in steps.
+    """
+
+    def seconds(layers: int, passed: int) -> float:
+        return layers / LAYERS + column * (passed - 1)
+
+    length = DraftLength(record, seconds, LAYERS)
+    cost = given = 0.0
+    while given < tokens * rows:
+        length.start(rows, [draft] * MOST_DRAFTS)
+        drafts, drafting = [0] * rows, list(range(rows))
+        for done in range(MOST_DRAFTS):
+            worth = length.worth([record.taken(0.8) ** done] * len(drafting), done, draft) if drafting else []
+            drafting = [row for row, yes in zip(drafting, worth, strict=True) if yes]
+            if drafting:
+                cost += seconds(draft, len(drafting))
+            for row in drafting:
+                drafts[row] += 1
+        cost += seconds(LAYERS, rows + sum(drafts))
+        outcomes = []
+        for count in drafts:
+            found = [random.random() < taken for _ in range(count)]
+            known = [*found, False].index(False)
+            outcomes += [(0.8, True)] * known + [(0.8, False)] * (known < count)
+        new = rows + sum(right for _, right in outcomes)
+        length.learn(outcomes, new)
+        given += new
+    return given / rows * seconds(LAYERS, rows) / cost
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("draft", "column"), [(2, 0.02), (4, 0.1), (6, 0.05)])
+@pytest.mark.parametrize("taken", [0, 0.3, 0.6, 0.85, 0.95, 1])
+def test_the_speed_is_near_the_best_and_hardly_ever_below_full_depths(
+    taken: float, draft: int, column: float, rows: int
+) -> None:
+    random.seed(1)
+    step = 1 + column * (rows - 1)
+    best = 1.0
+    for drafts in range(1, MOST_DRAFTS + 1):
+        given = sum(taken**n for n in range(drafts + 1))
+        whole = drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1)
+        best = max(best, given * step / whole)
+    assert speed(taken, draft, column, 2000, DraftRecord(), rows) > 0.94 * best
+    assert all(speed(0, draft, column, 32, DraftRecord(), rows) > 0.94 for _ in range(9))
+
+
+def test_an_unsure_draft_is_the_last() -> None:
+    record = DraftRecord()
+    for _ in range(100):
+        record.add(0.2, False)
+        record.add(0.95, True)
+    length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
+    record.may_lose = 9
+    length.start(2, [3] * MOST_DRAFTS)
+    assert length.worth([1, 1], 0, 3) == [True, True]
+    assert length.worth([record.taken(0.2), record.taken(0.95)], 1, 3) == [False, True]
+
+
+def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
+    sizes = CostModel.of(fresh("opt"))
+    by_bytes = pass_seconds(sizes, None, 64)
+    assert by_bytes(6, 8) > by_bytes(6, 1) > by_bytes(2, 1)
+    batches = tuple(TimedBatch(rows, 64, {1: 1.0 + rows, 6: 6.0 + rows}, {1: 1.0, 6: 2.0}) for rows in (1, 8))
+    measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
+    assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
+    assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
+
+
+def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:
+    model = fresh("opt")
+    decoder = lean_decoder(model)
+    request: dict[str, Any] = {"lossless": True, "max_new_tokens": 30}
+    generate(model, [5], SCHEDULES[0], **request)
+    kept = draft_record(decoder, SCHEDULES[0], do_sample=False)
+    assert kept.taken() < 0.75 < DraftRecord().taken()
+    generate(model, [5], SCHEDULES[0], **{**request, "do_sample": True})
+    assert draft_record(decoder, SCHEDULES[0], do_sample=False) is kept
+    assert draft_record(decoder, SCHEDULES[0], do_sample=True).taken() == DraftRecord().taken()
+    assert draft_record(decoder, replace(SCHEDULES[0], horizon=9), do_sample=False).taken() == DraftRecord().taken()
