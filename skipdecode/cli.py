@@ -107,6 +107,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         "examples:\n"
         "  skipdecode generate outputs/quickstart --speedup 3 'vehicle: ferry | to: Saltfern\\n'\n"
         "  skipdecode generate me/my-model --speedup 3 --file prompts.txt --batch-size 8 > texts.txt\n"
+        "  skipdecode generate me/my-model --speedup 4 --lossless --file prompts.txt\n"
         "  skipdecode generate me/my-model --json < prompts.jsonl > texts.jsonl",
     )
     _add_checkpoint(generate)
@@ -114,6 +115,9 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     generate.add_argument("--speedup", type=float, default=1, metavar="X", help="target wall-clock speedup (default 1)")
     _add_over(generate)
     generate.add_argument("--schedule", metavar="FILE", help="a schedule of your own, in place of a target")
+    generate.add_argument(
+        "--lossless", action="store_true", help="full depth's own text: the speedup drafts, full depth verifies"
+    )
     generate.add_argument("--batch-size", type=int, default=8, metavar="B", help="prompts together (default 8)")
     generate.add_argument("--stream", action="store_true", help="write words as they come; one prompt at a time")
     generate.add_argument("--json", action="store_true", help="read and write lines of JSON")

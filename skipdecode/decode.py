@@ -27,7 +27,7 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.lean import LeanDecoder, usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
-from skipdecode.lossless import LosslessLoop
+from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
@@ -52,6 +52,7 @@ def skip_generate(
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     lossless: bool = False,
+    draft_counts: DraftCounts | None = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -88,6 +89,7 @@ def skip_generate(
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
             in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
             distribution. Prompts run every layer.
+        draft_counts: what a lossless call adds its passes and drafts to (`skipdecode.lossless.DraftCounts`).
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
     Returns:
@@ -107,6 +109,8 @@ def skip_generate(
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     if lossless not in (True, False):
         raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
+    if draft_counts is not None and not lossless:
+        raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     streamer = streamer or dropped_by_generate("streamer")
@@ -124,6 +128,7 @@ def skip_generate(
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
+                draft_counts=draft_counts,
             ).run()
         runner = make_runner(
             model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs

@@ -8,6 +8,7 @@ them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,23 @@ from skipdecode.internals import padding_token
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
+
+
+@dataclass
+class DraftCounts:
+    """Counted over the decode steps of lossless calls, of batches of any size.
+
+    Attributes:
+        rounds: passes of full depth.
+        drafted: tokens that were drafted, of all rows.
+        taken: those of them that stand in the texts.
+        layers: of all passes, drafts' and full depth's: at full depth alone a step has all of the model's.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    taken: int = 0
+    layers: int = 0
 
 
 class LosslessLoop:
@@ -45,6 +63,7 @@ class LosslessLoop:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
+        draft_counts: DraftCounts | None = None,
     ) -> None:
         batch, self.prompt = input_ids.shape
         self.most = generation_config.max_length - self.prompt
@@ -57,6 +76,7 @@ class LosslessLoop:
         self._runner = runner
         self._schedule = schedule
         self._length = draft_length
+        self._drafts = DraftCounts() if draft_counts is None else draft_counts
         self._processor = logits_processor
         self._criteria = stopping_criteria
         self._config = generation_config
@@ -91,6 +111,8 @@ class LosslessLoop:
             drafts = self._draft(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
             logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
+            self._drafts.rounds += 1
+            self._drafts.layers += len(self._runner.all_layers)
             self._extend(rows, drafts, logits)
         if self._streamer is not None:
             self._streamer.end()
@@ -128,6 +150,8 @@ class LosslessLoop:
                 break
             tokens, starts, counts = self._columns(drafting, [1] * len(drafting), skip=done)
             logits = self._runner.run(tokens, starts, counts, self._schedule.layers_for(budget))
+            self._drafts.drafted += len(drafting)
+            self._drafts.layers += budget
             scores = self._process(drafting, [1] * len(drafting), logits, skip=done)
             probabilities = torch.softmax(scores, dim=-1)
             confidence, drafted = probabilities.max(dim=-1)
@@ -192,11 +216,13 @@ class LosslessLoop:
         first, before = 0, sum(self.counts[row] for row in rows)
         outcomes: list[tuple[float, bool]] = []
         for row, start, count, new in zip(rows, starts, counts, found, strict=True):
-            outcomes += zip(self._confidence[row], [True] * (len(new) - 1) + [False], strict=False)
+            agreed = len(new) - 1
+            outcomes += zip(self._confidence[row], [True] * agreed + [False], strict=False)
             if self.ended[row]:
                 new = [int(self.pad)]
             elif ends := [n for n, token in enumerate(new) if token in self._end_tokens]:
                 new = new[: ends[0] + 1]
+            self._drafts.taken += min(len(new), agreed)
             self.texts[row, start : start + len(new)] = self.texts.new_tensor(new)
             self.counts[row] += len(new)
             if self._handed_out:

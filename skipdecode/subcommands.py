@@ -24,10 +24,12 @@ def generate(options: argparse.Namespace) -> int:
         raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
     if options.stream and options.json:
         raise ConfigError("--stream writes words as they come: leave --json out")
-    sampling: dict[str, Any] = {}
+    if options.lossless and options.schedule is None and options.speedup == 1:
+        raise ConfigError("--lossless drafts at a speed above full depth's: name its --speedup, or a --schedule")
+    sampling: dict[str, Any] = {"lossless": options.lossless}
     if options.temperature is not None or options.top_p is not None:
         _check_sampling(options)
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+        sampling |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     prompts = _prompts(options, as_json=options.json)
     from skipdecode.schedule import SkipSchedule
 
@@ -36,7 +38,7 @@ def generate(options: argparse.Namespace) -> int:
     decoder.check(prompts)
     if schedule is None:
         decoder.schedule(options.speedup, options.over)  # for the errors, before anything is written
-    if sampling:
+    if "do_sample" in sampling:
         import torch
 
         torch.manual_seed(options.seed)

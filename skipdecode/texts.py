@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from skipdecode.cost import Cost, CostModel
 from skipdecode.decode import profile_for, resolve_schedule, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
+from skipdecode.lossless import DraftCounts
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over, SkipSchedule
@@ -31,7 +32,8 @@ class Completion:
     Attributes:
         prompt, text: without special tokens.
         tokens: that were generated, the end token among them.
-        layers: that they ran after the prompt, on average; the first token comes from the prompt's pass.
+        layers: that they ran after the prompt, on average; the first token comes from the prompt's pass. Of lossless
+            texts those of all passes of the batch, drafts' and full depth's, over its steps.
     """
 
     prompt: str
@@ -89,6 +91,7 @@ class Decoder:
         model, tokenizer: as `skipdecode.load` gives them.
         max_new_tokens: of each prompt.
         weights: as in `skip_generate`.
+        lossless: as in `skip_generate`.
         sampling: generate's settings, such as `do_sample` and `temperature`; greedy without.
 
     Raises:
@@ -101,6 +104,7 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         weights: Weights | None = None,
+        lossless: bool = False,
         **sampling: Any,
     ) -> None:
         if max_new_tokens < 1:
@@ -108,6 +112,7 @@ class Decoder:
         self.model: Any = model
         self.tokenizer: Any = tokenizer
         self.weights = weights
+        self._lossless = lossless
         self._request = {"max_new_tokens": max_new_tokens, "weights": weights, "do_sample": False, **sampling}
         self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
 
@@ -151,6 +156,9 @@ class Decoder:
         if tokens is not None:
             request |= {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": self.tokenizer.pad_token_id}
         inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
+        counts = DraftCounts()
+        if self._lossless:
+            request |= {"lossless": True, "draft_counts": counts}
         clock = StepClock(self.model.device)
         ids = self.model.generate(
             **{name: inputs[name] for name in ("input_ids", "attention_mask")},
@@ -162,6 +170,9 @@ class Decoder:
         )
         new = ids[:, inputs["input_ids"].shape[1] :]
         completions = tuple(self._completion(*pair, schedule) for pair in zip(prompts, new, strict=True))
+        if self._lossless:
+            layers = counts.layers / max(1, clock.steps)
+            completions = tuple(replace(one, layers=layers if one.tokens > 1 else 0.0) for one in completions)
         return Decoded(completions, clock.prefill_seconds, clock.decode_seconds, clock.steps)
 
     def _completion(self, prompt: str, ids: torch.Tensor, schedule: SkipSchedule) -> Completion:

@@ -97,6 +97,18 @@ def test_a_schedule_of_ones_own_and_batches(checkpoint: Path, tmp_path: Path, ca
     assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
 
 
+def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, capsys: Any) -> None:
+    words = ["generate", str(checkpoint), *TYPED, *SHORT, "--json"]
+    assert main([*words, "--speedup", "3", "--lossless"]) == 0
+    out, err = said(capsys)
+    assert [json.loads(line)["text"] for line in out] == expected(checkpoint, PROMPTS, speedup=1)
+    layers = json.loads(out[0])["layers"]
+    assert layers > 1
+    assert err.startswith(f"{layers:.2f} of 6 layers per token, ")
+    assert main([*words, "--lossless"]) == 2
+    refused(capsys, "--lossless drafts at a speed above full depth's: name its --speedup, or a --schedule")
+
+
 def test_sampling_follows_its_seed(checkpoint: Path, capsys: Any) -> None:
     words = ["generate", str(checkpoint), TYPED[0], *SHORT, "--temperature", "5", "--seed"]
     texts = []

@@ -18,6 +18,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
+from skipdecode.lossless import DraftCounts
 from skipdecode.runners import ColumnsRunner
 
 FULL = SkipSchedule.full_depth(LAYERS)
@@ -155,6 +156,21 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     assert sum(layers == LAYERS for layers, _ in passes) == 19
 
 
+def test_passes_and_drafts_are_counted(passes: list[tuple[int, list[int]]]) -> None:
+    counts = DraftCounts()
+    ids, mask = ragged_prompts(LENGTHS, 4)
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[2], "lossless": True, "draft_counts": counts}
+    with drafting("ragged"):
+        tiny("llama").generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, eos_token_id=None, **request)
+    verified = [sum(columns) - sum(map(bool, columns)) for layers, columns in passes if layers == LAYERS]
+    assert counts.rounds == len(verified)
+    assert counts.drafted == sum(verified)
+    assert counts.layers == sum(layers for layers, _ in passes)
+    # A round gives each row that goes on a token of full depth's, and the drafts that were taken.
+    given = sum(sum(map(bool, columns)) for layers, columns in passes if layers == LAYERS)
+    assert counts.taken == len(LENGTHS) * 19 - given > 0
+
+
 def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
     ids, mask = ragged_prompts(LENGTHS, 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, "eos_token_id": None}
@@ -199,6 +215,7 @@ def test_a_seed_gives_the_same_text_again() -> None:
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
         ({"schedule": None}, "schedule is missing"),
+        ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
