@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive_opt import naive_logits
-from tiny_models import END, PAD, ragged_prompts, tiny_opt
+from tiny_models import ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -31,44 +30,6 @@ def test_sampling_with_a_seed_equals_transformers_at_full_depth() -> None:
     torch.manual_seed(7)
     ours = generate(SkipSchedule.full_depth(6), **settings)
     assert torch.equal(ours, theirs)
-
-
-def test_sampling_draws_from_the_masked_models_distribution() -> None:
-    """The scores that are sampled from are the naive masked model's, step by step, for the tokens that were drawn."""
-    torch.manual_seed(3)
-    output = generate(do_sample=True, top_k=0, return_dict_in_generate=True, output_logits=True)
-    ids, mask = ragged_prompts([3, 7, 5], 3)
-    generated = output.sequences[:, ids.shape[1] :]
-    seen = torch.cat([mask, torch.ones_like(generated)], 1)
-    logits = naive_logits(tiny_opt("opt", 6), output.sequences, seen, ids.shape[1], SCHEDULE)
-    unfinished = torch.ones(3, dtype=torch.bool)
-    for step, raw in enumerate(output.logits):
-        expected = logits[:, ids.shape[1] - 1 + step]
-        torch.testing.assert_close(raw[unfinished], expected[unfinished], atol=1e-4, rtol=1e-4)
-        unfinished &= generated[:, step] != END
-
-
-def test_rows_that_ended_are_padded_and_decoding_ends_when_all_have() -> None:
-    long = generate(max_new_tokens=60, lengths=(3, 7, 5, 4, 9, 2))
-    rows = long[:, 9:].tolist()
-    ended = [row.index(END) for row in rows if END in row]
-    assert ended, "the seed must be one in which a row ends"
-    for row in rows:
-        if END in row:
-            assert set(row[row.index(END) + 1 :]) <= {PAD}
-    if len(ended) == len(rows):
-        assert long.shape[1] == 9 + max(ended) + 1
-    one = next(n for n, row in enumerate(rows) if END in row)
-    alone_ids, alone_mask = ragged_prompts([3, 7, 5, 4, 9, 2], 3)
-    alone = tiny_opt("opt", 6).generate(
-        input_ids=alone_ids[one : one + 1],
-        attention_mask=alone_mask[one : one + 1],
-        custom_generate=skip_generate,
-        schedule=SCHEDULE,
-        max_new_tokens=60,
-        do_sample=False,
-    )
-    assert alone.shape[1] == 9 + rows[one].index(END) + 1
 
 
 def test_each_step_runs_the_layers_of_its_budget_alone() -> None:

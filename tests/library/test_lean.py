@@ -8,7 +8,6 @@ from lean_cases import MODELS, SCHEDULES, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn
-from transformers import DynamicCache
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from skipdecode import ConfigError, SkipSchedule, lean
@@ -66,16 +65,6 @@ def test_copies_of_weights_are_for_the_cpu() -> None:
             lean_decoder(model, weights)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sampling_with_a_seed_draws_the_same_tokens(name: str) -> None:
-    def drawn(**changes: Any) -> Any:
-        torch.manual_seed(5)
-        return generate(tiny(name), [3, 7, 5], SCHEDULES[0], do_sample=True, top_k=20, temperature=0.9, **changes)
-
-    assert torch.equal(drawn(), drawn(cache_implementation="dynamic"))
-    assert torch.equal(drawn(), drawn(past_key_values=DynamicCache()))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "opt-350m", "bloom"])
 def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> None:
     model = tiny(name)
@@ -97,19 +86,6 @@ def test_an_adapter_is_never_left_out() -> None:
     with model.disable_adapter():
         assert not torch.equal(generate(model, [5, 5], SCHEDULES[0]), adapted)
     assert torch.equal(generate(model, [5, 5], SCHEDULES[0], cache_implementation="dynamic"), adapted)
-
-
-def test_changed_weights_are_noticed() -> None:
-    model = tiny_opt("opt", 6, seed=4)
-    before = generate(model, [5, 5], SCHEDULES[0])
-    first = lean_decoder(model)
-    assert lean_decoder(model) is first
-    with torch.no_grad():
-        model.model.decoder.layers[0].self_attn.q_proj.weight.mul_(-2)
-    assert lean_decoder(model) is not first
-    after = generate(model, [5, 5], SCHEDULES[0])
-    assert torch.equal(after, generate(model, [5, 5], SCHEDULES[0], cache_implementation="dynamic"))
-    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize(
