@@ -39,9 +39,9 @@ $(RUN)/eval/report.json: $(RUN)/model.safetensors | .venv/.installed
 	$(PY) -m eval --checkpoint $(RUN) --task departures --speedup 1 2 3 4 --output $(RUN)/eval >/dev/null
 
 # The tests' models are tiny: two processes of one thread each are faster than threads that wait for each other. A file
-# stays on one process, whose trained models its tests share.
+# stays on one process, whose trained models its tests share; the order is that of tests/conftest.py.
 test: install ## run the tests and the library's doctests
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The oldest transformers that pyproject.toml names, and the last huggingface_hub that it takes, in a folder that goes
 # before .venv's; everything else stays.

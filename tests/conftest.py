@@ -28,6 +28,11 @@ os.environ["HOME"] = _HOME.name
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that train come first: they take longest, and two processes end together where short files are left."""
+    items.sort(key=lambda item: "training" not in item.path.parts)
+
+
 def _contents(folder: Path) -> dict[str, int]:
     """Each file below a folder and when it was last written, but for caches, .venv and .git."""
     found = {}
