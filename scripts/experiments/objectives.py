@@ -7,7 +7,7 @@ All train for as much work (passes of a column through a layer) as the distilled
 
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -49,10 +49,14 @@ def main() -> int:
     )
     options = parser.parse_intermixed_args()
 
+    @cache
+    def work(name: str, variants: Variants) -> float:
+        return variants.work(OBJECTIVES[name])
+
     def steps(name: str, variants: Variants) -> int:
         batch = variants.recipe().train.per_device_batch_size
         whole = options.epochs * len(variants.prepared.encoded.rows) / batch
-        return round(whole * variants.work(OBJECTIVES["sandwich, distilled"]) / variants.work(OBJECTIVES[name]))
+        return round(whole * work("sandwich, distilled", variants) / work(name, variants))
 
     def overrides(name: str, variants: Variants) -> tuple[str, ...]:
         return (*OBJECTIVES[name], f"train.max_steps={steps(name, variants)}")

@@ -29,14 +29,19 @@ def arguments(shape: str, output: Path, **changes: str) -> list[str]:
 
 def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "speed.json"
-    words = {"--speedup": "2 50", "--weights": "packed int8", "--peers": "transformers ctranslate2"}
+    words = {
+        "--speedup": "2 50",
+        "--weights": "packed int8",
+        "--peers": "transformers ctranslate2",
+        "--batch-size": "2",
+    }
     assert main([*arguments(shape, output, **words), "--predict", "--profile"]) == 0
     report = json.loads(output.read_text())
     rows = report["rows"]
     assert [(r["batch_size"], r["weights"], r["speedup_target"]) for r in rows] == [
-        (batch, weights, target) for batch in (1, 2) for weights in ("packed", "int8") for target in (1, 2)
+        (2, weights, target) for weights in ("packed", "int8") for target in (1, 2)
     ]
-    assert len(report["unreachable"]) == 4
+    assert len(report["unreachable"]) == 2
     assert all("50x: speedup is 50: with warmup_layers" in line for line in report["unreachable"])
     for row in rows:
         assert set(row["over_peers"]) == {"transformers", "CTranslate2 float32", "CTranslate2 int8"}
@@ -53,7 +58,7 @@ def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: P
             assert row["bound_speedup"] > 1.3
     printed = capsys.readouterr().out
     assert "a decode step, by operation" in printed
-    assert output.with_suffix(".md").read_text().count("| int8 | 2x |") == 2
+    assert output.with_suffix(".md").read_text().count("| int8 | 2x |") == 1
     assert output.with_suffix(".png").stat().st_size > 10_000
 
 
