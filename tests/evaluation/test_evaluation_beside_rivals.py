@@ -4,13 +4,12 @@ import json
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import start_python
 from small_checkpoints import TASK, save_checkpoint
 
 import eval.cli
@@ -252,6 +251,19 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
         (["--over", "all", "--speedup", "40"], "speedup is 40: with warmup_layers"),
+        (["--checkpoint", "E2E"], "'E2E' is no checkpoint: it has no config.json"),
+        (["--checkpoint", "./nowhere"], "is no checkpoint: it is not a folder"),
+        (["--task", "e2ee"], "unknown task 'e2ee'"),
+        (["--speedup", "0.5"], "name different targets of 1 or more"),
+        (["--speedup", "inf"], "name different targets of 1 or more"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--schedule", "E2E/devset.csv"], "schedule file 'E2E/devset.csv': not a schedule"),
+        (["--device", "cuda:x"], "--device is 'cuda:x', which can't be used"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--max-new-tokens", "120"], "the model has 128 positions and max_new_tokens is 120"),
+        (["--compare", "nothing"], "expected NAME=PATH"),
+        (["--compare", "other=E2E/devset.csv"], "is no report"),
+        (["--data-dir", "/nowhere", "--task", "e2e"], "no such folder"),
     ],
 )
 def test_a_bad_request_is_one_line_and_writes_nothing(
@@ -294,15 +306,15 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
     words = ["--checkpoint", str(full), *RESUMED]
     evaluate(tmp_path / "straight", *words)
     output = tmp_path / "killed"
-    command = [sys.executable, "-m", "eval", *words, *SMALL, "--output", str(output)]
     lines = random.Random().randint(2, 15)  # of twenty at least
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run = start_python(["-m", "eval", *words, *SMALL, "--output", str(output)], tmp_path / "log.txt")
     deadline = time.monotonic() + 120
-    while run.poll() is None and time.monotonic() < deadline:
+    while run.is_alive() and time.monotonic() < deadline:
         if (output / FILE_NAME).exists() and (output / FILE_NAME).read_bytes().count(b"\n") >= lines:
-            run.send_signal(signal.SIGKILL)
+            run.kill()
         time.sleep(0.002)
-    assert run.wait() == -signal.SIGKILL, run.stderr and run.stderr.read()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
     assert not (output / "report.json").exists()
     journal = (output / FILE_NAME).read_bytes()
     # Torn besides, as by a machine that stops.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import start_python
 from safetensors import SafetensorError
 from small_runs import SMALL
 
@@ -159,21 +160,14 @@ def test_a_finished_checkpoint_that_can_not_be_written_leaves_the_last_one(
 
 
 def test_ctrl_c_ends_a_training_run_with_130_and_names_what_is_left(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, "train.max_steps=5000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen(
-        [*command, f"output.dir={folder}"],
-        cwd=ROOT,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
-    )
-    while not (folder / "checkpoint-3").exists() and run.poll() is None:
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
+    words = ["train.py", "--recipe", "quickstart", *SMALL, "train.max_steps=5000", f"output.dir={folder}"]
+    run = start_python(words, log)
+    while not (folder / "checkpoint-3").exists() and run.is_alive():
         time.sleep(0.1)
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=120)
-    assert run.returncode == 130, said
+    os.kill(run.pid or 0, signal.SIGINT)
+    run.join(timeout=120)
+    said = log.read_text()
+    assert run.exitcode == 130, said
     assert "Traceback" not in said
     assert said.splitlines()[-1].startswith(f"interrupted: the last good checkpoint is {folder}/checkpoint-")

@@ -18,23 +18,36 @@ from skipdecode import ConfigError
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["evaluation.speedups=[0.5]"],
-            "evaluation.speedups is [0.5]: Value error, expected different targets",
-        ),
+        (["data.task=e2ee"], "unknown task 'e2ee': did you mean 'e2e'"),
+        (["schedule.speedups=[1,90]"], "this model reaches at most"),
+        (["model.shape=opt-tny"], "unknown model.shape 'opt-tny': did you mean 'opt-tiny'"),
+        (["model.name_or_path=/nowhere/at/all"], "not both"),
+        (["model.vocab_size=10"], "model.vocab_size is 10"),
+        (["model.config.hidden_size=0"], "hidden_size is 0"),
+        (["model.config.max_position_embeddings=40"], "the model has 40"),
+        (["data.max_prompt_tokens=3"], "at most 3 fit: raise data.max_prompt_tokens"),
+        (["schedule.speedups=null", "schedule.files=[LAYERS24]"], "is for 24 layers, the model has 8"),
+        (["schedule.speedups=null", "schedule.files=[MINMAX]"], "min_layers is 9: it must lie between warmup_layers"),
+        (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
+        (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
+        (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
+        (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
+        (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
+        (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected different targets"),
         (["evaluation.speedups=[1,1]"], "evaluation.speedups is [1, 1]"),
         (["evaluation.speedups=[]"], "evaluation.speedups is []"),
         (["evaluation.speedups=[.nan]"], "evaluation.speedups"),
         (["evaluation.speedups=[1,90]"], "the evaluation after training can't be done: speedup is 90"),
-        (
-            ["evaluation.speedups=[1]", "evaluation.max_new_tokens=250"],
-            "the model has 256 positions and max_new",
-        ),
+        (["evaluation.speedups=[1]", "evaluation.max_new_tokens=250"], "the model has 256 positions and max_new"),
     ],
 )
-def test_an_evaluation_that_can_not_be_done_is_refused_before_training(
+def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_write_nothing(
     overrides: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
+    for name, (most, least) in {"LAYERS24": (9, 3), "MINMAX": (3, 9)}.items():
+        depth = 24 if name == "LAYERS24" else 8
+        (tmp_path / name).write_text(json.dumps({"num_layers": depth, "max_layers": most, "min_layers": least}))
+        overrides = [override.replace(name, str(tmp_path / name)) for override in overrides]
     folder = tmp_path / "run"
     assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides]) == 2
     said = capsys.readouterr().err.splitlines()[-1]

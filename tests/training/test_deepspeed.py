@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import run_python, start_python
 from transformers import AutoModelForCausalLM
 
 import train.cli
@@ -70,34 +69,12 @@ def training(folder: Path, *overrides: str) -> list[str]:
     return ["--recipe", "quickstart", *COMMON, f"output.dir={folder}", *overrides]
 
 
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", *arguments]
-
-
-def finish(log: Path, *commands: list[str]) -> tuple[list[int], str]:
-    """Run commands beside each other to their end: their exit statuses, and what they printed."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    with log.open("w") as stream:
-        running = [
-            subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment) for command in commands
-        ]
-        try:
-            statuses = [process.wait(timeout=300) for process in running]  # processes that differ wait for ever
-        finally:
-            for process in running:
-                process.terminate()  # torchrun ends its own
-    return statuses, log.read_text()
-
-
 def train_on_two(folder: Path, *overrides: str, log: Path) -> str:
     """Train on two processes, each with half of the rows; what each drew is in `log`'s folder."""
-    launcher = torchrun("--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0", "tests/support/draws_logged.py")
     arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", *overrides)
-    (status,), printed = finish(log, [*launcher, str(log.parent), *arguments])
-    assert status == 0, printed[-3000:]
-    return printed
+    status = run_python(["tests/support/draws_logged.py", str(log.parent), *arguments], log, processes=2)
+    assert status == 0, log.read_text()[-3000:]
+    return log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +156,8 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     # First with a process less, whose shard would be lost.
     left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", zero3)
-    (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *recipe])
-    assert status == 2
-    error = printed.strip().splitlines()[-1]
+    assert run_python(["train.py", *recipe], tmp_path / "refused.txt") == 2
+    error = (tmp_path / "refused.txt").read_text().splitlines()[-1]
     assert error.startswith("error: ")
     assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
@@ -202,19 +178,22 @@ def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tm
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    launcher = torchrun(*meeting, "--local_addr", "127.0.0.1", "tests/support/draws_logged.py", str(tmp_path))
-    folder = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--rdzv_backend", "c10d", *meeting, "--local_addr", "127.0.0.1"]
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
     arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", "deepspeed.config=zero2")
-    statuses, printed = finish(tmp_path / "log.txt", [*launcher, *arguments], [*launcher, *arguments])
-    assert statuses == [0, 0], printed[-3000:]
+    command = [*launcher, "tests/support/draws_logged.py", str(tmp_path), *arguments]
+    agents = [start_python(command, log) for _ in range(2)]
+    for agent in agents:
+        agent.join(timeout=300)
+    assert [agent.exitcode for agent in agents] == [0, 0], log.read_text()[-3000:]
     check_same_training(folder, alone("sampled"))
     assert (tmp_path / "0.jsonl").read_text() == (tmp_path / "1.jsonl").read_text()
 
 
 def test_one_process_needs_no_launcher(alone: Callable[[str], Path], tmp_path: Path) -> None:
     arguments = training(tmp_path / "run", f"train.per_device_batch_size={ROWS}", "deepspeed.config=zero2")
-    (status,), printed = finish(tmp_path / "log.txt", [sys.executable, "train.py", *arguments])
-    assert status == 0, printed[-3000:]
+    log = tmp_path / "log.txt"
+    assert run_python(["train.py", *arguments], log) == 0, log.read_text()[-3000:]
     check_same_training(tmp_path / "run", alone("sampled"))
 
 
@@ -270,10 +249,9 @@ def test_a_config_that_disagrees_with_the_recipe_is_one_line_and_writes_nothing(
     config, folder = tmp_path / "own.json", tmp_path / "run"
     values = {**json.loads((DEEPSPEED / "zero2.json").read_text()), "bf16": {"enabled": True}, "gradient_clipping": 0.5}
     config.write_text(json.dumps(values))
-    command = [sys.executable, "train.py", *training(folder, f"deepspeed.config={config}")]
-    (status,), printed = finish(tmp_path / "log.txt", command)
-    assert status == 2
-    error = printed.strip().splitlines()[-1]
+    log = tmp_path / "log.txt"
+    assert run_python(["train.py", *training(folder, f"deepspeed.config={config}")], log) == 2
+    error = log.read_text().splitlines()[-1]
     assert error.startswith("error: ")
     assert "gradient_clipping=0.5 against max_grad_norm=1.0" in error
     assert "bf16.enabled=True" in error

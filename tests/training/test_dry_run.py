@@ -1,16 +1,14 @@
 """A dry run says what a run takes, and leaves no trace of itself."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runs
+from forked_python import run_python
 
 import train.cli
 from train.dry_run.rehearsal import dry_run
@@ -89,15 +87,9 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> No
 
 
 def test_two_processes_say_it_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    command += ["--rdzv_endpoint", "localhost:0", "train.py", "--recipe", "quickstart", "--dry-run"]
-    result = subprocess.run(
-        [*command, *SMALL, "deepspeed.config=zero3", f"output.dir={tmp_path / 'out'}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.count("a dry run; nothing was written") == 1
-    assert re.search(r"^effective batch size +16 rows", result.stdout, re.MULTILINE)
+    words = ["train.py", "--recipe", "quickstart", "--dry-run", *SMALL, "deepspeed.config=zero3"]
+    log = tmp_path / "log.txt"
+    assert run_python([*words, f"output.dir={tmp_path / 'out'}"], log, processes=2) == 0, log.read_text()[-2000:]
+    assert log.read_text().count("a dry run; nothing was written") == 1
+    assert re.search(r"^effective batch size +16 rows", log.read_text(), re.MULTILINE)
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,6 @@ from small_runs import SMALL
 
 from skipdecode import ConfigError
 from train.build import build_model
-from train.cli import main
 from train.recipe import load_recipe
 
 
@@ -103,12 +102,3 @@ def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint: Path, tmp_path
     }
     with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer needs \d+"):
         build_model(load_recipe("quickstart", [*own[source], f"model.tokenizer={larger}"]), [])
-
-
-def test_a_bad_model_setting_is_status_2_and_nothing_is_written(tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "run"
-    words = ["--recipe", "quickstart", "model.config.hidden_size=0", "tracking.wandb=off", f"output.dir={folder}"]
-    assert main(words) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "hidden_size is 0" in line
-    assert not folder.exists()

@@ -1,10 +1,10 @@
 """Publishing to a server that speaks the Hub's upload protocol, over real HTTP."""
 
+import io
 import json
-import os
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +44,7 @@ CLEANED = ("recipe.yaml", "eval/report.json", "eval/report.md")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "run"
     overrides = ["evaluation.speedups=[1,3]", "evaluation.limit=3", "evaluation.max_new_tokens=6"]
-    return train_small(folder, "train.max_steps=3", *overrides)
+    return train_small(folder, "train.max_steps=3", *overrides, drawn=True)
 
 
 @pytest.fixture
@@ -73,25 +73,28 @@ def arrived(hub: Hub, folder: Path) -> None:
             assert content == (folder / name).read_bytes(), name
 
 
-def test_the_command_sends_the_checkpoint_and_nothing_else(run: Path, hub: Hub) -> None:
-    command = [sys.executable, "scripts/publish.py", str(run), NAME, "--tag", "v1"]
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
+def test_the_command_sends_the_checkpoint_and_nothing_else(
+    run: Path, hub: Hub, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["publish.py", str(run), NAME, "--tag", "v1", *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path("scripts/publish.py", run_name="__main__")
+        return int(str(end.value))
 
-    def publish(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], env=environment, capture_output=True, text=True, input="")
-
-    refused = publish()
-    assert (refused.returncode, refused.stderr) == (2, "error: nobody is there to ask: say --yes to send it\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert publish() == 2
+    assert capsys.readouterr().err == "error: nobody is there to ask: say --yes to send it\n"
     assert not hub.repositories
-    done = publish("--yes")
-    assert done.returncode == 0, done.stderr
+    assert publish("--yes") == 0
+    printed = capsys.readouterr().out
     arrived(hub, run)
     repository = hub.repositories[NAME]
     assert repository.private
     assert repository.tags == {"v1": repository.commits[-1]}
-    assert done.stdout.splitlines()[-1] == f"{hub.address}/{NAME}/commit/{repository.commits[-1]}"
+    assert printed.splitlines()[-1] == f"{hub.address}/{NAME}/commit/{repository.commits[-1]}"
     for name in EXPECTED:
-        assert f"  {name}\n" in done.stdout
+        assert f"  {name}\n" in printed
     assert hub.tokens <= {"Bearer hf_test", None}
 
 

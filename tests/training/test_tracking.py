@@ -43,6 +43,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation.speedups=[1,3]",
         "evaluation.limit=10",
         "evaluation.max_new_tokens=8",
+        drawn=True,
     )
 
 
