@@ -101,7 +101,13 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     profile = clock_of(decoder, sizes, loaded.prompt_ids, calibrate=request.calibrate)
     schedules = {
         size: {
-            speedup: config.schedule_for(checkpoint.cost, speedup, over=request.over, batch_size=size, profile=profile)
+            speedup: config.schedule_for(
+                checkpoint.cost,
+                speedup,
+                over=request.over,
+                prompts=batches_of_like_length(loaded.prompt_ids, size),
+                profile=profile,
+            )
             for speedup in speedups
         }
         for size in sizes
@@ -126,6 +132,12 @@ def clock_of(
         prompt_lengths=[round(statistics.median(map(len, prompts)))],
         weights=checkpoint.weights,
     )
+
+
+def batches_of_like_length(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """The tokens of each prompt of each batch, as `take_turns` makes them."""
+    lengths = sorted(map(len, prompts))
+    return [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig
 from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.files import write_whole
-from skipdecode.lengths import Lengths
+from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.profile import Profile
 from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import solve_schedule
@@ -36,6 +37,7 @@ class SkipConfig:
     Attributes:
         schedules: speedup -> the schedule that training drew for it.
         solver: the keyword arguments of `solve_schedule` that made them; any other speedup is solved with the same.
+        texts: how long its own texts are; None where that wasn't looked at.
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder, and for random weights.
     """
@@ -44,6 +46,7 @@ class SkipConfig:
     solver: Mapping[str, Any] = field(default_factory=dict)
     task: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
+    texts: LengthsByPrompt | None = None
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -62,8 +65,7 @@ class SkipConfig:
         speedup: float,
         *,
         over: Over | None = None,
-        batch_size: int | None = None,
-        prompt_length: int | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
         profile: Profile | None = None,
     ) -> SkipSchedule:
         """The schedule of a speedup: the one trained under where there is one, else one solved the same way.
@@ -72,54 +74,51 @@ class SkipConfig:
             cost: of the model; a CostModel is taken under this checkpoint's conditions.
             speedup: on the wall clock, at least 1.
             over: the kind of speed; None for the one that training drew.
-            batch_size: rows of the batch at hand, for which a CostModel's schedule is solved where the checkpoint knows
-                the lengths of its texts; None for those of the training.
-            prompt_length: its prompts' columns, likewise.
+            prompts: the batches at hand, for which a CostModel's schedule is solved where the checkpoint knows how long
+                its texts are: of each batch, the tokens of every prompt. None for those of the training.
             profile: this machine's clock, for which every schedule but full depth is solved anew.
         """
-        conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
+        conditions = self.conditions_at_hand(prompts, measured=profile is not None)
         over = self.over if over is None else over
         # Without settings it is an exported checkpoint, whose schedule is the only one that it has.
         trained = not self.solver or (over == self.over and conditions == self.conditions and profile is None)
         if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
         if isinstance(cost, CostModel):
-            cost = self.cost_for(cost, batch_size=batch_size, prompt_length=prompt_length, profile=profile)
+            cost = self.cost_for(cost, prompts=prompts, profile=profile)
         settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
         return solve_schedule(cost, speedup, over=over, **settings)
 
     def cost_for(
-        self,
-        sizes: CostModel,
-        *,
-        batch_size: int | None = None,
-        prompt_length: int | None = None,
-        profile: Profile | None = None,
+        self, sizes: CostModel, *, prompts: Sequence[Sequence[int]] | None = None, profile: Profile | None = None
     ) -> Cost:
         """The cost of a batch of such texts; the arguments are those of `schedule_for`."""
-        conditions = self.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
+        conditions = self.conditions_at_hand(prompts, measured=profile is not None)
         if profile is None:
             return sizes.at(**conditions)
-        lengths = Lengths.read(self.solver["lengths"]) if "lengths" in self.solver else None
-        length = conditions.get("prompt_length", self.prompt_length)
-        return profile.at(batch_size=conditions.get("batch_size", 1), prompt_length=length, lengths=lengths)
+        rows, steps = conditions.get("batch_size", 1), conditions.get("expected_steps")
+        if steps is None and "lengths" in conditions:
+            steps = Lengths.read(conditions["lengths"]).expected_steps(rows)
+        columns = conditions.get("prompt_length", self.prompt_length)
+        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps)
 
-    def conditions_at_hand(
-        self, batch_size: int | None, prompt_length: int | None, *, measured: bool = False
-    ) -> dict[str, Any]:
-        """`conditions` with those of a batch in their place; prompts count where they are far from the training's.
+    def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
+        """`conditions` with those of batches in their place; prompts count where they are far from the training's.
 
         Without the lengths of texts, they stay as they were trained with, unless the clock is `measured`.
         """
         conditions = self.conditions
-        if "lengths" not in conditions and not measured:
+        if prompts is None or not ("lengths" in conditions or self.texts is not None or measured):
             return conditions
-        if batch_size is not None and batch_size != conditions.get("batch_size", 1):
-            conditions["batch_size"] = batch_size
-        if prompt_length is not None:
-            usual = self.prompt_length
-            if not usual / _NEAR <= prompt_length <= usual * _NEAR:
-                conditions["prompt_length"] = 2 ** round(math.log2(prompt_length))  # few, as each is solved once
+        rows = max(map(len, prompts))
+        if rows != conditions.get("batch_size", 1):
+            conditions["batch_size"] = rows
+        usual, columns = self.prompt_length, statistics.mean(map(max, prompts))
+        if not usual / _NEAR <= columns <= usual * _NEAR:
+            conditions["prompt_length"] = 2 ** round(math.log2(columns))  # few, as each is solved once
+        steps = () if self.texts is None else self.texts.expected_steps(prompts)
+        if steps:  # else there are texts of one token alone, which no schedule makes faster
+            conditions["expected_steps"] = steps
         return conditions
 
     @cached_property
@@ -141,6 +140,7 @@ class SkipConfig:
             "solver": dict(self.solver),
             "task": dict(self.task),
             "base_model": self.base_model,
+            **({} if self.texts is None else {"texts": self.texts.to_list()}),
         }
 
     @classmethod
@@ -154,7 +154,8 @@ class SkipConfig:
             for name in ("lengths", "prompt_lengths"):
                 if name in values["solver"]:
                     Lengths.read(values["solver"][name])
-            return cls(schedules, values["solver"], values["task"], values.get("base_model"))
+            texts = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
+            return cls(schedules, values["solver"], values["task"], values.get("base_model"), texts)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.lengths import Lengths
+from skipdecode.lengths import Lengths, Steps
 from skipdecode.schedule import Over, SkipSchedule
 
 
@@ -35,12 +35,12 @@ class Cost(ABC):
     Attributes:
         num_layers: decoder layers.
         batch_size: rows that start together; those whose text has ended leave.
-        lengths: of the texts; None where each is as long as the schedule's horizon.
+        expected_steps: that texts take; None where each is as long as the schedule's horizon.
     """
 
     num_layers: int
     batch_size: int = 1
-    lengths: Lengths | None = None
+    expected_steps: Steps | None = None
 
     @abstractmethod
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
@@ -52,22 +52,21 @@ class Cost(ABC):
 
     def decode_seconds(self, schedule: SkipSchedule, steps: int | None = None) -> float:
         """The time of a batch's first `steps` decode steps under `schedule`, all rows alive; None: of whole texts."""
-        whole = steps is None and self.lengths is not None
-        count = self.lengths.longest - 1 if whole and self.lengths is not None else steps or schedule.horizon
+        whole = self.expected_steps if steps is None else None
+        count = len(whole) if whole is not None else steps or schedule.horizon
         budgets = [schedule.budget(i) for i in range(count)]
-        tables = {layers: self._seconds_by_step(layers, count, whole=whole) for layers in set(budgets)}
+        tables = {layers: self._seconds_by_step(layers, count, whole) for layers in set(budgets)}
         return sum([tables[layers][i] for i, layers in enumerate(budgets)])
 
-    def _seconds_by_step(self, layers: int, steps: int, *, whole: bool) -> list[float]:
+    def _seconds_by_step(self, layers: int, steps: int, whole: Steps | None) -> list[float]:
         """The time of each step that runs so many layers; of `whole` texts, times how likely it is run."""
-        found = self._tables.get((layers, whole), [])
+        found = self._tables.get((layers, whole is None), [])
         if len(found) < steps:  # a new list, as another thread may be reading the old one
-            if whole and self.lengths is not None:
-                expected = enumerate(self.lengths.expected_steps(self.batch_size))
-                found = [run * self.step_seconds(layers, step, rows) for step, (run, rows) in expected]
+            if whole is not None:
+                found = [run * self.step_seconds(layers, step, rows) for step, (run, rows) in enumerate(whole)]
             else:
                 found = [self.step_seconds(layers, step) for step in range(steps)]
-            self._tables[layers, whole] = found
+            self._tables[layers, whole is None] = found
         return found
 
     @cached_property
@@ -88,7 +87,7 @@ class Cost(ABC):
 
         Args:
             schedule: of the model's depth.
-            steps: decode steps; None for those of whole texts: `lengths`, or the schedule's horizon.
+            steps: decode steps; None for those of whole texts, or the schedule's horizon.
             over: "decode", or "all" for prompts and decoding together.
 
         Raises:
@@ -117,7 +116,7 @@ class MeasuredCost(Cost):
         seconds_by_layers: layers -> seconds of a step that runs so many, of at least two different numbers of layers;
             between them time is taken to be a straight line. 1 and `num_layers` are among them.
         batch_size: rows of the batch.
-        lengths: of the texts; None where each is as long as the schedule's horizon.
+        expected_steps: that texts take; None where each is as long as the schedule's horizon.
         prefill: the same of the prompts' pass; empty where it wasn't timed.
         fewer_rows: rows -> layers -> seconds of a step, of fewer rows than the batch's.
     """
@@ -125,7 +124,7 @@ class MeasuredCost(Cost):
     num_layers: int
     seconds_by_layers: Mapping[int, float]
     batch_size: int = 1
-    lengths: Lengths | None = None
+    expected_steps: Steps | None = None
     prefill: Mapping[int, float] = field(default_factory=dict)
     fewer_rows: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
@@ -242,6 +241,7 @@ class CostModel:
         prompt_length: int | None = None,
         prompt_lengths: Any = None,
         lengths: Any = None,
+        expected_steps: Steps | None = None,
         batch_size: int = 1,
         machine: Machine | None = None,
     ) -> "PredictedCost":
@@ -251,6 +251,7 @@ class CostModel:
             prompt_length: columns in the cache when decoding starts; by default the mean of `prompt_lengths`, else 64.
             prompt_lengths: tokens of prompts, as `Lengths.read` takes them.
             lengths: tokens of the texts that are generated, likewise; without them each is as long as the horizon.
+            expected_steps: that they take, where more is known than `lengths` say.
             batch_size: rows that decode together.
             machine: what the machine sustains.
 
@@ -259,8 +260,10 @@ class CostModel:
         """
         if prompt_length is None:
             prompt_length = 64 if prompt_lengths is None else round(Lengths.read(prompt_lengths).mean)
-        known = None if lengths is None else Lengths.read(lengths)
-        return PredictedCost(self, prompt_length, batch_size, known, machine or Machine())
+        check_counts(prompt_length=prompt_length, batch_size=batch_size)
+        if expected_steps is None and lengths is not None:
+            expected_steps = Lengths.read(lengths).expected_steps(batch_size)
+        return PredictedCost(self, prompt_length, batch_size, expected_steps, machine or Machine())
 
 
 @dataclass(frozen=True)
@@ -270,11 +273,10 @@ class PredictedCost(Cost):
     model: CostModel
     prompt_length: int
     batch_size: int = 1
-    lengths: Lengths | None = None
+    expected_steps: Steps | None = None
     machine: Machine = Machine()
 
     def __post_init__(self) -> None:
-        check_counts(prompt_length=self.prompt_length, batch_size=self.batch_size)
         object.__setattr__(self, "num_layers", self.model.num_layers)
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:

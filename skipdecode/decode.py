@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
 from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import check_speedup
 
+MOST_SOLVED = 1000  # schedules that are kept of a model
 _SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 
 
@@ -102,9 +103,8 @@ def skip_generate(
             outputs, prompt tuning, more tokens than the model has positions, or weights that are copies where steps
             can't be lean; for `lossless` too where they can't, and together with CUDA graphs.
     """
-    prompt_length = prompt_columns(input_ids, model_kwargs)
-    at_hand: dict[str, Any] = {"batch_size": len(input_ids), "prompt_length": prompt_length, "weights": weights}
-    schedule = resolve_schedule(model, schedule, speedup, over=over, **at_hand)
+    prompts = None if speedup is None else prompt_tokens(input_ids, model_kwargs)
+    schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     if lossless not in (True, False):
@@ -154,10 +154,12 @@ def resolve_schedule(
     *,
     over: Over | None = None,
     weights: Weights | None = None,
-    batch_size: int | None = None,
-    prompt_length: int | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> SkipSchedule:
-    """The schedule that `skip_generate` decodes a batch with, of its arguments. Raises ConfigError as that says."""
+    """The schedule that `skip_generate` decodes a batch with, of its arguments, for `prompts` of so many tokens.
+
+    Raises ConfigError as that says.
+    """
     if schedule is not None and speedup is not None:
         raise ConfigError("both schedule and speedup are given: a schedule says how fast it is; leave one out")
     if over is not None and speedup is None:
@@ -181,7 +183,15 @@ def resolve_schedule(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
-    return solved.schedule(float(speedup), over, batch_size, prompt_length, profile_for(model, weights))
+    return solved.schedule(float(speedup), over, prompts, profile_for(model, weights))
+
+
+def prompt_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """Tokens of each prompt of a batch, without its padding."""
+    mask = model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return [max(1, int(tokens)) for tokens in mask.sum(dim=-1).tolist()]
+    return [prompt_columns(input_ids, model_kwargs)] * len(input_ids)
 
 
 def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profile | None:
@@ -222,23 +232,22 @@ class _Solved:
         return find_profile(setting_of(model, self.sizes, weights or usual_weights(model)))
 
     def schedule(
-        self,
-        speedup: float,
-        over: Over | None,
-        batch_size: int | None,
-        prompt_length: int | None,
-        profile: Profile | None,
+        self, speedup: float, over: Over | None, prompts: Sequence[int] | None, profile: Profile | None
     ) -> SkipSchedule:
         """The schedule of a speedup for a batch."""
         assert self.config is not None
-        conditions = self.config.conditions_at_hand(batch_size, prompt_length, measured=profile is not None)
-        key = (speedup, over, conditions.get("batch_size"), conditions.get("prompt_length"), repr(profile))
-        if key not in self._schedules:
-            self._schedules[key] = self.config.schedule_for(
-                self.sizes, speedup, over=over, batch_size=batch_size, prompt_length=prompt_length, profile=profile
-            )
+        batches = None if prompts is None else [prompts]
+        conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
+        at_hand = [conditions.get(name) for name in ("batch_size", "prompt_length", "expected_steps")]
+        key = (speedup, over, *at_hand, repr(profile))
+        found = self._schedules.get(key)
+        if found is None:
+            if len(self._schedules) >= MOST_SOLVED:
+                self._schedules.clear()
+            found = self.config.schedule_for(self.sizes, speedup, over=over, prompts=batches, profile=profile)
+            self._schedules[key] = found
             _warn_beyond(self.config, speedup)
-        return self._schedules[key]
+        return found
 
 
 def _solved(model: Any) -> _Solved:

@@ -1,5 +1,7 @@
 """Lengths of texts in tokens, as a compact distribution: what the time of a batch follows from."""
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any
 from skipdecode.errors import ConfigError, check_counts
 
 MOST_BINS = 64  # in a checkpoint's config
+PROMPT_GROUPS, BINS_OF_A_GROUP = 8, 12  # likewise
 LONGEST_TEXT = 1_000_000  # tokens; beyond it is a slip of the keyboard
 
 
@@ -42,19 +45,19 @@ class Lengths:
             raise ConfigError(f"lengths reach {tokens[-1]} tokens: they must be at most {LONGEST_TEXT}")
 
     @classmethod
-    def of(cls, values: Iterable[int]) -> "Lengths":
-        """The distribution of some texts' lengths, in `MOST_BINS` bins of equal width, each at its mean."""
+    def of(cls, values: Iterable[int], bins: int = MOST_BINS) -> "Lengths":
+        """The distribution of some texts' lengths, in at most `bins` bins of equal width, each at its mean."""
         exact = Counter(values)
         if not exact:
             raise ConfigError("lengths are empty: expected one at least")
         for length in exact:
             check_counts(tokens=length)
-        width = -(-max(exact) // MOST_BINS)
-        bins: dict[int, Counter[int]] = {}
+        width = -(-max(exact) // bins)
+        binned: dict[int, Counter[int]] = {}
         for length, texts in exact.items():
-            bins.setdefault((length - 1) // width, Counter())[length] += texts
+            binned.setdefault((length - 1) // width, Counter())[length] += texts
         pairs = []
-        for _, inside in sorted(bins.items()):
+        for _, inside in sorted(binned.items()):
             texts = inside.total()
             pairs.append((round(sum(length * n for length, n in inside.items()) / texts), texts))
         return cls(tuple(pairs))
@@ -107,20 +110,90 @@ class Lengths:
             shares.append(so_far / self._texts)
         return shares
 
-    def expected_steps(self, rows: int) -> list[tuple[float, float]]:
-        """For each decode step of a batch of `rows` such texts: how likely it is run, and how many rows then are left.
+    def expected_steps(self, rows: int) -> "Steps":
+        """The steps of a batch of `rows` such texts.
+
+        >>> Lengths.of([2, 4]).expected_steps(1)
+        ((1.0, 1.0), (0.5, 1.0), (0.5, 1.0))
+        >>> Lengths.of([2, 4]).expected_steps(2)
+        ((1.0, 2.0), (0.75, 1.3333333333333333), (0.75, 1.3333333333333333))
+        """
+        return LengthsByPrompt(((1, self),)).expected_steps([[1] * rows])
+
+
+@dataclass(frozen=True)
+class LengthsByPrompt:
+    """How long texts are behind prompts of which length: longer prompts mostly have longer texts.
+
+    Args:
+        groups: (tokens of its longest prompt, lengths of its texts) of each group of prompts, ascending. A prompt that
+            is longer than all belongs to the last.
+
+    Raises:
+        ConfigError: for other groups.
+
+    Examples:
+        >>> lengths = LengthsByPrompt.of([(3, 2), (3, 2), (8, 5), (9, 5)], groups=2)
+        >>> lengths.groups[0][0], lengths.groups[1][1].longest
+        (3, 5)
+        >>> lengths.expected_steps([[3, 3]]), len(lengths.expected_steps([[3, 30]]))
+        (((1.0, 2.0),), 4)
+    """
+
+    groups: tuple[tuple[int, Lengths], ...]
+
+    def __post_init__(self) -> None:
+        tokens = [longest for longest, _ in self.groups]
+        if not tokens or sorted(set(tokens)) != tokens:
+            raise ConfigError(f"groups of prompts are of {str(tokens)[:60]} tokens: expected some, ascending")
+        for longest in tokens:
+            check_counts(prompt_tokens=longest)
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]], groups: int = PROMPT_GROUPS) -> "LengthsByPrompt":
+        """Of (tokens of a prompt, tokens of its text) in at most so many groups, of about as many prompts each."""
+        ordered = sorted(pairs)
+        texts: dict[int, list[int]] = {}
+        for group in range(groups):
+            inside = ordered[group * len(ordered) // groups : (group + 1) * len(ordered) // groups]
+            if inside:  # prompts of one length stay together
+                texts.setdefault(inside[-1][0], []).extend(length for _, length in inside)
+        return cls(tuple((longest, Lengths.of(lengths, BINS_OF_A_GROUP)) for longest, lengths in texts.items()))
+
+    @classmethod
+    def read(cls, values: Any) -> "LengthsByPrompt":
+        """What `to_list` gave. Raises ConfigError for something else."""
+        try:
+            return cls(tuple((longest, Lengths.read(lengths)) for longest, lengths in values))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"lengths by prompt are {str(values)[:60]!r}: expected (tokens, lengths) pairs"
+            ) from error
+
+    def to_list(self) -> list[list[Any]]:
+        """Plain values, for JSON."""
+        return [[longest, lengths.to_list()] for longest, lengths in self.groups]
+
+    def expected_steps(self, batches: Sequence[Sequence[int]]) -> "Steps":
+        """The steps of batches, of which the length of each prompt is given: the mean over them.
 
         The first token comes from the prompt, so a text of n tokens takes n - 1 steps, and a batch those of its longest
         text: step i is run unless all rows have at most i + 1 tokens.
-
-        >>> Lengths.of([2, 4]).expected_steps(1)
-        [(1.0, 1.0), (0.5, 1.0), (0.5, 1.0)]
-        >>> Lengths.of([2, 4]).expected_steps(2)
-        [(1.0, 2.0), (0.75, 1.3333333333333333), (0.75, 1.3333333333333333)]
         """
+        bounds = [longest for longest, _ in self.groups]
+        counts = [Counter(min(bisect_left(bounds, n), len(bounds) - 1) for n in batch) for batch in batches]
         steps = []
-        for step in range(self.longest - 1):
-            ended = self.share_up_to(step + 1)
-            run = 1 - ended**rows
-            steps.append((run, rows * (1 - ended) / run))
-        return steps
+        for step in range(max(lengths.longest for _, lengths in self.groups) - 1):
+            ended = [lengths.share_up_to(step + 1) for _, lengths in self.groups]
+            run = sum(1 - math.prod(ended[group] ** rows for group, rows in count.items()) for count in counts)
+            if not run:
+                break
+            alive = sum((1 - ended[group]) * rows for count in counts for group, rows in count.items())
+            steps.append((run / len(counts), alive / run))
+        return tuple(steps)
+
+
+# For each decode step of a batch, how likely it is run, and how many rows are then left.
+Steps = tuple[tuple[float, float], ...]

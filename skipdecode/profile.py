@@ -17,7 +17,7 @@ from skipdecode.cost import CostModel, MeasuredCost, interpolated
 from skipdecode.errors import ConfigError
 from skipdecode.families import unwrap
 from skipdecode.files import write_whole
-from skipdecode.lengths import Lengths
+from skipdecode.lengths import Steps
 from skipdecode.projections import Weights
 
 _PROFILE_FORMAT = 1
@@ -56,7 +56,7 @@ class Profile:
     batches: tuple[TimedBatch, ...]
     date: str
 
-    def at(self, *, batch_size: int = 1, prompt_length: int, lengths: Lengths | None = None) -> MeasuredCost:
+    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
         """The cost of a batch: between the sizes that were timed, time is taken to be a straight line in its rows.
 
         Steps are those behind the prompts that were timed whose length is nearest.
@@ -70,7 +70,7 @@ class Profile:
             self.num_layers,
             {n: interpolated({b.batch_size: b.step[n] for b in near}, rows) for n in near[0].step},
             rows,
-            lengths,
+            expected_steps,
             {
                 n: proportional({count: times[n] for count, times in columns.items()}, batch_size * prompt_length)
                 for n in near[0].prefill

@@ -116,19 +116,19 @@ class Decoder:
         self._request = {"max_new_tokens": max_new_tokens, "weights": weights, "do_sample": False, **sampling}
         self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
 
-    def schedule(self, speedup: float, over: Over | None = None, **at_hand: int) -> SkipSchedule:
+    def schedule(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SkipSchedule:
         """The checkpoint's schedule for a speedup. Raises ConfigError as `skip_generate` does.
 
         Args:
             speedup, over: as in `skip_generate`.
-            at_hand: `batch_size` and `prompt_length` of the batch that it is for.
+            prompts: the tokens of each prompt of the batch that it is for.
         """
-        return resolve_schedule(self.model, None, speedup, over=over, weights=self.weights, **at_hand)
+        return resolve_schedule(self.model, None, speedup, over=over, weights=self.weights, prompts=prompts)
 
     def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:
         """The same for prompts that are decoded together."""
-        longest = max(map(len, self.tokenizer(list(prompts), verbose=False)["input_ids"]))
-        return self.schedule(speedup, over, batch_size=len(prompts), prompt_length=longest)
+        tokens = [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
+        return self.schedule(speedup, over, tokens)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""
@@ -301,7 +301,7 @@ def price(
     config = SkipConfig.of(decoder.model.config)
     found = []
     for speedup in speedups:
-        schedule = decoder.schedule(speedup, over, **at_hand)
+        schedule = decoder.schedule(speedup, over, [prompt_length] * batch_size)
         found.append(
             Price(
                 speedup,

@@ -34,8 +34,9 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
             max_new_tokens=section.max_new_tokens or task.max_new_tokens,
         )
         cost = CostModel.of(prepared.model)
+        batch = [prepared.skip_config.prompt_length] * section.batch_size
         for speedup in section.speedups:
-            prepared.skip_config.schedule_for(cost, speedup, batch_size=section.batch_size)
+            prepared.skip_config.schedule_for(cost, speedup, prompts=[batch])
     except ConfigError as error:
         raise ConfigError(
             f"the evaluation after training can't be done: {error} (evaluation.speedups=null trains without)"

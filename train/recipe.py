@@ -84,6 +84,12 @@ class ScheduleSection(Section):
     prompt_length: int | None = Field(
         None, ge=1, description="tokens of the prompts that will be decoded, likewise; null: the training prompts'"
     )
+    texts: int = Field(
+        256,
+        ge=0,
+        description="training prompts that the finished checkpoint continues at full depth, to know how long its texts "
+        "are; 0: it takes them to be as long as those of the training",
+    )
 
 
 class OptimSection(Section):

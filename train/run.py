@@ -1,30 +1,24 @@
 """A training run, from a resolved recipe to a finished checkpoint."""
 
-import os
-import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from data import Task
 from eval.card import EVALUATION, write_card
 from eval.console import make_console
 from eval.drawing import draw_schedules
 from eval.output import only_writer
 from skipdecode import ConfigError
-from skipdecode.bundle import write_custom_generate
 from skipdecode.files import write_whole
-from skipdecode.seal import seal
-from train.adapters import merge_adapters
-from train.build import build_model, build_task
+from train.build import build_task
 from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
 from train.data_order import check_rows_a_step
 from train.distributed import check_world_size, is_first_process, on_first_process
 from train.evaluation import check_evaluation, evaluate_run
+from train.finish import finish
 from train.output import RECIPE_FILE, check_folder, is_finished
 from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
 from train.progress import TrainingProgress
@@ -33,7 +27,6 @@ from train.publish.send import send
 from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile
-from train.trainer import SkipTrainer
 from train.weights_and_biases import SCHEDULES_FILE, Mode, choose_mode, tracked
 
 
@@ -75,8 +68,11 @@ def run(recipe: Recipe, name: str) -> Path:
             if is_first_process():
                 draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
                 tracker.schedules(folder)
-            _train(recipe, task, prepared, checkpoint, folder, console)
-            prepared = None  # the evaluation needs the memory
+            _train(recipe, prepared, checkpoint, folder, console)
+            tokenizer, rows = prepared.tokenizer, prepared.encoded.rows
+            prepared = None  # decoding needs the memory
+            if is_first_process():
+                finish(recipe, task, tokenizer, rows, folder, console)
         if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, evaluate_run(recipe, task, folder))
         if is_first_process() and (folder / "config.json").exists():
@@ -106,9 +102,7 @@ def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str 
     return chosen
 
 
-def _train(
-    recipe: Recipe, task: Task, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console
-) -> None:
+def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console) -> None:
     stop = StopOnSignal()
     with TrainingProgress(console) as progress:
         trainer = make_trainer(recipe, prepared, [MetricsFile(folder), progress, stop])
@@ -118,29 +112,8 @@ def _train(
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):
-        _finish(trainer, recipe, task, prepared.tokenizer, folder)
-
-
-def _finish(trainer: SkipTrainer, recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the final checkpoint beside, then move it in; its config file, the mark of a finished run, comes last."""
-    partial = folder / PARTIAL
-    trainer.save_model(str(partial))
+        trainer.save_model(str(folder / PARTIAL))
     unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
-    if not trainer.is_world_process_zero():
-        return
-    (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
-    if recipe.lora.r is not None and recipe.lora.merge:
-        base, _ = build_model(recipe, [], tokenizer)
-        merge_adapters(base, partial)
-    if (partial / "config.json").exists():  # not adapters apart
-        write_custom_generate(partial)
-        _limit_new_tokens(partial, recipe.evaluation.max_new_tokens or task.max_new_tokens)
-    seal(partial)
-    for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
-        if file.is_dir():
-            shutil.rmtree(folder / file.name, ignore_errors=True)
-        os.replace(file, folder / file.name)
-    partial.rmdir()
 
 
 def _publish(section: PublishSection, folder: Path, console: Console) -> None:
@@ -150,10 +123,3 @@ def _publish(section: PublishSection, folder: Path, console: Console) -> None:
     for line in describe(parcel):
         console.print(line)
     console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
-
-
-def _limit_new_tokens(folder: Path, most: int) -> None:
-    """Set how much `generate` writes where its caller doesn't say: else transformers stops after 20 tokens."""
-    config = GenerationConfig.from_pretrained(folder)
-    config.max_new_tokens = most
-    config.save_pretrained(folder)

@@ -16,7 +16,7 @@ from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
-from eval.lineup import clock_of, common_weights
+from eval.lineup import batches_of_like_length, clock_of, common_weights
 from eval.loading import load_checkpoint, remembered, task_options, validation_examples
 from eval.machine import describe_machine, versions
 from eval.output import LOCK, only_writer
@@ -182,7 +182,8 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
         profile = clock_of(data.checkpoint, (request.batch_size,), data.prompts, calibrate=request.calibrate)
-        cost = config.cost_for(data.checkpoint.cost, batch_size=request.batch_size, profile=profile)
+        prompts = batches_of_like_length(data.prompts, request.batch_size)
+        cost = config.cost_for(data.checkpoint.cost, prompts=prompts, profile=profile)
         if profile is not None:
             config = replace(config, schedules={})
     default = config.schedule_for(cost, speedup, over="decode")

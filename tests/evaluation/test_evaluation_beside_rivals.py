@@ -157,7 +157,7 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
         expected = {
-            size: config.schedule_for(_cost(folder), 1.6, over=over, batch_size=size).to_dict()  # type: ignore[arg-type]
+            size: config.schedule_for(_cost(folder), 1.6, over=over, prompts=[[20] * size]).to_dict()  # type: ignore[arg-type]
             for size in (1, 4, 32)
         }
         row = report.rows[1]

@@ -120,7 +120,7 @@ def kept() -> Iterator[None]:
 
 def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -> None:
     timed = profile(tiny_opt("opt", 6), "model")
-    cost = timed.at(batch_size=3, prompt_length=50, lengths=Lengths.of([5]))
+    cost = timed.at(batch_size=3, prompt_length=50, expected_steps=Lengths.of([5]).expected_steps(3))
     assert cost.step_seconds(6, 0) == pytest.approx(3.5 + 2 / 7 * 6)
     assert cost.step_seconds(1, 0, rows=1) == 1.0, "of the row that is left"
     assert cost.prefill_seconds(6) == pytest.approx(7 + (150 - 40) / (320 - 40) * 37)
@@ -141,7 +141,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
     request |= {"custom_generate": skip_generate, "eos_token_id": None, "weights": "model"}
 
     def solved(over: Any) -> tuple[SkipSchedule, torch.Tensor]:
-        found = resolve_schedule(model, None, 1.5, over=over, weights="model", batch_size=3, prompt_length=6)
+        found = resolve_schedule(model, None, 1.5, over=over, weights="model", prompts=[6, 6, 6])
         text = model.generate(**request, speedup=1.5, over=over)
         assert torch.equal(text, model.generate(**request, schedule=found))
         return found, text
@@ -152,7 +152,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
     timed = profile(model, "model")
     path = timed.save()
     assert Profile.load(path) == timed
-    measured = timed.at(batch_size=3, prompt_length=6, lengths=Lengths.read(lengths))
+    measured = timed.at(batch_size=3, prompt_length=6, expected_steps=Lengths.read(lengths).expected_steps(3))
     for over in ("decode", "all"):
         assert solved(over)[0] == solve_schedule(measured, 1.5, horizon=12, over=over)
     assert solved("decode")[0] != before[0], "the profile's clock isn't that of bytes"

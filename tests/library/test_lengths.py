@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
-from skipdecode.lengths import MOST_BINS, Lengths
+from skipdecode.lengths import MOST_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
 
@@ -27,6 +27,41 @@ def test_the_time_of_decoding_is_the_mean_over_all_batches(texts: list[int], row
     )
     # At one batch size a step's time is a straight line in its rows here, so that the mean rows give the mean time.
     assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
+
+
+PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=9)
+
+
+@given(PAIRS, st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
+def test_the_time_behind_prompts_at_hand_is_the_mean_over_texts_of_prompts_as_long(
+    pairs: list[tuple[int, int]], batches: list[list[int]], data: st.DataObject
+) -> None:
+    lengths = LengthsByPrompt.of(pairs, groups=data.draw(st.integers(1, 4)))
+    ordered = sorted(text for _, text in pairs)
+    assert sorted(length for _, texts in lengths.groups for length, n in texts.counts for _ in range(n)) == ordered
+    assert LengthsByPrompt.read(json.loads(json.dumps(lengths.to_list()))) == lengths
+    most = data.draw(st.integers(1, 12))
+    schedule = SkipSchedule(12, most, data.draw(st.integers(1, most)), horizon=data.draw(st.integers(1, 12)))
+    cost = SIZES.at(batch_size=3, prompt_length=7, expected_steps=lengths.expected_steps(batches))
+
+    def texts_behind(prompt: int) -> list[int]:
+        known = [texts for longest, texts in lengths.groups if prompt <= longest] or [lengths.groups[-1][1]]
+        return [length for length, n in known[0].counts for _ in range(n)]
+
+    total = 0.0
+    for batch in batches:
+        draws = list(itertools.product(*map(texts_behind, batch)))
+        for texts in draws:
+            steps = range(max(texts) - 1)
+            rows = [sum(text > i + 1 for text in texts) for i in steps]
+            total += sum(cost.step_seconds(schedule.budget(i), i, rows[i]) for i in steps) / len(draws)
+    assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
+
+
+def test_prompts_of_one_length_are_of_one_group() -> None:
+    lengths = LengthsByPrompt.of([(4, 2), (4, 9), (4, 3), (7, 5)], groups=4)
+    assert [longest for longest, _ in lengths.groups] == [4, 7]
+    assert lengths.groups[0][1] == Lengths.of([2, 9, 3])
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=300))

@@ -22,6 +22,7 @@ from skipdecode import (
 )
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
+from skipdecode.lengths import LengthsByPrompt
 from skipdecode.solver import MOST_DECODING, TOLERANCE
 
 OPT_1_3B = CostModel(
@@ -183,17 +184,38 @@ def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> 
     trained = solve_schedule(OPT_1_3B, 3, **solver)
     config = SkipConfig.from_dict(SkipConfig(schedules={3.0: trained}, solver=solver).to_dict())
     assert config.schedule_for(OPT_1_3B, 3) == trained
-    assert config.schedule_for(OPT_1_3B, 3, batch_size=8, prompt_length=70) == trained
-    alone = config.schedule_for(OPT_1_3B, 3, batch_size=1, prompt_length=70)
+    assert config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 8]) == trained
+    alone = config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1])
     assert alone == solve_schedule(OPT_1_3B, 3, **{**solver, "batch_size": 1})
-    behind = config.schedule_for(OPT_1_3B, 3, over="all", batch_size=8, prompt_length=1000)
+    behind = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8])
     assert behind == solve_schedule(OPT_1_3B, 3, over="all", **solver, prompt_length=1024)
-    whole = config.schedule_for(OPT_1_3B, 3, over="all", batch_size=8)
+    whole = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[40] * 8])
     assert whole == solve_schedule(OPT_1_3B, 3, **solver, over="all")
     assert len({trained, alone, behind}) == 3, "the conditions matter here"
     # One of before doesn't know how long its texts are: it decodes as it was trained.
     before = SkipConfig(schedules={3.0: trained}, solver={"horizon": 40, "batch_size": 8})
-    assert before.schedule_for(OPT_1_3B, 3, batch_size=1, prompt_length=1100) == trained
+    assert before.schedule_for(OPT_1_3B, 3, prompts=[[1100] * 1]) == trained
+
+
+def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prompts_at_hand() -> None:
+    solver = {"horizon": 40, "lengths": [[30, 1]], "prompt_lengths": [[40, 1]]}
+    texts = LengthsByPrompt.of([(n, n) for n in range(20, 61)])
+    trained = solve_schedule(OPT_1_3B, 3, **solver)
+    config = SkipConfig.from_dict(SkipConfig(schedules={3.0: trained}, solver=solver, texts=texts).to_dict())
+    assert config.schedule_for(OPT_1_3B, 3) == trained
+    found = {}
+    for batches in ([[20]], [[60]], [[20, 60]], [[60, 20]], [[20, 20]], [[20], [60]]):
+        steps = texts.expected_steps(batches)
+        cost = OPT_1_3B.at(prompt_length=40, batch_size=len(batches[0]), expected_steps=steps)
+        found[str(batches)] = config.schedule_for(OPT_1_3B, 3, prompts=batches)
+        assert found[str(batches)] == solve_schedule(cost, 3, horizon=40)
+    assert found["[[20, 60]]"] == found["[[60, 20]]"]
+    assert found["[[20]]"].mean_budget(20) < found["[[60]]"].mean_budget(20), "short texts have to skip sooner"
+    # Prompts whose texts are one token long have no decode step: the training's lengths stand in for theirs.
+    at_once = SkipConfig(solver=solver, texts=LengthsByPrompt.of([(20, 1), (60, 9)], groups=2))
+    assert at_once.schedule_for(OPT_1_3B, 3, prompts=[[20]]) == trained
+    with pytest.raises(ConfigError, match="groups of prompts are of"):
+        SkipConfig.from_dict({**config.to_dict(), "texts": [[9, [[3, 1]]], [4, [[3, 1]]]]})
 
 
 def test_a_damaged_distribution_of_lengths_is_named() -> None:

@@ -19,8 +19,8 @@ from data.columns import ColumnCollator
 from data.rows import encode_task
 from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.lengths import Lengths
-from skipdecode.loading import load_tokenizer
+from skipdecode.lengths import Lengths, LengthsByPrompt
+from skipdecode.loading import load, load_tokenizer
 from train.build import build_model, build_task
 from train.recipe import Recipe, load_recipe
 from train.run import run
@@ -66,6 +66,14 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
     assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
     assert config.schedule_for(cost, 2.5).horizon == config.schedules[2.0].horizon
+    # How long its own texts are, of every row, as there are fewer than `schedule.texts`.
+    model, tokenizer = load(str(finished))
+    pairs = []
+    for ids in rows["prompt_ids"]:
+        text = model.generate(torch.tensor([ids]), do_sample=False, pad_token_id=tokenizer.pad_token_id)[0, len(ids) :]
+        pairs.append((len(ids), len(text)))
+    assert config.texts == LengthsByPrompt.of(pairs)
+    assert len({length for _, length in pairs}) > 1, "else no order of the rows could be told from another"
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 
 
@@ -160,10 +168,14 @@ def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_pa
     config = SkipConfig.load(finished)
     assert config is not None
     cost = CostModel.of(AutoModelForCausalLM.from_pretrained(finished))
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    examples = load_task("departures", train_size=60, validation_size=4, test_size=12).load("test")[:10]
+    prompts = sorted(len(tokenizer(example.prompt)["input_ids"]) for example in examples)
+    batches = [prompts[:4], prompts[4:8], prompts[8:]]
     for row in report["rows"]:
         assert all(key in row for key in [*keys, "wall_clock_speedup"])
         assert {"bleu", "rouge1", "rouge2", "rougeL"} <= set(row["scores"])
-        solved = config.schedule_for(cost, row["speedup_target"], batch_size=4)
+        solved = config.schedule_for(cost, row["speedup_target"], prompts=batches)
         assert SkipSchedule.from_dict(row["schedule"]) == solved
         assert row["decode_seconds"] > 0
         assert row["prefill_seconds"] > 0

@@ -1,0 +1,109 @@
+"""The end of a run: its finished checkpoint, which knows how long its texts are."""
+
+import gc
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from data import Task
+from eval.decoding import spread_over_lengths
+from eval.systems.base import Checkpoint, SkipSystem
+from skipdecode import SkipSchedule
+from skipdecode.bundle import write_custom_generate
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.device import resolve_device
+from skipdecode.errors import first_line
+from skipdecode.families import decoder_layers, text_config
+from skipdecode.lean import usual_weights
+from skipdecode.lengths import LengthsByPrompt
+from skipdecode.loading import load
+from skipdecode.seal import seal
+from train.adapters import merge_adapters
+from train.build import build_model
+from train.checkpoints import PARTIAL, stopped_if_unwritten
+from train.recipe import Recipe
+
+ROWS = 64  # that are decoded together
+
+
+def finish(
+    recipe: Recipe,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: datasets.Dataset,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Move what was saved below `folder` into it; its config file, the mark of a finished run, comes last."""
+    partial = folder / PARTIAL
+    most = recipe.evaluation.max_new_tokens or task.max_new_tokens
+    with stopped_if_unwritten("the finished checkpoint", folder):
+        (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
+        if recipe.lora.r is not None and recipe.lora.merge:
+            base, _ = build_model(recipe, [], tokenizer)
+            merge_adapters(base, partial)
+            del base
+        if (partial / "config.json").exists():  # not adapters apart
+            write_custom_generate(partial)
+            _limit_new_tokens(partial, most)
+    texts = _measure_texts(recipe, partial, rows, most, console) if recipe.schedule.texts else None
+    with stopped_if_unwritten("the finished checkpoint", folder):
+        config = SkipConfig.load(partial)
+        assert config is not None  # the trainer saves it
+        replace(config, texts=texts).save(partial)
+        seal(partial)
+        for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
+            if file.is_dir():
+                shutil.rmtree(folder / file.name, ignore_errors=True)
+            os.replace(file, folder / file.name)
+        partial.rmdir()
+
+
+def _measure_texts(
+    recipe: Recipe, folder: Path, rows: datasets.Dataset, max_new_tokens: int, console: Console
+) -> LengthsByPrompt | None:
+    """How long the texts are that a checkpoint writes at full depth behind training prompts of all lengths.
+
+    None, which is said, where the memory doesn't suffice.
+    """
+    gc.collect()  # the trainer and its optimiser
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    prompts = [row["prompt_ids"] for row in rows.select(spread_over_lengths(rows["prompt_ids"], recipe.schedule.texts))]
+    pairs: list[tuple[int, int]] = []
+    try:
+        model, tokenizer = load(str(folder), trust_remote_code=recipe.model.trust_remote_code)
+        model.to(resolve_device("auto"))  # type: ignore[arg-type]
+        system = SkipSystem(
+            "1x",
+            Checkpoint(folder.name, model, tokenizer, usual_weights(model)),
+            SkipSchedule.full_depth(len(decoder_layers(model))),
+        )
+        positions = getattr(text_config(model.config), "max_position_embeddings", None) or 2**31
+        with Progress(console=console, transient=True) as progress:
+            for start in progress.track(range(0, len(prompts), ROWS), description="lengths of its texts"):
+                batch = prompts[start : start + ROWS]
+                room = positions - max(map(len, batch)) + 1
+                found = system.decode(batch, min(max_new_tokens, room)).lengths
+                pairs += [(len(ids), length) for ids, length in zip(batch, found, strict=True)]
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        console.print(
+            f"the lengths of its texts are unknown: decoding {ROWS} at once took too much memory "
+            f"({first_line(error)}); its speeds are solved for texts as long as those of the training"
+        )
+        return None
+    return LengthsByPrompt.of(pairs)
+
+
+def _limit_new_tokens(folder: Path, most: int) -> None:
+    """Set how much `generate` writes where its caller doesn't say: else transformers stops after 20 tokens."""
+    config = GenerationConfig.from_pretrained(folder)
+    config.max_new_tokens = most
+    config.save_pretrained(folder)
