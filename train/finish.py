@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def finish(
         if (partial / "config.json").exists():  # not adapters apart
             write_custom_generate(partial)
             _limit_new_tokens(partial, most)
-    texts = _measure_texts(recipe, partial, rows, most, console) if recipe.schedule.texts else None
+    texts, count = None, recipe.schedule.texts
+    if count:
+        prompts = [rows[n]["prompt_ids"] for n in spread_over_lengths(rows["prompt_ids"], count)]
+        texts = measure_texts(partial, prompts, most, console, trust_remote_code=recipe.model.trust_remote_code)
     with stopped_if_unwritten("the finished checkpoint", folder):
         config = SkipConfig.load(partial)
         assert config is not None  # the trainer saves it
@@ -66,21 +70,25 @@ def finish(
         partial.rmdir()
 
 
-def _measure_texts(
-    recipe: Recipe, folder: Path, rows: datasets.Dataset, max_new_tokens: int, console: Console
+def measure_texts(
+    folder: Path,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    console: Console,
+    *,
+    trust_remote_code: bool = False,
 ) -> LengthsByPrompt | None:
-    """How long the texts are that a checkpoint writes at full depth behind training prompts of all lengths.
+    """How long the texts are that a checkpoint writes at full depth behind prompts, token ids.
 
     None, which is said, where the memory doesn't suffice.
     """
     gc.collect()  # the trainer and its optimiser
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    prompts = [row["prompt_ids"] for row in rows.select(spread_over_lengths(rows["prompt_ids"], recipe.schedule.texts))]
     pairs: list[tuple[int, int]] = []
     try:
-        model, tokenizer = load(str(folder), trust_remote_code=recipe.model.trust_remote_code)
-        model.to(resolve_device("auto"))  # type: ignore[arg-type]
+        model, tokenizer = load(str(folder), trust_remote_code=trust_remote_code)
+        model.to(resolve_device(None))  # type: ignore[arg-type]
         system = SkipSystem(
             "1x",
             Checkpoint(folder.name, model, tokenizer, usual_weights(model)),

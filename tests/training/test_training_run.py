@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from forked_python import run_python
+from rich.console import Console
+from small_checkpoints import save_checkpoint
 from small_runs import SMALL, metrics, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +24,7 @@ from skipdecode.checkpoint import SkipConfig
 from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.loading import load, load_tokenizer
 from train.build import build_model, build_task
+from train.finish import measure_texts
 from train.recipe import Recipe, load_recipe
 from train.run import run
 
@@ -66,15 +69,25 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
     assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
     assert config.schedule_for(cost, 2.5).horizon == config.schedules[2.0].horizon
-    # How long its own texts are, of every row, as there are fewer than `schedule.texts`.
-    model, tokenizer = load(str(finished))
-    pairs = []
-    for ids in rows["prompt_ids"]:
-        text = model.generate(torch.tensor([ids]), do_sample=False, pad_token_id=tokenizer.pad_token_id)[0, len(ids) :]
-        pairs.append((len(ids), len(text)))
-    assert config.texts == LengthsByPrompt.of(pairs)
-    assert len({length for _, length in pairs}) > 1, "else no order of the rows could be told from another"
+    assert config.texts is not None
+    assert sum(n for _, texts in config.texts.groups for _, n in texts.counts) == len(rows), "fewer than schedule.texts"
+    assert config.texts.groups[-1][0] == max(map(len, rows["prompt_ids"]))
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
+
+
+def test_the_lengths_of_its_texts_are_those_that_transformers_generates(tmp_path: Path) -> None:
+    model, tokenizer = load(str(save_checkpoint(tmp_path / "random", 3)))
+    with torch.no_grad():  # an end token that is likely now and then
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 3
+    model.save_pretrained(tmp_path / "random")
+    prompts = [[5 + (n * step) % 60 for step in range(1, 3 + n % 40)] for n in range(150)]  # more than one batch
+    pairs = []
+    for ids in prompts:
+        text = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30)[0, len(ids) :]
+        pairs.append((len(ids), len(text)))
+    assert len({length for _, length in pairs}) > 5, "else an order of the rows could not be told from another"
+    found = measure_texts(tmp_path / "random", prompts, 30, Console(quiet=True))
+    assert found == LengthsByPrompt.of(pairs)
 
 
 def test_a_line_is_logged_for_every_step_with_the_saving_that_law_3_gives(finished: Path) -> None:
