@@ -116,13 +116,14 @@ def skip_generate(
     streamer = streamer or dropped_by_generate("streamer")
     with gated_layers(model, schedule, prompt_plan) as gate:
         if lossless:
+            columns = prompt_columns(input_ids, model_kwargs)
             columns_runner = make_columns_runner(
                 model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
             return LosslessLoop(
                 columns_runner,
                 schedule,
-                _draft_length(model, columns_runner.decoder, schedule, weights, prompt_length, generation_config),
+                _draft_length(model, columns_runner.decoder, schedule, weights, columns, generation_config),
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
