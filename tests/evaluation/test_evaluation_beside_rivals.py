@@ -13,6 +13,7 @@ from forked_python import start_python
 from small_checkpoints import TASK, save_checkpoint
 
 import eval.cli
+from data import load_task
 from eval.journal import FILE_NAME
 from eval.results import Report
 from eval.systems.base import System
@@ -150,6 +151,9 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
     solver = {"horizon": 20, "over": "all", "lengths": [[2, 97], [30, 3]], "prompt_lengths": [[3000, 1]]}
     config = SkipConfig(solver=solver, task={"name": "departures", "options": TASK})
     config.save(folder)
+    _, tokenizer = load(str(folder))
+    texts = [example.prompt for example in load_task("departures", **TASK).load("test")[:9]]
+    prompts = sorted(len(ids) for ids in tokenizer(texts)["input_ids"])
     different = {}
     for over in ("all", "decode"):
         asked = ["--over", over] if over != config.over else []
@@ -157,7 +161,9 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
         expected = {
-            size: config.schedule_for(_cost(folder), 1.6, over=over, prompts=[[20] * size]).to_dict()  # type: ignore[arg-type]
+            size: config.schedule_for(
+                _cost(folder), 1.6, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
+            ).to_dict()
             for size in (1, 4, 32)
         }
         row = report.rows[1]
