@@ -157,12 +157,12 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
     different = {}
     for over in ("all", "decode"):
         asked = ["--over", over] if over != config.over else []
-        words = ["--checkpoint", folder, "--speedup", "1.6", *asked, "--time-batch-size", "1", "4", "32"]
+        words = ["--checkpoint", folder, "--speedup", "1.8", *asked, "--time-batch-size", "1", "4", "32"]
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
         expected = {
             size: config.schedule_for(
-                _cost(folder), 1.6, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
+                _cost(folder), 1.8, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
             ).to_dict()
             for size in (1, 4, 32)
         }
