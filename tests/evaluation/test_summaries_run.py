@@ -75,26 +75,3 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     )
     whole = [len(tokenizer(e.body)["input_ids"]) + 6 for e in examples]
     assert [len(prompt.ids) for prompt in prompts] == [min(length, 253) for length in whole]
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.options={holdout: 50}", "holdout is 50: "),
-        ("data.options={holdout: x}", "holdout is 'x': Input should be a valid integer"),
-        ("data.path=recipes", "split 'train' of cnndm has no file in recipes"),
-        ("data.max_prompt_tokens=6", "at most 6 fit: raise data.max_prompt_tokens"),
-        ("data.max_prompt_tokens=400", "need 420 positions, the model has 256"),
-        ("data.limit=0", "data.limit is 0"),
-        ("data.num_proc=0", "data.num_proc is 0"),
-        ("data.task=tldr", "row 1: no column 'prompt', only Unnamed: 0, id, article, highlights"),
-    ],
-)
-def test_a_mistake_is_one_line_and_writes_nothing(
-    override: str, message: str, recipe: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    assert train.cli.main([*recipe, override]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ")
-    assert message in error
-    assert not (tmp_path / "run").exists()

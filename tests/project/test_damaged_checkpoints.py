@@ -10,7 +10,7 @@ import pytest
 import torch
 from opening_commands import opening_commands
 from safetensors.torch import load_file, save_file
-from small_checkpoints import save_checkpoint
+from small_checkpoints import flip, save_checkpoint
 from small_runs import train_small
 
 import skipdecode
@@ -33,12 +33,6 @@ def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def checkpoint(sealed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(sealed, tmp_path / "checkpoint")
-
-
-def flip(file: Path, at: float = 0.5) -> None:
-    content = bytearray(file.read_bytes())
-    content[int(len(content) * at)] ^= 1
-    file.write_bytes(content)
 
 
 def change(folder: Path, edit: Callable[[Weights], Any]) -> None:

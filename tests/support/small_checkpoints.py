@@ -34,3 +34,10 @@ def save_checkpoint(folder: Path, num_layers: int, *, vocab_size: int = 320, see
     tokenizer.save_pretrained(folder)
     SkipConfig(solver={"horizon": 8}, task={"name": "departures", "options": TASK}).save(folder)
     return folder
+
+
+def flip(file: Path, at: float = 0.5) -> None:
+    """Change a bit of a file, so far into it."""
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    file.write_bytes(content)

@@ -15,6 +15,7 @@ import torch
 from forked_python import run_python, start_python
 from rich.console import Console
 from safetensors.torch import load_file
+from small_checkpoints import flip
 from small_runs import SMALL, metrics, train_small
 
 import train.cli
@@ -66,12 +67,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert name == "checkpoint-6"
     assert "checkpoint-9 is damaged" in said
     assert reason in said
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("damaged", [True, False])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import SMALL, train_small
+from small_checkpoints import flip
+from small_runs import train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
-import train.cli
 from skipdecode import ConfigError, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
@@ -94,14 +94,9 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(model)}))
     load_model(str(folder))
-    flip_last_bit(model / "model.safetensors")
+    flip(model / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"{model} is damaged: model.safetensors has changed"):
         load_model(str(folder))
-
-
-def flip_last_bit(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
@@ -124,20 +119,3 @@ def test_adapters_apart_are_evaluated(apart: Path, tmp_path: Path) -> None:
     arguments = ["--checkpoint", str(apart), "--speedup", "2", "--limit", "4", "--max-new-tokens", "8"]
     assert eval.cli.main([*arguments, "--output", str(output)]) == 0
     assert [row["speedup_target"] for row in json.loads((output / "report.json").read_text())["rows"]] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["lora.r=4", "lora.target_modules=[nothing]"], "lora.target_modules is ['nothing']"),
-        (["lora.r=4", "lora.merge=false"], "lora.merge=false needs model.name_or_path"),
-        (["lora.r=0"], "lora.r is 0"),
-    ],
-)
-def test_a_bad_lora_request_is_one_line_and_writes_nothing(
-    overrides: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
-    folder = tmp_path / "run"
-    assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides, f"output.dir={folder}"]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not folder.exists()
