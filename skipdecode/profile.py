@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,17 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]
 def find_profile(setting: Mapping[str, Any]) -> Profile | None:
     """The profile that was kept for a setting; None where there is none. Raises ConfigError for a damaged one."""
     path = _profile_path(setting)
-    return Profile.load(path) if path.exists() else None
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _profile_of(path, written)
+
+
+@lru_cache(maxsize=32)
+def _profile_of(path: Path, written: int) -> Profile:
+    """The profile of a file that was written at a time: every call of generate asks for it."""
+    return Profile.load(path)
 
 
 def describe_clock(profile: Profile | None) -> str:

@@ -41,17 +41,18 @@ COMMON = [
 WHAT = {
     "sampled": [],
     "skipping prompts": ["schedule.prompt=max"],
+    "prompts of some layers": ["schedule.prompt=5"],
     "sandwich": ["schedule.sampling=sandwich", "optim.distillation=0.5"],
-    "sandwich, skipping prompts": ["schedule.prompt=max", "schedule.sampling=sandwich", "optim.distillation=0.5"],
+    "sandwich, prompts of some layers": ["schedule.prompt=5", "schedule.sampling=sandwich", "optim.distillation=0.5"],
 }
 # How: a DeepSpeed config, and what must not matter.
 PARTS = ["train.per_device_batch_size=3", "train.gradient_accumulation_steps=2"]
 CASES = [
-    ("zero1", "sampled", []),
-    ("zero2", "sampled", PARTS),
+    ("zero1", "prompts of some layers", []),
+    ("zero2", "prompts of some layers", PARTS),
     ("zero3", "sampled", []),
     ("zero2-offload", "sandwich", []),
-    ("zero3-offload", "sandwich, skipping prompts", ["train.gradient_checkpointing=true"]),
+    ("zero3-offload", "sandwich, prompts of some layers", ["train.gradient_checkpointing=true"]),
     (None, "skipping prompts", ["train.gradient_checkpointing=true"]),
 ]
 
