@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import END, PAD, ragged_prompts, tiny_family, tiny_opt
-from transformers import PreTrainedModel
+from lean_cases import tiny
+from tiny_models import END, PAD, ragged_prompts, tiny_opt
 
 from eval.systems.calm import calm_generate, margins
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
@@ -24,10 +24,6 @@ NORMS = {
     "bloom": "transformer.ln_f",
     "gpt_neox": "gpt_neox.final_layer_norm",
 }
-
-
-def tiny(name: str) -> PreTrainedModel:
-    return tiny_opt(name, LAYERS) if name.startswith("opt") else tiny_family(name)
 
 
 def calm(model: Any, ids: torch.Tensor, mask: torch.Tensor, threshold: float, **changes: Any) -> tuple[Any, list[Any]]:

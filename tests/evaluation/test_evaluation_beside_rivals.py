@@ -334,34 +334,6 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
         assert row.decode_seconds >= sum(known)  # the clocks from before the kill are in it
 
 
-def test_what_a_journal_holds_is_not_decoded_again(full: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Killed between the last batch and the report, and just before the last batch."""
-    import eval.run
-
-    words = ["--checkpoint", str(full), *RESUMED, *SMALL, "--output", str(tmp_path / "out")]
-    with monkeypatch.context() as patched:
-        patched.setattr(eval.run, "_report", _killed)
-        assert eval.cli.main(words) == 130
-    decoded: list[int] = []
-    original = System.decode
-
-    def counted(self: System, prompts: Any, max_new_tokens: int, lengths: Any = None) -> Any:
-        decoded.append(max_new_tokens)
-        return original(self, prompts, max_new_tokens, lengths)
-
-    monkeypatch.setattr(System, "decode", counted)
-    path = tmp_path / "out" / FILE_NAME
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]))
-    assert eval.cli.main(words) == 0
-    assert decoded == [8, 10]  # one that is untimed, and the one that was missing
-    (tmp_path / "out" / "report.json").unlink()
-    path.write_bytes(b"".join(lines))
-    decoded.clear()
-    assert eval.cli.main(words) == 0
-    assert decoded == []
-
-
 def _killed(*_: Any) -> Any:
     raise KeyboardInterrupt
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lean_cases import tiny
 from naive_opt import naive_logits
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_opt
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
@@ -93,7 +94,7 @@ def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_c
     model_type: str, checkpointing: bool
 ) -> None:
     schedule = SkipSchedule(6, 3, 2, horizon=5, prompt="max")  # layers 1 to 3 have no columns
-    shared = tiny_opt("opt", 6) if model_type == "opt" else tiny_family(model_type)
+    shared = tiny(model_type)
     ids, mask = whole_batch()
 
     def gradients(keep_in_graph: bool) -> tuple[int, dict[str, torch.Tensor | None]]:
@@ -225,7 +226,7 @@ def test_a_cache_that_holds_tokens_is_refused_in_teacher_forcing() -> None:
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @pytest.mark.parametrize("prompt", ["full", "max"])
 def test_outputs_that_skipped_layers_do_not_have_are_refused(model_type: str, prompt: Any) -> None:
-    model = tiny_opt("opt", 6) if model_type == "opt" else tiny_family(model_type)
+    model = tiny(model_type)
     ids, mask = whole_batch()
     with skip_layers(model, SkipSchedule(6, 4, 2, horizon=5, prompt=prompt), prompt_columns=6), torch.no_grad():
         expected = model(ids, attention_mask=mask).logits

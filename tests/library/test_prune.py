@@ -1,6 +1,5 @@
 """A checkpoint without the layers that nothing runs decodes the same tokens."""
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lean_cases import fresh
 from small_checkpoints import save_checkpoint
-from tiny_models import TINY_FAMILIES, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import TINY_FAMILIES, ragged_prompts
 
 import skipdecode
 from skipdecode import ConfigError, SkipSchedule, skip_generate
@@ -58,7 +58,7 @@ def test_every_family_decodes_the_same_tokens_without_the_layers(family: str) ->
     schedule = SkipSchedule(6, 4, 2, horizon=5, prompt="max")
     ids, mask = ragged_prompts([5, 3], 0)
     request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    model = copy.deepcopy(tiny_opt(family, 6) if family.startswith("opt") else tiny_family(family))
+    model = fresh(family)
     expected = model.generate(**request, custom_generate=skip_generate, schedule=schedule)
     kept, smaller = pruned_schedule(schedule)
     keep_layers(model, kept)

@@ -71,16 +71,6 @@ def test_rows_of_a_batch_that_shrinks_are_as_they_are_alone(name: str, weights: 
     assert found == padded(texts)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_at_full_depth_texts_are_transformers_own(name: str, rows_run: list[int]) -> None:
-    ids, mask = ragged_prompts(LENGTHS, 4)
-    request = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
-    criteria = StoppingCriteriaList([EndsAfter()])
-    theirs = tiny(name).generate(input_ids=ids, attention_mask=mask, stopping_criteria=criteria, **request)
-    assert decode(tiny(name), FULL, EndsAfter()) == theirs[:, max(LENGTHS) :].tolist()
-    assert min(rows_run) < len(LENGTHS)
-
-
 class Scores(LogitsProcessor):
     """What a processor is called with."""
 

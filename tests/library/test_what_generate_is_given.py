@@ -7,21 +7,17 @@ import numpy as np
 import pytest
 import torch
 from decoding_cases import fresh_model
-from lean_cases import fresh
+from lean_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from tiny_models import END, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import END, ragged_prompts, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
+from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 
 SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
 FULL = SkipSchedule.full_depth(6)
 FAMILY_NAMES = ["opt", "gpt2", "bloom", "gpt_neox", "llama", "mistral", "phi"]
-
-
-def tiny(name: str) -> PreTrainedModel:
-    return tiny_opt("opt", 6) if name == "opt" else tiny_family(name)
 
 
 def text(model: Any, schedule: SkipSchedule | None, **request: Any) -> torch.Tensor:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from lean_cases import fresh
 from naive_opt import tokens_by_layers
-from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised, tiny_family, tiny_opt
+from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised
 from torch import nn
 from transformers import AutoConfig, DynamicCache, PreTrainedModel, StaticCache
 from weight_updates import UPDATES
@@ -127,10 +128,8 @@ def cases(draw: st.DrawFn) -> Case:
 @cache
 def fresh_model(name: str) -> PreTrainedModel:
     """A model that nothing has decoded with, to be copied."""
-    if name in OPT_KINDS:
-        return deepcopy(tiny_opt.__wrapped__(name, LAYERS))
-    if name in TINY_FAMILIES:
-        return tiny_family.__wrapped__(name)
+    if name not in MIXED:
+        return fresh(name)
     family, turns = MIXED[name]
     config = AutoConfig.for_model(
         family,

@@ -1,13 +1,13 @@
 """Multi-layer early exit: the loss of one pass is that of as many models, each cut off after a layer."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lean_cases import fresh
 from small_runs import SMALL, metrics, train_small
-from tiny_models import PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_family, tiny_opt
+from tiny_models import PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -24,12 +24,6 @@ from train.recipe import load_recipe
 
 LAYERS = 6
 EXITS = ["optim.exits=all", "schedule.speedups=[1]"]
-
-
-def a_model(family: str) -> PreTrainedModel:
-    """One of its own, whose gradients no other test sees."""
-    made = tiny_opt(family, LAYERS) if family.startswith("opt") else tiny_family(family)
-    return copy.deepcopy(made)
 
 
 def a_batch() -> dict[str, Any]:
@@ -85,7 +79,7 @@ def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Ten
 def test_loss_and_gradient_are_those_of_models_cut_off_after_each_layer(
     family: str, power: float, smoothing: float, share: float
 ) -> None:
-    model, batch = a_model(family), a_batch()
+    model, batch = fresh(family), a_batch()
     loss = objective_loss(model, Objective(power, smoothing, share, exits=True), batch)
     expected = naive_loss(model, batch, power, smoothing, share)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -96,7 +90,7 @@ def test_loss_and_gradient_are_those_of_models_cut_off_after_each_layer(
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
-    model, batch, objective = a_model("opt").train(), a_batch(), Objective(1.0, exits=True)
+    model, batch, objective = fresh("opt").train(), a_batch(), Objective(1.0, exits=True)
     plain = gradients(model, objective_loss(model, objective, batch))
     checkpoint_activations(model)
     for name, value in gradients(model, objective_loss(model, objective, batch)).items():
@@ -104,7 +98,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 def test_parts_of_a_batch_add_up_to_its_loss() -> None:
-    model, batch, objective = a_model("llama"), a_batch(), Objective(1.0, 0.1, exits=True)
+    model, batch, objective = fresh("llama"), a_batch(), Objective(1.0, 0.1, exits=True)
     totals = objective.totals([SkipSchedule.full_depth(LAYERS)], unpack_batch(batch)[2])
     parts = 0.0
     for row in range(3):
@@ -114,7 +108,7 @@ def test_parts_of_a_batch_add_up_to_its_loss() -> None:
 
 
 def test_each_exit_is_logged_in_the_band_of_its_depth() -> None:
-    model, batch, bands = a_model("gpt2"), a_batch(), DepthBands(LAYERS)
+    model, batch, bands = fresh("gpt2"), a_batch(), DepthBands(LAYERS)
     objective_loss(model, Objective(exits=True), batch, bands=bands).backward()  # which computes the exits again
     prompt, columns, labels = unpack_batch(batch)
     losses: dict[str, list[float]] = {}
@@ -128,7 +122,7 @@ def test_each_exit_is_logged_in_the_band_of_its_depth() -> None:
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "bloom"])
 def test_the_head_turns_the_last_layers_output_into_the_models_logits(family: str) -> None:
-    model = a_model(family)
+    model = fresh(family)
     ids, mask = ragged_prompts([4, 6], seed=0)
     hooks = [list(layer._forward_hooks.values()) for layer in model.modules()]
     with torch.no_grad():
@@ -143,13 +137,13 @@ def test_a_family_without_a_known_norm_is_refused() -> None:
     try:
         register_family("llama", "model.layers")
         with pytest.raises(ConfigError, match="final norm of model_type 'llama' is not known"):
-            exit_head(a_model("llama"))
+            exit_head(fresh("llama"))
     finally:
         FAMILIES["llama"] = Family(original.layers, original.parts)
 
 
 def test_a_pass_that_drops_layers_is_refused() -> None:
-    model = a_model("opt").train()
+    model = fresh("opt").train()
     model.model.decoder.layerdrop = 1.0
     with pytest.raises(ConfigError, match=f"0 of {LAYERS} layers ran"):
         objective_loss(model, Objective(exits=True), a_batch())

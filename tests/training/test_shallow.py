@@ -1,6 +1,5 @@
 """A shallow model is the whole model with the same layers skipped, and a plain checkpoint."""
 
-import copy
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -9,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lean_cases import fresh
 from small_runs import SMALL, train_small
-from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised, tiny_family, tiny_opt
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
 from skipdecode.families import decoder_layers
@@ -20,11 +20,6 @@ from train.recipe import load_recipe
 from train.shallow import kept_layers, shrink_model
 
 LAYERS = 6
-
-
-def a_model(family: str) -> PreTrainedModel:
-    made = tiny_opt(family, LAYERS) if family.startswith("opt") else tiny_family(family)
-    return copy.deepcopy(made)
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
@@ -42,7 +37,7 @@ def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, in
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
 @pytest.mark.parametrize("keep", [1, 4])
 def test_its_logits_are_those_of_the_whole_model_that_skips_the_same_layers(family: str, keep: int) -> None:
-    model = a_model(family)
+    model = fresh(family)
     ids, mask = ragged_prompts([5, 9], seed=1)
     schedule = SkipSchedule(LAYERS, keep, keep, placement="even", prompt="max")
     with torch.no_grad(), skip_layers(model, schedule, prompt_columns=4):
@@ -56,7 +51,7 @@ def test_its_logits_are_those_of_the_whole_model_that_skips_the_same_layers(fami
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "gpt2", "llama", "mistral", "qwen2"])
 def test_it_reloads_and_generates_the_same_in_plain_transformers(family: str, tmp_path: Path) -> None:
-    model = a_model(family)
+    model = fresh(family)
     ids, mask = ragged_prompts([5, 9], seed=1)
     settings = {"max_new_tokens": 8, "do_sample": False}
     schedule = SkipSchedule(LAYERS, 3, 3, placement="even", prompt="max")
@@ -121,14 +116,14 @@ def test_layers_out_of_range_are_refused() -> None:
         load_recipe("quickstart", ["model.layers=0"])
     with pytest.raises(ConfigError, match=r"model\.layers is 9: it must lie between 1 and the model's 8 layers"):
         model_config(load_recipe("quickstart", [*SMALL, "model.layers=9"]))
-    model = a_model("opt")
+    model = fresh("opt")
     with pytest.raises(ConfigError, match="model's 6 layers"):
         shrink_model(model, 7)
     assert len(decoder_layers(model)) == model.config.num_hidden_layers == 6
 
 
 def test_a_model_whose_layers_compute_by_their_number_is_refused() -> None:
-    model = a_model("gpt2")
+    model = fresh("gpt2")
     model.config.scale_attn_by_inverse_layer_idx = True
     with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx"):
         shrink_model(model, 3)

@@ -108,10 +108,13 @@ def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pyte
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line(tmp_path: Path) -> None:
+def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line_with_what_is_left(
+    tmp_path: Path,
+) -> None:
     """The command in a terminal, with DeepSpeed installed and not used."""
+    folder = tmp_path / "run"
     ours, theirs = pty.openpty()
-    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "TERM": "xterm"}
     run = subprocess.Popen(
         [*command, "train.max_steps=200"],
@@ -128,7 +131,7 @@ def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line(tmp_pa
             said += os.read(ours, 65536).decode("utf-8", "replace")
         except OSError:  # the command has ended
             break
-        if "tokens/s, " in said and not interrupted:
+        if "tokens/s, " in said and (folder / "checkpoint-3").exists() and not interrupted:
             interrupted = True
             run.send_signal(signal.SIGINT)
     assert run.wait(timeout=60) == 130
@@ -136,5 +139,5 @@ def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line(tmp_pa
     lines = lines_of(said)
     assert max(map(len, lines)) <= 80 or max(lines, key=len).startswith("interrupted")
     assert not [line for line in lines if re.search("WARNING|DeepSpeed|{|it/s|Traceback", line)], said
-    assert lines[-1].startswith("interrupted: ")
+    assert lines[-1].startswith(f"interrupted: the last good checkpoint is {folder}/checkpoint-")
     assert re.search(r"━.* \d+/200 loss \d\.\d{3}, [\d,]+ tokens/s, [?:\d]+ to go$", lines[-2]), lines[-3:]
