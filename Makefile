@@ -40,7 +40,7 @@ $(RUN)/eval/report.json: $(RUN)/model.safetensors | .venv/.installed
 
 # The tests' models are tiny: two processes of one thread each are faster than threads that wait for each other. A file
 # stays on one process, whose trained models its tests share; the order is that of tests/conftest.py.
-test: install ## run the tests and the library's doctests
+test: install ## run the tests and the doctests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The oldest transformers that pyproject.toml names, and the last huggingface_hub that it takes, in a folder that goes

@@ -1,6 +1,5 @@
 """The page of finished evaluations: read as a browser would, and compared with the reports that it was made from."""
 
-import doctest
 import json
 import random
 import re
@@ -8,17 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import finished_runs
 import pytest
 from finished_runs import save, write_calm_run, write_run
 
-import eval.report.comparison
-import eval.report.page
-import eval.report.positions
-import eval.report.tables
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
@@ -354,15 +348,6 @@ def test_a_speed_benchmark_reads_back_and_is_shown(built: Built) -> None:
     assert {"2.125", "1.875", "2.25", "0.75", "4096"} <= set(built.page.attributes("value"))
     assert built.values["speeds"]["speed"]["rows"][0]["bound_speedup"] == 2.25
     assert "50x: no" in built.html
-
-
-@pytest.mark.parametrize(
-    "module", [eval.report.comparison, eval.report.page, eval.report.positions, eval.report.tables]
-)
-def test_examples_in_docstrings_hold(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_prompts_spread_evenly_with_both_ends() -> None:

@@ -301,39 +301,6 @@ def test_a_schedule_holds_for_the_thread_that_attached_it() -> None:
     assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
 
 
-def test_texts_of_threads_at_different_speeds_are_those_of_one_thread() -> None:
-    model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
-    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    ways: list[dict[str, Any]] = [
-        {},
-        *(
-            {"custom_generate": skip_generate, "schedule": schedule, **change}
-            for schedule in (SCHEDULE, SkipSchedule(6, 2, 1, horizon=3))
-            for change in ({}, {"weights": "int8"}, {"cache_implementation": "dynamic"}, {"cuda_graphs": True})
-        ),
-    ]
-    alone = [model.generate(**request, **way) for way in ways]
-    failed: list[Any] = []
-
-    def work(start: int) -> None:
-        for n in range(3 * len(ways)):
-            way = (start * 4 + n) % len(ways)
-            try:
-                if not torch.equal(model.generate(**request, **ways[way]), alone[way]):
-                    failed.append(way)
-            except Exception as error:
-                failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
-
-
 def test_a_stopping_criterion_may_decode_with_the_same_model() -> None:
     model = tiny_opt("opt", 6)
     ids, mask = whole_batch()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from decoding_cases import LAYERS, MOST_NEW_TOKENS, Case, check, decode, draw_prompts, fresh_model
+from decoding_cases import LAYERS, MOST_NEW_TOKENS, Case, check, check_int8, decode, draw_prompts, fresh_model
 from tiny_models import END, VOCABULARY
 
 from skipdecode import SkipSchedule
@@ -34,7 +34,8 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
         for _ in range(calls // len(schedules)):
             try:
                 case = _draw(draw, model_name, schedule)
-                found.append((case, decode(case, model, draw_prompts(case), plain=schedule is None)))
+                graphs = {"cuda_graphs": True} if schedule is not None and draw.random() < 0.2 else {}
+                found.append((case, decode(case, model, draw_prompts(case), plain=schedule is None, **graphs)))
             except Exception:
                 told.append(traceback.format_exc())
                 return
@@ -46,7 +47,12 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
         for thread in threads:
             thread.join()
     assert not told, told[0]
-    ties = sum(check(case, reference, draw_prompts(case), texts) for case, texts in found)
+    ties = 0
+    for case, texts in found:
+        if case.weights == "int8":
+            ties += check_int8(case, reference, reference, draw_prompts(case), texts)
+        else:
+            ties += check(case, reference, draw_prompts(case), texts)
     assert [type(module) for module in model.modules()] == [type(module) for module in reference.modules()]
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
@@ -56,6 +62,7 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
 
 def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -> Case:
     """Greedy: the generator of samples is one for all threads."""
+    cache = draw.choice(["planned", "planned", "dynamic"])
     return Case(
         model=model_name,
         schedule=schedule or PLAIN,
@@ -65,8 +72,8 @@ def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -
         ends=(END, *draw.sample(range(4, VOCABULARY), draw.randint(0, 8))),
         mask=True,
         embeds=draw.random() < 0.2,
-        cache=draw.choice(["planned", "planned", "dynamic"]),
-        weights=None,
+        cache=cache,
+        weights=draw.choice([None, None, "int8"]) if cache == "planned" and schedule is not None else None,
         sampling=None,
         update=None,
         only=None,
