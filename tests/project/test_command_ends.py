@@ -22,6 +22,7 @@ import eval.speed.run
 import skipdecode.cli
 import skipdecode.subcommands
 import train.cli
+import train.prepare
 import train.run
 import train.tracking
 from skipdecode import ConfigError
@@ -145,8 +146,8 @@ def test_a_finished_checkpoint_that_can_not_be_written_leaves_the_last_one(
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         original(self, output_dir, _internal_call)
 
-    original = train.run.SkipTrainer.save_model
-    monkeypatch.setattr(train.run.SkipTrainer, "save_model", save_model)
+    original = train.prepare.SkipTrainer.save_model
+    monkeypatch.setattr(train.prepare.SkipTrainer, "save_model", save_model)
     assert train_in_process(folder, "train.max_steps=3") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "stopped: the finished checkpoint could not be written (I/O error: No space left on device (os error 28)): "
