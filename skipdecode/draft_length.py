@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skipdecode.cost import CostModel
 from skipdecode.lean import LeanDecoder
@@ -66,17 +65,22 @@ class DraftLength:
         self._seconds = seconds
         self._num_layers = num_layers
         self._known: dict[tuple[int, int], float] = {}
-        self._rates: dict[Any, tuple[float, bool]] = {}
         self._rows, self._rate, self._pays, self._spent = 1, 1.0, False, 0.0
 
     def start(self, rows: int, budgets: Sequence[int]) -> None:
         """Begin a round of so many rows, whose drafts would run so many layers each."""
         self._rows, self._spent = rows, 0.0
-        taken = round(self._record.taken(), 2)
-        key = (rows, taken, tuple(budgets))
-        if key not in self._rates:
-            self._rates[key] = self._best_rate(taken, budgets)
-        self._rate, self._pays = self._rates[key]
+        self._rate = plain = tokens = float(rows)  # per step
+        cost, share = 0.0, 1.0
+        for done, budget in enumerate(budgets, start=1):
+            share *= self._record.taken()
+            tokens += rows * share
+            cost += self._cost(budget, rows)
+            rate = tokens / (cost + self._cost(self._num_layers, rows * (done + 1)))
+            if rate <= self._rate:  # each draft gains less than the one before
+                break
+            self._rate = rate
+        self._pays = self._rate > plain
 
     def worth(self, reach: Sequence[float], done: int, budget: int) -> list[bool]:
         """For each row that has `done` drafts, all of them taken with probability `reach`, whether to draft one more.
@@ -105,16 +109,6 @@ class DraftLength:
     def reach(self, confidence: float) -> float:
         """How likely a draft of such a probability is taken, if those before it are."""
         return self._record.taken(confidence)
-
-    def _best_rate(self, taken: float, budgets: Sequence[int]) -> tuple[float, bool]:
-        """Tokens per step with the best number of drafts, and whether that is any."""
-        plain = best = tokens = float(self._rows)
-        cost = 0.0
-        for done, budget in enumerate(budgets, start=1):
-            tokens += self._rows * taken**done
-            cost += self._cost(budget, self._rows)
-            best = max(best, tokens / (cost + self._cost(self._num_layers, self._rows * (done + 1))))
-        return best, best > plain
 
     def _cost(self, layers: int, tokens: int) -> float:
         return self._pass_seconds(layers, tokens) / self._pass_seconds(self._num_layers, self._rows)

@@ -14,7 +14,7 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     does; with neither a speedup nor a schedule, all layers run and it is `generate` itself. Raises what `skip_generate`
     raises.
     """
-    skips = any(kwargs.get(name) is not None for name in ("speedup", "schedule", "lossless"))
+    skips = kwargs.get("speedup") is not None or kwargs.get("schedule") is not None or kwargs.get("lossless")
     # Not model.generate: of a model that was loaded with trust_remote_code it is this function.
     kwargs["custom_generate"] = skip_generate if skips else None
     return GenerationMixin.generate(model, *args, **kwargs)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,6 +31,9 @@ from skipdecode.internals import padding_token
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
+
+# Processors that look at no text: all tokens go through them at once.
+_OF_SCORES_ALONE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 @dataclass
@@ -67,8 +79,9 @@ class LosslessLoop:
     ) -> None:
         batch, self.prompt = input_ids.shape
         self.most = generation_config.max_length - self.prompt
-        self.pad = padding_token(generation_config)
-        self.texts = torch.cat([input_ids, self.pad.expand(batch, self.most)], dim=1)
+        pad: Any = padding_token(generation_config)
+        self.pad = 0 if pad is None else int(pad)  # nothing is padded where no token ends a text
+        self.texts = torch.nn.functional.pad(input_ids, (0, self.most), value=self.pad)
         self.counts = [0] * batch
         self.ended = [False] * batch
         self.running = list(range(batch))
@@ -157,9 +170,10 @@ class LosslessLoop:
             confidence, drafted = probabilities.max(dim=-1)
             if self._config.do_sample:
                 drafted = torch.multinomial(probabilities, num_samples=1)[:, 0]
+                for row, proposed in zip(drafting, probabilities, strict=True):
+                    self._proposed[row].append(proposed)
             self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
-            for n, (row, token, sure) in enumerate(zip(drafting, drafted.tolist(), confidence.tolist(), strict=True)):
-                self._proposed[row].append(probabilities[n])
+            for row, token, sure in zip(drafting, drafted.tolist(), confidence.tolist(), strict=True):
                 self._confidence[row].append(sure)
                 reach[row] *= self._length.reach(sure)
                 if token in self._end_tokens:
@@ -175,8 +189,12 @@ class LosslessLoop:
         """
         at_hand = dict(zip(rows, counts, strict=True))
         firsts = {row: self.counts[row] - 1 + skip for row in self.running}
-        places = [(row, self.prompt + firsts[row] + n) for row in self.running for n in range(at_hand.get(row, 0))]
-        tokens = self.texts[[row for row, _ in places], [column for _, column in places]]
+        if len(rows) == 1:  # without the making of indices, which takes a while beside a small model's step
+            first = self.prompt + firsts[rows[0]]
+            tokens = self.texts[rows[0], first : first + counts[0]]
+        else:
+            places = [(row, self.prompt + firsts[row] + n) for row in rows for n in range(at_hand[row])]
+            tokens = self.texts[[row for row, _ in places], [column for _, column in places]]
         return tokens, list(firsts.values()), [at_hand.get(row, 0) for row in self.running]
 
     def _process(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor, skip: int = 0) -> torch.Tensor:
@@ -187,6 +205,8 @@ class LosslessLoop:
         logits = logits.to(copy=True, dtype=torch.float32, device=self.texts.device)
         if not self._processor:
             return logits
+        if all(type(each) in _OF_SCORES_ALONE for each in self._processor):
+            return self._processor(cast(torch.LongTensor, self.texts), cast(torch.FloatTensor, logits))
         places = [
             (row, self.prompt + self.counts[row] + skip + n)
             for row, count in zip(rows, counts, strict=True)
@@ -208,7 +228,9 @@ class LosslessLoop:
         """
         scores = self._process(rows, [1 + count for count in counts], logits)
         starts = [self.prompt + self.counts[row] for row in rows]
-        drafts = [self.texts[row, at : at + n].tolist() for row, at, n in zip(rows, starts, counts, strict=True)]
+        drafts = [
+            self.texts[row, at : at + n].tolist() if n else [] for row, at, n in zip(rows, starts, counts, strict=True)
+        ]
         if self._config.do_sample:
             found = accept_sampled(drafts, [self._proposed[row] for row in rows], scores)
         else:
@@ -219,11 +241,11 @@ class LosslessLoop:
             agreed = len(new) - 1
             outcomes += zip(self._confidence[row], [True] * agreed + [False], strict=False)
             if self.ended[row]:
-                new = [int(self.pad)]
+                new = [self.pad]
             elif ends := [n for n, token in enumerate(new) if token in self._end_tokens]:
                 new = new[: ends[0] + 1]
             self._drafts.taken += min(len(new), agreed)
-            self.texts[row, start : start + len(new)] = self.texts.new_tensor(new)
+            self.texts[row, start + len(new) - 1] = new[-1]  # those before are the drafts, which stand there
             self.counts[row] += len(new)
             if self._handed_out:
                 self._kept[row] += [(scores[first + n], logits[first + n]) for n in range(len(new))]
@@ -253,11 +275,11 @@ class LosslessLoop:
             text = cast(torch.LongTensor, self.texts[:, : column + 1])
             before = self._unfinished
             self._unfinished = before & ~self._criteria(text, self._scores or None)
-            going, went = self._unfinished.tolist(), before.tolist()
+            going = self._unfinished.tolist()
             if not any(going):
                 return True
-            for row in range(len(going)):
-                if self._stops_at_eos and went[row] and not going[row]:
+            if self._stops_at_eos and not all(going):
+                for row in (before - self._unfinished).nonzero()[:, 0].tolist():
                     self._end(row, self.shown)
                     self._kept[row].clear()
         return False

@@ -156,6 +156,15 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     assert sum(layers == LAYERS for layers, _ in passes) == 19
 
 
+def test_no_padding_is_asked_for_where_no_token_ends_a_text() -> None:
+    model: Any = deepcopy(fresh_model("llama"))
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
+    ids, _ = ragged_prompts([5, 5], 4)
+    request = {"max_new_tokens": 9, "do_sample": False}
+    ours = model.generate(ids, custom_generate=skip_generate, schedule=SCHEDULES[0], lossless=True, **request)
+    assert torch.equal(ours, model.generate(ids, **request))
+
+
 def test_passes_and_drafts_are_counted(passes: list[tuple[int, list[int]]]) -> None:
     counts = DraftCounts()
     ids, mask = ragged_prompts(LENGTHS, 4)
