@@ -177,7 +177,7 @@ def _thresholds(
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
-                schedule.mean_budget(schedule.horizon),
+                schedule.mean_budget(loaded.config.solver.get("horizon", schedule.horizon)),
                 max_new_tokens=loaded.max_new_tokens,
                 journal=journal,
                 advance=lambda: progress.advance(bar),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -13,13 +13,15 @@ from transformers import PretrainedConfig
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.lengths import Lengths
-from skipdecode.schedule import Decay, Over, Placement, PromptPolicy, SkipSchedule
+from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
 TOLERANCE = 0.03
 # Over prompt and decoding together, prompts keep their layers until decoding would have to be so many times as fast as
 # the target: a text whose tokens run a layer or two reads worse than one after a prompt of fewer layers.
 MOST_DECODING = 1.5
+# Times the horizon that was asked for: whole texts may have one so long, to use up what integers of layers leave.
+LONGEST_STRETCH = 4
 
 
 def solve_schedule(
@@ -45,13 +47,15 @@ def solve_schedule(
 
     The prediction counts the bytes and operations of layers, LM head, embeddings and cache (`skipdecode.cost`), so a
     target of 3 leaves less than a third of the layers. The schedule is never predicted slower than the target; it is
-    the nearest that integers of layers allow, which on a model of few layers can be well above it.
+    the nearest that integers of layers allow, which on a model of few layers can be well above it; of texts whose
+    lengths are known, the budget then falls more slowly, as far as the target allows.
 
     Args:
         model: a causal language model, its config, or its CostModel; or a cost, such as `measure_cost` timed, so that
             the target is met on this machine's clock.
         speedup: the target, at least 1. 1 is full depth.
-        horizon: generated tokens over which the budget falls; without `lengths`, all texts are taken to be as long.
+        horizon: generated tokens over which the budget falls; without `lengths`, all texts are taken to be as long, and
+            with them it is the least.
         warmup_layers: as in SkipSchedule.
         decay: as in SkipSchedule.
         placement: as in SkipSchedule.
@@ -96,7 +100,7 @@ def solve_schedule(
     if over == "all" and not target.is_bearable(found):
         found = target.with_fewer_prompt_layers(most)
     assert found is not None  # as the target can be reached
-    return found
+    return target.with_longer_horizon(found)
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,17 @@ class _Target:
             candidate = self.nearest(middle)
             fewest, most, found = (middle, most, candidate) if self.is_bearable(candidate) else (fewest, middle, found)
         return found
+
+    def with_longer_horizon(self, schedule: SkipSchedule) -> SkipSchedule:
+        """The schedule with the longest horizon with which it still reaches the target, where texts have a length."""
+        if self.cost.expected_steps is None or schedule.max_layers == schedule.min_layers:
+            return schedule
+        low, high = schedule.horizon, min(LONGEST_STRETCH * schedule.horizon, LONGEST_HORIZON)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fast = self.reached_by(replace(schedule, horizon=middle)) >= self.speedup
+            low, high = (middle, high) if fast else (low, middle - 1)
+        return replace(schedule, horizon=low)
 
 
 def check_speedup(speedup: float) -> None:

@@ -187,8 +187,9 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
         if profile is not None:
             config = replace(config, schedules={})
     default = config.schedule_for(cost, speedup, over="decode")
-    budget = Budget(cost, speedup, steps=default.horizon, prompt=default.prompt)
-    horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * default.horizon)) for share in HORIZONS))
+    steps = config.solver.get("horizon", default.horizon)  # the default's own may be longer, to meet the target
+    budget = Budget(cost, speedup, steps=steps, prompt=default.prompt)
+    horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * steps)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
     schedules = choose_schedules(
         budget, space, default, trials=request.trials, tokens=data.max_new_tokens, seed=request.seed

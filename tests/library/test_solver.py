@@ -1,11 +1,12 @@
 """The cost model counts what a step touches, and the solver meets its target by it."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny_models import tiny_opt
 from transformers import AutoConfig
@@ -23,7 +24,7 @@ from skipdecode import (
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
 from skipdecode.lengths import LengthsByPrompt
-from skipdecode.solver import MOST_DECODING, TOLERANCE
+from skipdecode.solver import LONGEST_STRETCH, MOST_DECODING, TOLERANCE
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -109,6 +110,27 @@ def test_the_prediction_equals_adding_up_every_step() -> None:
 
 
 TEXTS = st.lists(st.integers(2, 80), min_size=1, max_size=30)
+
+
+@given(
+    speedup=st.floats(1.01, 4),
+    texts=TEXTS,
+    batch=st.integers(1, 64),
+    horizon=st.integers(1, 90),
+    decay=st.sampled_from(["linear", "cosine", "power", "constant"]),
+)
+def test_a_budget_falls_as_slowly_as_the_target_of_whole_texts_allows(
+    speedup: float, texts: list[int], batch: int, horizon: int, decay: Any
+) -> None:
+    cost = OPT_1_3B.at(lengths=texts, batch_size=batch)
+    try:
+        schedule = solve_schedule(cost, speedup, horizon=horizon, decay=decay)
+    except ConfigError:
+        assume(False)
+    assert cost.speedup(schedule) >= speedup
+    assert horizon <= schedule.horizon <= LONGEST_STRETCH * horizon
+    if schedule.max_layers > schedule.min_layers and schedule.horizon < LONGEST_STRETCH * horizon:
+        assert cost.speedup(replace(schedule, horizon=schedule.horizon + 1)) < speedup
 
 
 @given(
