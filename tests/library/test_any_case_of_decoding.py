@@ -16,7 +16,7 @@ CASE = Case("opt", FAST, (5, 3), 0, 12, (END,), True, False, "planned", None, No
 
 
 # The same cases in each run: those of tests/release are others each time.
-@settings(max_examples=200, derandomize=True, database=None)
+@settings(max_examples=500, derandomize=True, database=None)
 @given(cases())
 def test_every_case_decodes_what_the_reference_chooses(case: Case) -> None:
     event(f"near ties: {run_case(case)}")

@@ -9,11 +9,12 @@ import torch
 from decoding_cases import fresh_model
 from lean_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from tiny_models import END, ragged_prompts, tiny_opt
+from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache
+from transformers import AutoConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.families import FAMILIES, register_family
 
 SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
 FULL = SkipSchedule.full_depth(6)
@@ -78,7 +79,34 @@ def test_token_types_go_on_after_the_prompt(cache: dict[str, Any]) -> None:
 @pytest.mark.parametrize("placement", ["top", "bottom", "ends"])
 @pytest.mark.parametrize("name", ["qwen2, slides next", "qwen3, slides first"])
 def test_every_cache_gives_layers_of_mixed_kinds_the_columns_that_they_hold(name: str, placement: Any) -> None:
-    model = fresh_model(name)
+    check_every_cache(fresh_model(name), placement)
+
+
+@pytest.mark.parametrize("model_type", ["olmo3", "exaone4"])
+def test_so_does_every_cache_of_a_family_that_was_registered(model_type: str) -> None:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"] * 2,  # the first layer slides
+        sliding_window=5,
+        pad_token_id=1,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+    register_family(model_type, "model.layers")
+    try:
+        check_every_cache(randomised(config, seed=2), "top")
+    finally:
+        del FAMILIES[model_type]
+
+
+def check_every_cache(model: PreTrainedModel, placement: Any) -> None:
     ids, mask = ragged_prompts([4, 9], 6)
     request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 14}
     for prompt in ("full", "max"):
