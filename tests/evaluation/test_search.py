@@ -106,7 +106,7 @@ def test_scores_are_those_of_decoding_every_validation_prompt_alone(checkpoint: 
     assert [report["full_depth"]["value"], first["score"]["value"]] == pytest.approx(scores)
 
 
-@pytest.mark.parametrize("kill_after", [5, 14])
+@pytest.mark.parametrize("kill_after", [5, pytest.param(14, marks=pytest.mark.release)])
 def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
     checkpoint: Path, found: Path, tmp_path: Path, kill_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

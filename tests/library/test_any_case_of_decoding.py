@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from decoding_cases import LAYERS, Case, cases, check, decode, draw_prompts, fresh_model, run_case, whole_pass
 from decoding_threads import FAST, SLOW, decode_side_by_side
-from hypothesis import event, given, settings
+from hypothesis import event, given, seed, settings
 from naive_opt import naive_logits
+from packaging import version
 from tiny_models import END, OPT_KINDS, ragged_prompts
 
 from skipdecode import SkipSchedule
@@ -15,8 +17,13 @@ from skipdecode import SkipSchedule
 CASE = Case("opt", FAST, (5, 3), 0, 12, (END,), True, False, "planned", None, None, None, None)
 
 
-# The same cases in each run: those of tests/release are others each time.
-@settings(max_examples=500, derandomize=True, database=None)
+# 500 cases, the same in each run: 200 of them with a new transformers, the others with an old one (make test-oldest).
+# Those of tests/release are others each time.
+OLD = version.parse(transformers.__version__) < version.parse("5.18")
+
+
+@seed(18 if OLD else 23)
+@settings(max_examples=300 if OLD else 200, database=None)
 @given(cases())
 def test_every_case_decodes_what_the_reference_chooses(case: Case) -> None:
     event(f"near ties: {run_case(case)}")

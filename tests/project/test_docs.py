@@ -156,6 +156,7 @@ def test_the_notebook_is_that_of_the_tutorial() -> None:
     assert [cell.removeprefix("%%bash\n") for cell in cells[1:]] == [block.text.strip() for block in expected]
 
 
+@pytest.mark.release  # make docs is a step of .ci/run
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})

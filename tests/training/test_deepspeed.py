@@ -128,7 +128,13 @@ def check_same_weights(mine: Path, reference: Path) -> None:
     assert float((apart > 1e-5).float().mean()) < 1e-2
 
 
-@pytest.mark.parametrize(("config", "what"), [(config, what) for config, what, _ in CASES])
+# Before a release: what differs from others in a way that is tested there.
+LONG = {"zero1": pytest.mark.release, "zero2-offload": pytest.mark.release}
+
+
+@pytest.mark.parametrize(
+    ("config", "what"), [pytest.param(c, what, marks=LONG.get(c, ())) for c, what, _ in CASES]
+)
 def test_two_processes_train_what_one_does(
     config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]
 ) -> None:

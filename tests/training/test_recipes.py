@@ -101,7 +101,7 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("deepspeed", [None, "zero2", "zero3"])
+@pytest.mark.parametrize("deepspeed", [None, pytest.param("zero2", marks=pytest.mark.release), "zero3"])
 def test_recipes_train_and_evaluate_on_a_shrunken_shape(
     deepspeed: str | None, shrunken: Path, shared_data: Path, tmp_path: Path
 ) -> None:
