@@ -132,9 +132,7 @@ def check_same_weights(mine: Path, reference: Path) -> None:
 LONG = {"zero1": pytest.mark.release, "zero2-offload": pytest.mark.release}
 
 
-@pytest.mark.parametrize(
-    ("config", "what"), [pytest.param(c, what, marks=LONG.get(c, ())) for c, what, _ in CASES]
-)
+@pytest.mark.parametrize(("config", "what"), [pytest.param(c, what, marks=LONG.get(c, ())) for c, what, _ in CASES])
 def test_two_processes_train_what_one_does(
     config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]
 ) -> None:
