@@ -84,6 +84,9 @@ def solve_schedule(
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
     conditions = {"prompt_length": prompt_length, "batch_size": batch_size, "machine": machine}
     cost = _cost(model, dtype, lengths=lengths, prompt_lengths=prompt_lengths, **conditions)
+    check_counts(warmup_layers=warmup_layers)
+    if warmup_layers > cost.num_layers:
+        raise ConfigError(f"warmup_layers is {warmup_layers}: it must lie between 1 and num_layers ({cost.num_layers})")
     shape = {"warmup_layers": warmup_layers, "horizon": horizon, "decay": decay, "placement": placement}
     target = _Target(cost, speedup, over, spread, {**shape, "decay_rate": decay_rate})
     least = target.schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max")

@@ -292,6 +292,8 @@ def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
         ({"speedup": 2, "decay": "linaer"}, "did you mean 'linear'"),
         ({"speedup": 2, "batch_size": 1.5}, "batch_size is 1.5: it must be an integer of at least 1"),
         ({"speedup": 2, "prompt_length": "64"}, "prompt_length is '64': it must be an integer of at least 1"),
+        ({"speedup": 2, "warmup_layers": 99}, r"warmup_layers is 99: it must lie between 1 and num_layers \(24\)"),
+        ({"speedup": 2, "warmup_layers": 0}, "warmup_layers is 0"),
     ],
 )
 def test_a_bad_target_is_refused_by_name(change: dict[str, object], message: str) -> None:
