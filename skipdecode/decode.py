@@ -113,37 +113,26 @@ def skip_generate(
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
     _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
-    streamer = streamer or dropped_by_generate("streamer")
+    arguments: dict[str, Any] = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "streamer": streamer or dropped_by_generate("streamer"),
+    }
     with gated_layers(model, schedule, prompt_plan) as gate:
         if lossless:
-            columns = prompt_columns(input_ids, model_kwargs)
             columns_runner = make_columns_runner(
                 model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
+            columns = prompt_columns(input_ids, model_kwargs)
+            length = _draft_length(model, columns_runner.decoder, schedule, weights, columns, generation_config)
             return LosslessLoop(
-                columns_runner,
-                schedule,
-                _draft_length(model, columns_runner.decoder, schedule, weights, columns, generation_config),
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                draft_counts=draft_counts,
+                columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
             ).run()
         runner = make_runner(
             model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
         )
-        output = decode_loop(
-            model,
-            runner,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-        )
+        output = decode_loop(model, runner, input_ids, synced_gpus=synced_gpus, **arguments)
         runner.end()
         return output
 
