@@ -133,13 +133,19 @@ def batch_count(prompts: int, batch_size: int) -> int:
     return -(-prompts // batch_size)
 
 
-def spread_over_lengths(prompts: Sequence[Sequence[int]], count: int) -> list[int]:
+def batches_of_like_length(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """The numbers of the prompts that decode together, those of like length."""
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def spread_over_lengths(lengths: Sequence[int], count: int) -> list[int]:
     """The numbers of `count` prompts drawn evenly from all, in order of length; of all where there are no more.
 
-    >>> spread_over_lengths([[1, 1, 1, 1], [1], [1, 1], [1, 1, 1], [1] * 9, [1] * 5], 3)
+    >>> spread_over_lengths([4, 1, 2, 3, 9, 5], 3)
     [2, 0, 4]
     """
-    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    order = sorted(range(len(lengths)), key=lambda n: lengths[n])
     count = min(count, len(order))
     return [order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)]
 
@@ -166,11 +172,9 @@ def take_turns(
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
     rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
     """
-    order = sorted(range(len(examples)), key=lambda n: len(prompts[n]))
     results = [DecodedSet(system, [""] * len(examples), [0] * len(examples)) for system in systems]
     warm: set[str] = set()
-    for number in range(batch_count(len(order), batch_size)):
-        batch = order[number * batch_size :][:batch_size]
+    for number, batch in enumerate(batches_of_like_length(prompts, batch_size)):
         ids = [prompts[n] for n in batch]
         ends = None if lengths is None else [lengths[n] for n in batch]
         first = number % len(results)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from eval.decoding import batches_of_like_length
 from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
@@ -99,19 +100,10 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     decoder = replace(checkpoint, weights=weights)
     sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
     profile = clock_of(decoder, sizes, loaded.prompt_ids, calibrate=request.calibrate)
-    schedules = {
-        size: {
-            speedup: config.schedule_for(
-                checkpoint.cost,
-                speedup,
-                over=request.over,
-                prompts=batches_of_like_length(loaded.prompt_ids, size),
-                profile=profile,
-            )
-            for speedup in speedups
-        }
-        for size in sizes
-    }
+    schedules: dict[int, dict[float, SkipSchedule]] = {}
+    for size in sizes:
+        at_hand: Any = {"over": request.over, "prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
+        schedules[size] = {speedup: config.schedule_for(checkpoint.cost, speedup, **at_hand) for speedup in speedups}
     return Plan(weights, schedules, describe_clock(profile))
 
 
@@ -134,10 +126,9 @@ def clock_of(
     )
 
 
-def batches_of_like_length(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """The tokens of each prompt of each batch, as `take_turns` makes them."""
-    lengths = sorted(map(len, prompts))
-    return [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
+def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """The tokens of each prompt of each batch, for `SkipConfig.schedule_for`."""
+    return [[len(prompts[n]) for n in batch] for batch in batches_of_like_length(prompts, batch_size)]
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
@@ -177,7 +168,7 @@ def _thresholds(
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
-                schedule.mean_budget(loaded.config.solver.get("horizon", schedule.horizon)),
+                schedule.mean_budget(loaded.config.horizon or schedule.horizon),
                 max_new_tokens=loaded.max_new_tokens,
                 journal=journal,
                 advance=lambda: progress.advance(bar),

@@ -125,7 +125,8 @@ def _time(
     """
     found = {}
     for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
-        drawn = spread_over_lengths(loaded.prompt_ids, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
+        lengths_of_prompts = list(map(len, loaded.prompt_ids))
+        drawn = spread_over_lengths(lengths_of_prompts, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         turns = take_turns(
             lineup.by_batch[size],
             loaded.task,

@@ -37,9 +37,9 @@ class SkipConfig:
     Attributes:
         schedules: speedup -> the schedule that training drew for it.
         solver: the keyword arguments of `solve_schedule` that made them; any other speedup is solved with the same.
-        texts: how long its own texts are; None where that wasn't looked at.
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder, and for random weights.
+        texts: how long its own texts are; None where that wasn't looked at.
     """
 
     schedules: Mapping[float, SkipSchedule] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class SkipConfig:
         if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
         if isinstance(cost, CostModel):
-            cost = self.cost_for(cost, prompts=prompts, profile=profile)
+            cost = self._cost_under(conditions, cost, profile)
         settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
         return solve_schedule(cost, speedup, over=over, **settings)
 
@@ -93,7 +93,9 @@ class SkipConfig:
         self, sizes: CostModel, *, prompts: Sequence[Sequence[int]] | None = None, profile: Profile | None = None
     ) -> Cost:
         """The cost of a batch of such texts; the arguments are those of `schedule_for`."""
-        conditions = self.conditions_at_hand(prompts, measured=profile is not None)
+        return self._cost_under(self.conditions_at_hand(prompts, measured=profile is not None), sizes, profile)
+
+    def _cost_under(self, conditions: Mapping[str, Any], sizes: CostModel, profile: Profile | None) -> Cost:
         if profile is None:
             return sizes.at(**conditions)
         rows, steps = conditions.get("batch_size", 1), conditions.get("expected_steps")
@@ -126,6 +128,11 @@ class SkipConfig:
         """Tokens of a prompt that schedules are solved for."""
         usual = Lengths.read(self.solver["prompt_lengths"]).mean if "prompt_lengths" in self.solver else 64
         return int(self.solver.get("prompt_length", round(usual)))
+
+    @property
+    def horizon(self) -> int | None:
+        """Tokens over which budgets were asked to fall; those of a solved schedule may be more, to meet its target."""
+        return self.solver.get("horizon")
 
     @property
     def trained_range(self) -> tuple[float, float] | None:

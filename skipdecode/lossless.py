@@ -149,9 +149,8 @@ class LosslessLoop:
         self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
         room = {row: min(MOST_DRAFTS, self.most - self.counts[row] - 1) for row in rows}
         drafting = [row for row in rows if room[row] and not self.ended[row]]
-        first = (
-            min((self.counts[row] for row in drafting), default=1) - 1
-        )  # of several rows the earliest says the layers
+        # Of several rows the earliest says the layers.
+        first = min((self.counts[row] for row in drafting), default=1) - 1
         budgets = [self._schedule.budget(first + n) for n in range(max(room.values()))]
         self._length.start(len(rows), budgets)
         reach = dict.fromkeys(rows, 1.0)

@@ -43,11 +43,16 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
         ) from error
 
 
-def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
-    """Evaluate the finished checkpoint in a run's folder."""
-    gc.collect()  # the trainer and its optimiser
+def release_memory() -> None:
+    """Free what nothing holds any longer: a trainer and its optimiser, a model that has decoded."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
+    """Evaluate the finished checkpoint in a run's folder."""
+    release_memory()
     section = recipe.evaluation
     return evaluate(
         Request(

@@ -1,6 +1,5 @@
 """The end of a run: its finished checkpoint, which knows how long its texts are."""
 
-import gc
 import os
 import shutil
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.progress import Progress
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from data import Task
+from data.rows import row_lengths
 from eval.decoding import spread_over_lengths
 from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
@@ -29,6 +29,7 @@ from skipdecode.seal import seal
 from train.adapters import merge_adapters
 from train.build import build_model
 from train.checkpoints import PARTIAL, stopped_if_unwritten
+from train.evaluation import release_memory
 from train.recipe import Recipe
 
 ROWS = 64  # that are decoded together
@@ -56,7 +57,8 @@ def finish(
             _limit_new_tokens(partial, most)
     texts, count = None, recipe.schedule.texts
     if count:
-        prompts = [rows[n]["prompt_ids"] for n in spread_over_lengths(rows["prompt_ids"], count)]
+        lengths, _ = row_lengths(rows)  # of rows that may be more than fit into memory
+        prompts = [rows[n]["prompt_ids"] for n in spread_over_lengths(lengths.tolist(), count)]
         texts = measure_texts(partial, prompts, most, console, trust_remote_code=recipe.model.trust_remote_code)
     with stopped_if_unwritten("the finished checkpoint", folder):
         config = SkipConfig.load(partial)
@@ -82,9 +84,7 @@ def measure_texts(
 
     None, which is said, where the memory doesn't suffice.
     """
-    gc.collect()  # the trainer and its optimiser
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_memory()
     pairs: list[tuple[int, int]] = []
     try:
         model, tokenizer = load(str(folder), trust_remote_code=trust_remote_code)

@@ -16,7 +16,7 @@ from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
-from eval.lineup import batches_of_like_length, clock_of, common_weights
+from eval.lineup import clock_of, common_weights, prompts_at_hand
 from eval.loading import load_checkpoint, remembered, task_options, validation_examples
 from eval.machine import describe_machine, versions
 from eval.output import LOCK, only_writer
@@ -182,12 +182,12 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
         profile = clock_of(data.checkpoint, (request.batch_size,), data.prompts, calibrate=request.calibrate)
-        prompts = batches_of_like_length(data.prompts, request.batch_size)
+        prompts = prompts_at_hand(data.prompts, request.batch_size)
         cost = config.cost_for(data.checkpoint.cost, prompts=prompts, profile=profile)
         if profile is not None:
             config = replace(config, schedules={})
     default = config.schedule_for(cost, speedup, over="decode")
-    steps = config.solver.get("horizon", default.horizon)  # the default's own may be longer, to meet the target
+    steps = config.horizon or default.horizon  # the default's own may be longer, to meet the target
     budget = Budget(cost, speedup, steps=steps, prompt=default.prompt)
     horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * steps)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)

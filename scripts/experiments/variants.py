@@ -58,8 +58,9 @@ class Variants:
 
     def mean_layers(self, speedup: float) -> int:
         """The recipe's mean budget at a target, over the horizon and rounded: the layers of a model as fast."""
-        schedule = self.prepared.skip_config.schedule_for(self.cost(), speedup)
-        return round(schedule.mean_budget(schedule.horizon))
+        config = self.prepared.skip_config
+        schedule = config.schedule_for(self.cost(), speedup)
+        return round(schedule.mean_budget(config.horizon or schedule.horizon))
 
     def layers(self, overrides: Sequence[str] = ()) -> int:
         """The layers of a variant's model."""
