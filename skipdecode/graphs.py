@@ -97,16 +97,17 @@ class StepGraphs:
         self._graphs: dict[tuple[Sequence[int], int], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
 
-    def start(self, first: StepInputs, tokens: torch.Tensor) -> None:
-        """Begin a generation whose prompt is cached, by the inputs of its first step and its tokens [batch]."""
+    def start(self, first: StepInputs, batch: int, device: torch.device) -> None:
+        """Begin a generation of `batch` rows whose prompt is cached, by the inputs of its first step."""
         if self._buffers is None:
             rows = 1 if first.bias is None else first.bias.shape[0]
             heads = 1 if first.bias is None else first.bias.shape[1]
-            bias = torch.empty(rows, heads, 1, self._columns, dtype=self._decoder.dtype, device=tokens.device)
-            column_index = torch.zeros(1, dtype=torch.long, device=tokens.device)
+            bias = torch.empty(rows, heads, 1, self._columns, dtype=self._decoder.dtype, device=device)
+            column_index = torch.zeros(1, dtype=torch.long, device=device)
+            tokens = torch.zeros(batch, dtype=torch.long, device=device)
             position_ids = None if first.position_ids is None else first.position_ids.clone()
             rotary = None if first.rotary is None else (first.rotary[0].clone(), first.rotary[1].clone())
-            self._buffers = (torch.zeros_like(tokens), StaticInputs(column_index, position_ids, rotary, bias))
+            self._buffers = (tokens, StaticInputs(column_index, position_ids, rotary, bias))
         self._tokens, self._inputs = self._buffers
         assert self._inputs.bias is not None
         self._inputs.bias.fill_(float("-inf"))

@@ -113,7 +113,7 @@ class GraphRunner(LeanRunner):
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         logits = super().prefill(input_ids)
-        self._graphs.start(self._step_inputs(0), input_ids[:, -1])
+        self._graphs.start(self._step_inputs(0), len(logits), logits.device)
         return logits
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:

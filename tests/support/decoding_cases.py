@@ -59,6 +59,7 @@ class Case:
         embeds: whether the prompt is given as embeddings.
         update: a name in UPDATES; None for one generation.
         only: the number of the one parameter that the update changes, modulo how many there are; None for all.
+        cuda_graphs: whether steps run on buffers that stay.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Case:
     sampling: Sampling | None
     update: str | None
     only: int | None
+    cuda_graphs: bool = False
 
 
 @st.composite
@@ -122,6 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
         sampling=draw(st.none() | sampling),
         update=draw(st.none() | st.sampled_from(sorted(UPDATES))),
         only=draw(st.none() | st.integers(0, 199)),
+        cuda_graphs=draw(st.booleans()),
     )
 
 
@@ -229,6 +232,7 @@ def generate(
         request["do_sample"] = False
     if not plain:
         request |= {"custom_generate": skip_generate, "schedule": case.schedule, "weights": case.weights}
+        request["cuda_graphs"] = case.cuda_graphs
     torch.manual_seed(case.seed)
     return model.generate(**request, max_new_tokens=case.new_tokens, **changes)
 

@@ -34,8 +34,7 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
         for _ in range(calls // len(schedules)):
             try:
                 case = _draw(draw, model_name, schedule)
-                graphs = {"cuda_graphs": True} if schedule is not None and draw.random() < 0.2 else {}
-                found.append((case, decode(case, model, draw_prompts(case), plain=schedule is None, **graphs)))
+                found.append((case, decode(case, model, draw_prompts(case), plain=schedule is None)))
             except Exception:
                 told.append(traceback.format_exc())
                 return
@@ -77,6 +76,7 @@ def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -
         sampling=None,
         update=None,
         only=None,
+        cuda_graphs=draw.random() < 0.2,
     )
 
 
