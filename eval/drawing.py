@@ -115,16 +115,16 @@ def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
     axes.grid(visible=False)
 
 
-def draw_frontier(path: Path, reports: Mapping[str, Report], title: str) -> None:
+def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over: Over | None = None) -> None:
     """Draw BLEU, or the first metric without it, against the measured speed, a line for each report, into a PNG.
 
-    The speed is that of the whole where all targets are, else that of decoding.
+    The speed is that of `over`; without it that of the whole where all targets are, else that of decoding.
     The first report's points carry their target or name, and mean layers; horizontal bars are the speed's quartiles. A
     line is of a report's own checkpoint; the first report's reference is a point beside it.
     """
     first = next(iter(reports.values()))
     full, metric = first.rows[0], headline(first.rows[0].scores)
-    few, over = len(reports) <= 4, speed_shown(reports.values())
+    few, over = len(reports) <= 4, over or speed_shown(reports.values())
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         axes = figure.add_subplot()

@@ -20,8 +20,9 @@ from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
-# Depths that are timed, evenly spaced from all layers down to one.
+# Depths that are timed, evenly spaced from all layers down to one: of decode steps, and of the prompts' pass.
 DEPTHS = 8
+PREFILL_DEPTHS = 2
 
 
 def measure_cost(
@@ -36,7 +37,8 @@ def measure_cost(
     """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
     Each repeat is a generation whose budget goes down a staircase of depths. A step runs a number of equal layers and
-    what is outside of them, so its time is a straight line in that number; `share_outside_layers` finds it.
+    what is outside of them, so its time is a straight line in that number; `share_outside_layers` finds it. Outside is
+    also what a loop does that looks for an end token, which never comes here.
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
@@ -56,6 +58,7 @@ def measure_cost(
     depths = min(DEPTHS, num_layers)
     steps = tread * depths
     staircase = SkipSchedule(num_layers, num_layers, 1, horizon=steps, decay="step", decay_rate=depths)
+    prefill_depths = {1, *(-(-num_layers * part // PREFILL_DEPTHS) for part in range(1, PREFILL_DEPTHS + 1))}
     inner: Any = unwrap(model)
     config = text_config(inner.config)
     positions = getattr(config, "max_position_embeddings", None)
@@ -74,16 +77,16 @@ def measure_cost(
             weights=weights,
             max_new_tokens=new_tokens,
             do_sample=False,
-            eos_token_id=None,
+            eos_token_id=config.vocab_size,
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
         return clock
 
     def time_stairs() -> tuple[dict[int, float], dict[int, float]]:
-        prefill = {1: run(SkipSchedule(num_layers, 1, 1, prompt="max"), 1).prefill_seconds}
+        budgets = [SkipSchedule(num_layers, depth, depth, prompt="max") for depth in prefill_depths]
+        prefill = {budget.max_layers: run(budget, 1).prefill_seconds for budget in budgets}
         clock = run(staircase, steps + 1)
-        prefill[num_layers] = clock.prefill_seconds
         settled: dict[int, list[float]] = {}
         for step, seconds in enumerate(clock.step_seconds):
             if step % tread:
@@ -99,12 +102,13 @@ def measure_cost(
     stairs, prefills = zip(*timed, strict=True)
     full, whole = (statistics.median(times[num_layers] for times in each) for each in (stairs, prefills))
     outside = share_outside_layers(stairs, num_layers)
-    shallow = statistics.median(times[1] / times[num_layers] for times in prefills)
     return MeasuredCost(
         num_layers,
         {1: full * (outside + (1 - outside) / num_layers), num_layers: full},
         batch_size,
-        prefill={1: whole * shallow, num_layers: whole},
+        prefill={
+            n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in prefill_depths
+        },
     )
 
 

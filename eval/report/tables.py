@@ -140,10 +140,11 @@ def rival_tables(comparison: Comparison, metrics: Sequence[Metric]) -> list[Page
 def benchmark_tables(name: str, report: SpeedReport) -> list[PageTable]:
     """A speed benchmark, a table for each batch size."""
     tables = []
+    decoding, whole = speed_headers(report.conditions.over)
     for size in dict.fromkeys(row.batch_size for row in report.rows):
         rows = [row for row in report.rows if row.batch_size == size]
         peers = list(dict.fromkeys(peer for row in rows for peer in row.over_peers))
-        headers = ("weights", "target", "layers", "speed", "bound", "end to end", *(f"over {peer}" for peer in peers))
+        headers = ("weights", "asked", "layers", decoding, "bound", whole, *(f"over {peer}" for peer in peers))
         headers += ("of copy", "prefill s", "decode s", "tokens/s", "cache MB")
         caption = f"{name}: {report.conditions.model}, {report.conditions.dtype}, batch {size}"
         tables.append(PageTable(caption, headers, tuple(_benchmark_row(row, peers) for row in rows)))

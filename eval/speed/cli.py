@@ -8,6 +8,7 @@ from typing import Any, get_args
 from eval.speed.request import PEERS, SpeedRequest
 from skipdecode.command import run_command
 from skipdecode.projections import Weights
+from skipdecode.schedule import Over
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
     targets = list(SpeedRequest.speedups)
     add("--speedup", dest="speedups", type=float, nargs="+", default=targets, metavar="X", help="targets; 1x is added")
+    over = "what a target is of: decoding (default), or prompt and decoding together"
+    add("--over", choices=get_args(Over), default="decode", help=over)
     kinds = "kinds to time, as in skip_generate; default: what it chooses"
     add("--weights", nargs="+", choices=get_args(Weights), help=kinds)
     add("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")

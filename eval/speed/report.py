@@ -1,9 +1,8 @@
 """The result of a speed benchmark: typed rows, as JSON, Markdown, tables on the terminal and a picture."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ import rich.table
 from matplotlib.figure import Figure
 
 from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
+from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.ratio import Ratio
+from skipdecode.schedule import Over, SkipSchedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SpeedConditions:
         copy_bytes_per_second: bytes that a large copy read and wrote each second, in between the repeats.
         calibrated: whether schedules were solved for this machine's clock, or for the predicted one.
         unreachable: targets that no schedule reaches, and why.
+        over: what targets are of.
     """
 
     model: str
@@ -41,6 +43,7 @@ class SpeedConditions:
     command: str
     machine: dict[str, Any]
     versions: dict[str, str]
+    over: Over = "decode"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class SpeedRow:
     cache_bytes: int
     full_depth_cache_bytes: int
     prefill_over_peers: dict[str, Ratio] = field(default_factory=dict)
+
+    def speed(self, over: Over) -> Ratio:
+        """Over full depth, of decoding or of the whole."""
+        return self.wall_clock_speedup if over == "decode" else self.end_to_end_speedup
 
 
 @dataclass(frozen=True)
@@ -122,9 +129,9 @@ class SpeedReport:
             f"({c.machine['threads']} threads), prompt {c.prompt_length}, {c.new_tokens} new tokens, {c.repeats} "
             f"repeats in turns, schedules {solved}, torch {c.versions['torch']}, "
             f"transformers {c.versions['transformers']}, {c.date}.",
-            "Speed: decode seconds at full depth, or of the peer at full depth, over the row's, and prefill seconds "
-            "alike; medians of the ratios in each repeat [quartiles]. Bound: bytes that must be read, full depth's "
-            "over the row's. Of copy: the time of that many bytes at "
+            f"Asked is the speed of {SPEEDS_IN_FULL[c.over]}. Speeds: seconds at full depth, or of the peer at full "
+            "depth, over the row's; medians of the ratios in each repeat [quartiles]. Bound: bytes that decoding must "
+            "read, full depth's over the row's. Of copy: the time of that many bytes at "
             f"{c.copy_bytes_per_second / 1e9:.1f} GB/s, which a large copy reaches here, over the row's.",
             *c.unreachable,
             f"Command: `{c.command}`",
@@ -135,28 +142,34 @@ class SpeedReport:
         return [(size, [row for row in self.rows if row.batch_size == size]) for size in sizes]
 
     def _table(self, rows: Sequence[SpeedRow], title: str | None = None) -> Table:
-        kinds = {"over": "over_peers", "prefill over": "prefill_over_peers"}
+        kinds = {"decoding over": "over_peers", "prefill over": "prefill_over_peers"}
         peers = [
-            (f"{over} {name}", partial(_over_peer, kind, name))
+            (f"{over} {name}", _over_peer(kind, name))
             for over, kind in kinds.items()
             for name in getattr(rows[0], kind)
         ]
-        return Table.of(rows, [*COLUMNS, *peers, *BOUNDS], title)
+        speeds = [
+            (header, _speed(over)) for over, header in zip(SPEEDS, speed_headers(self.conditions.over), strict=True)
+        ]
+        return Table.of(rows, [*COLUMNS, *speeds, *peers, *BOUNDS], title)
 
 
-def _over_peer(kind: str, name: str, row: SpeedRow) -> str:
-    return f"{getattr(row, kind)[name].median:.2f}x"
+def _speed(over: Over) -> Callable[[SpeedRow], str]:
+    return lambda row: str(row.speed(over))
+
+
+def _over_peer(kind: str, name: str) -> Callable[[SpeedRow], str]:
+    return lambda row: f"{getattr(row, kind)[name].median:.2f}x"
 
 
 COLUMNS: list[Column[SpeedRow]] = [
     ("weights", lambda r: r.weights),
-    ("target", lambda r: f"{r.speedup_target:g}x"),
+    ("asked", lambda r: f"{r.speedup_target:g}x"),
     ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+    ("of prompts", lambda r: f"{SkipSchedule.from_dict(r.schedule).prompt_budget}"),
     ("prefill s", lambda r: f"{r.prefill_seconds:.3f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.3f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.1f}"),
-    ("speed", lambda r: str(r.wall_clock_speedup)),
-    ("end to end", lambda r: f"{r.end_to_end_speedup.median:.2f}x"),
 ]
 BOUNDS: list[Column[SpeedRow]] = [
     ("bound", lambda r: f"{r.bound_speedup:.2f}x"),
@@ -185,19 +198,20 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
         kinds = dict.fromkeys((row.batch_size, row.weights) for row in report.rows)
         for number, (batch_size, weights) in enumerate(kinds):
             rows = [row for row in report.rows if (row.batch_size, row.weights) == (batch_size, weights)]
-            targets, speeds = [row.speedup_target for row in rows], [row.wall_clock_speedup for row in rows]
+            targets, speeds = [row.speedup_target for row in rows], [row.speed(c.over) for row in rows]
             medians = [speed.median for speed in speeds]
             quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
             draw_series(axes, number, f"batch {batch_size}, {weights} weights", targets, medians, yerr=quartiles)
             colour = SERIES[number % len(SERIES)][0]
-            axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")
+            if c.over == "decode":
+                axes.plot(targets, [row.bound_speedup for row in rows], color=colour, lw=1, ls="--")
         highest = max(row.speedup_target for row in report.rows)
         axes.plot([1, highest], [1, highest], color=MUTED, lw=0.9, ls=":", zorder=0)
         axes.set_xlabel("target speedup")
-        axes.set_ylabel("measured decode speed, times full depth")
+        axes.set_ylabel(f"measured speed of {SPEEDS_IN_FULL[c.over]}, times full depth")
         axes.set_title(f"{c.model}, {c.dtype}: measured speed against the target", fontsize=12, pad=20)
         note = f"{c.machine['processor']}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
-        add_note(axes, note + "dashed: bytes to read; dotted: the target")
+        add_note(axes, note + ("dashed: bytes to read; " if c.over == "decode" else "") + "dotted: the target")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}x")
         axes.legend(loc="upper left")

@@ -7,6 +7,7 @@ from pathlib import Path
 from eval.output import check_new_files
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
+from skipdecode.schedule import Over
 
 LARGEST = 1_000_000  # of rows, tokens and repeats
 PEERS = ("transformers", "transformers-static", "ctranslate2")
@@ -29,6 +30,7 @@ class SpeedRequest:
     prompt_length: int = 64
     new_tokens: int = 64
     speedups: tuple[float, ...] = (1, 2, 3, 4, 5)
+    over: Over = "decode"
     weights: tuple[Weights, ...] | None = None
     peers: tuple[str, ...] = ("transformers",)
     repeats: int = 5

@@ -111,6 +111,7 @@ def _conditions(
         prompt_length=request.prompt_length,
         new_tokens=request.new_tokens,
         repeats=request.repeats,
+        over=request.over,
         calibrated=not request.predict,
         copy_bytes_per_second=bytes_per_second,
         unreachable=list(unreachable),
@@ -182,10 +183,11 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
         if request.predict:
             cost: Cost = CostModel.of(model).at(prompt_length=request.prompt_length, batch_size=batch_size)
         else:
-            cost = measure_cost(model, batch_size=batch_size, prompt_length=request.prompt_length, weights=kind)
+            conditions: Any = {"batch_size": batch_size, "prompt_length": request.prompt_length, "weights": kind}
+            cost = measure_cost(model, **conditions, repeats=request.repeats)
         for speedup in sorted({1.0, *request.speedups}):
             try:
-                schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1)
+                schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1, over=request.over)
             except ConfigError as error:
                 plan["unreachable"].append(f"batch {batch_size}, {kind} weights, {speedup:g}x: {error}")
                 continue

@@ -25,6 +25,7 @@ from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.files import write_whole
+from skipdecode.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
 
@@ -45,6 +46,7 @@ class Experiment:
         table: lines of Markdown, of the reports by their labels.
         frontiers: those of the reports that are drawn.
         evaluations: of a variant and the folder of its finished run, options of `python -m eval` by label.
+        over: the speed that is drawn; None: what all targets are of.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Experiment:
     table: Callable[[Variants, Mapping[str, Report]], Sequence[str]]
     frontiers: Callable[[Mapping[str, Report]], Mapping[str, Report]] = dict
     evaluations: Callable[[str, Path], Mapping[str, Sequence[str]]] = lambda name, run: {name: at_speeds()}
+    over: Over | None = None
 
 
 def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None = None) -> argparse.ArgumentParser:
@@ -154,7 +157,9 @@ def show(experiment: Experiment, variants: Variants, reports: Mapping[str, Repor
     write_whole(output / f"{experiment.name}.md", text + "\n")
     print(text)
     drawn = experiment.frontiers(reports) or reports
-    draw_frontier(output / f"{experiment.name}.png", drawn, f"{variants.task.name}: {experiment.title}")
+    draw_frontier(
+        output / f"{experiment.name}.png", drawn, f"{variants.task.name}: {experiment.title}", over=experiment.over
+    )
 
 
 def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 import eval.speed.run
 from eval.speed.cli import main
 from eval.speed.peers import Transformers
+from skipdecode import SkipSchedule
 from skipdecode.ratio import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
@@ -68,6 +69,18 @@ def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Pa
     report = json.loads(output.read_text())
     assert report["calibrated"]
     assert [row["speedup_target"] for row in report["rows"]] == [1.0]
+
+
+def test_a_target_of_the_whole_takes_layers_from_long_prompts(shape: str, tmp_path: Path) -> None:
+    words = {"--speedup": "2", "--batch-size": "1", "--prompt-length": "2000", "--repeats": "1", "--peers": ""}
+    rows = {}
+    for over, marked in (("decode", "decoding (asked) | whole |"), ("all", "decoding | whole (asked) |")):
+        output = tmp_path / f"{over}.json"
+        assert main([*arguments(shape, output, **words), "--predict", "--over", over]) == 0
+        assert marked in output.with_suffix(".md").read_text()
+        rows[over] = json.loads(output.read_text())["rows"][1]
+    assert rows["decode"]["schedule"]["prompt"] == "full"
+    assert SkipSchedule.from_dict(rows["all"]["schedule"]).prompt_budget < 4
 
 
 @pytest.mark.parametrize("cut_off_at", [0, 4, 6, 11])

@@ -66,9 +66,12 @@ def test_a_share_that_noise_puts_below_nothing_is_nothing() -> None:
 def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is one of which each step takes 3 ms, and 2 ms a layer."""
+    """The clock is one of which each step takes 3 ms, and 2 ms a layer; of prompts deep layers take longer."""
     ran: list[SkipSchedule] = []
     decode = skip_generate
+
+    def prefill(depth: int) -> float:
+        return 0.01 + 0.001 * depth**2
 
     def decoded(model, *args, schedule, **kwargs):
         ran.append(schedule)
@@ -82,7 +85,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
 
         @property
         def prefill_seconds(self):
-            return 0.01 + 0.005 * ran[-1].prompt_budget
+            return prefill(ran[-1].prompt_budget)
 
     monkeypatch.setattr("skipdecode.calibrate.skip_generate", decoded)
     monkeypatch.setattr("skipdecode.calibrate.StepClock", Clock)
@@ -93,10 +96,11 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     finally:
         model.eval()
     assert cost.num_layers == layers
-    assert len(ran) == 2 * 3
     for depth in range(1, layers + 1):
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
-        assert cost.prefill_seconds(depth) == pytest.approx(0.01 + 0.005 * depth)
+    assert len(ran) == 3 * (1 + len({1, layers // 2, layers}))
+    for depth in (1, layers // 2, layers):
+        assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
 
 TIMED = [

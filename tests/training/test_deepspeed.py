@@ -177,6 +177,7 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(whole)]
 
 
+@pytest.mark.release  # as far as training goes, processes of two launchers are those of one
 def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tmp_path: Path) -> None:
     """Two launchers, as on two machines, that meet at an address; output.dir is a folder that both see."""
     with socket.socket() as probe:

@@ -69,7 +69,7 @@ for overrides in json.loads(sys.argv[1]):
     Path("/proc/self/clear_refs").write_text("5")
     found = dry_run(recipe)
     peak = status("VmHWM:") - before
-    print(json.dumps({"peak": peak, "reported": found.measured_peak, "estimated": found.estimate.total}))
+    print(json.dumps({"peak": peak, "estimated": found.estimate.total}))
     del found
 """
 
@@ -101,7 +101,6 @@ def test_the_estimate_is_within_a_tenth_of_the_peak_of_a_real_training_process(
         print(kind, {name: f"{value / 2**20:.0f} MiB" for name, value in figures.items()})
         assert figures["peak"] > 200 * 2**20, "too small to tell"
         assert figures["estimated"] == pytest.approx(figures["peak"], rel=0.1), kind
-        assert figures["reported"] == pytest.approx(figures["peak"], rel=0.1), kind
 
 
 def small_recipe(*overrides: str) -> Recipe:

@@ -227,18 +227,6 @@ def test_an_evaluation_with_int8_weights_and_calibrated_schedules_says_so(finish
     assert fast["mean_layers"] < 8
 
 
-def test_predictions_under_a_schedule_do_not_depend_on_the_batch(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text(SkipSchedule(8, 5, 2, horizon=12).to_json())
-    texts = []
-    for size in ("1", "5"):
-        output = tmp_path / size
-        arguments = ["--checkpoint", str(finished), "--limit", "6", "--batch-size", size, "--speedup", "1"]
-        arguments += ["--schedule", str(tmp_path / "own.json"), "--max-new-tokens", "12", "--output", str(output)]
-        assert eval.cli.main(arguments) == 0
-        texts.append((output / "predictions" / "own.jsonl").read_text())
-    assert texts[0] == texts[1]
-
-
 def test_an_output_folder_that_holds_a_run_is_left_alone(finished: Path, tmp_path: Path, capsys: Any) -> None:
     before = {file.name: file.stat().st_mtime_ns for file in finished.iterdir()}
     assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={finished}", "train.max_steps=6"]) == 2

@@ -1,9 +1,7 @@
 """A rehearsal of a run: everything is built, its heaviest step is run for real, and nothing is kept."""
 
-import contextlib
 import copy
 import math
-import resource
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -26,7 +24,6 @@ from train.evaluation import check_evaluation
 from train.output import check_folder
 from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
 from train.recipe import Recipe
-from train.trainer import peak_memory_bytes
 
 GIB = 2**30
 
@@ -40,8 +37,7 @@ class DryRun:
         rows, rows_a_step, steps: to train on, of all processes in a step, and the optimiser steps of the whole run.
         schedules: a line for each that may be drawn.
         prompt_columns, new_tokens, estimate: of the widest batch, the one that was run.
-        measured_peak: bytes of a CUDA device; on a CPU those of the process, beside what it held without the model.
-            None where the system doesn't say.
+        measured_peak: bytes of a CUDA device; None on a CPU.
         seconds_a_step: of the heaviest step, after one that warmed up.
         tokens_per_second: of completions, likewise.
         seconds: about what the whole run takes, from the heaviest step, the mean length of rows and the schedules that
@@ -83,7 +79,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         )
     processes = prepared.arguments.world_size
     copies = recipe.train.gradient_accumulation_steps * processes
-    watch = StepWatch(simulated.weights)
+    watch = StepWatch()
     with tempfile.TemporaryDirectory() as elsewhere:
         rehearsal = replace(
             prepared,
@@ -106,7 +102,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         prompt_columns=prompt_columns,
         new_tokens=new_tokens,
         estimate=estimate_memory(recipe, simulated, processes),
-        measured_peak=watch.peak(),
+        measured_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         seconds_a_step=watch.seconds,
         tokens_per_second=copies * sum(len(row["completion_ids"]) for row in batch) / watch.seconds,
         seconds=steps * watch.seconds * mean / step_work(sampler.at(0), distils, prompt_columns, new_tokens),
@@ -141,38 +137,21 @@ def _steps(recipe: Recipe, rows: int, processes: int) -> int:
 
 
 class StepWatch(TrainerCallback):
-    """A callback that takes the seconds of the last optimiser step, and the most memory that any of them took.
+    """A callback that takes the seconds of the last optimiser step."""
 
-    Args:
-        weights: bytes of the model. On a CPU the peak is that of the process beside what it holds when the first step
-            starts, when the model is there already.
-    """
-
-    def __init__(self, weights: int) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._weights = weights
-        self._held: int | None = None
         self._start = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-            return
-        with contextlib.suppress(OSError):  # Linux alone says it
-            self._held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-            Path("/proc/self/clear_refs").write_text("5")  # else the peak is that of all before, such as imports
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._start = _now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.seconds = _now() - self._start
-
-    def peak(self) -> int | None:
-        """Bytes; None where the system doesn't say."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-        return None if self._held is None else peak_memory_bytes(torch.device("cpu")) - self._held + self._weights
 
 
 def _now() -> float:
@@ -198,7 +177,7 @@ def print_dry_run(found: DryRun, name: str) -> None:
         ("  optimiser", f"{estimate.optimiser / GIB:.2f} GiB"),
         ("  gradients, activations", f"{estimate.step / GIB:.2f} GiB"),
         *([("  on the host", f"{estimate.host / GIB:.2f} GiB")] if estimate.host else []),
-        ("memory, measured", "not known on this system" if measured is None else f"{measured / GIB:.2f} GiB"),
+        *([] if measured is None else [("memory, measured", f"{measured / GIB:.2f} GiB")]),
         ("seconds a step", f"{found.seconds_a_step:.3f}, the widest"),
         ("tokens a second", f"{found.tokens_per_second:,.0f} of completions"),
         ("the whole run", f"about {found.seconds / 3600:.2f} hours"),

@@ -1,0 +1,101 @@
+"""Compare settings of a recipe by the frontiers of what is trained with them, over several seeds.
+
+    python scripts/experiments/settings.py --settings schedule.spread=0.5 schedule.spread=0 --output outputs/spreads
+    python scripts/experiments/settings.py --settings schedule.prompt=full schedule.prompt=6 schedule.prompt=max \\
+        "schedule.prompt=full schedule.over=all" --seeds 0 1 2 --over all --output outputs/prompts
+
+A setting is one or more overrides in quotes. Each is trained with each seed, all for as many steps as the recipe says;
+the frontiers are means over seeds.
+"""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from eval.results import Report, Row
+from eval.score.metric import Metric
+from eval.score.registry import short
+from eval.tables import Table
+from scripts.experiments.runner import Experiment, make_parser, run_experiment
+from scripts.experiments.variants import Variants
+from skipdecode import SkipSchedule
+from skipdecode.command import run_command
+from skipdecode.ratio import Ratio
+from skipdecode.schedule import Over
+
+HEADERS = ["setting", "asked", "prompt layers", "max to min", "decoding", "whole"]
+
+
+def main() -> int:
+    parser = make_parser(__doc__, recipe="quickstart")
+    parser.add_argument("--settings", nargs="+", required=True, metavar="KEY=VALUE", help="what is compared")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the training")
+    parser.add_argument("--over", choices=get_args(Over), default="decode", help="the speed that is drawn")
+    options = parser.parse_intermixed_args()
+    names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
+    overrides = {name: (*each.split(), f"train.seed={seed}") for (each, seed), name in names.items()}
+    made = {name: lambda variants, words=words: words for name, words in overrides.items()}
+
+    def by_setting(reports: Mapping[str, Report]) -> dict[str, list[Report]]:
+        found = {
+            each: [reports[names[each, seed]] for seed in options.seeds if names[each, seed] in reports]
+            for each in options.settings
+        }
+        return {each: several for each, several in found.items() if several}
+
+    def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
+        metrics = short(next(iter(reports.values())).rows[0].scores)
+        rows = [[each, *line] for each, several in by_setting(reports).items() for line in cells(several, metrics)]
+        return [Table([*HEADERS, *(metric.label for metric in metrics)], rows).to_markdown()]
+
+    def means(reports: Mapping[str, Report]) -> dict[str, Report]:
+        return {each: mean(several) for each, several in by_setting(reports).items()}
+
+    seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
+    return run_experiment(options, Experiment("settings", seeds, made, table, means, over=options.over))
+
+
+def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str]]:
+    """A line for each speed of one setting: speeds are means over its seeds; of scores each is given as well."""
+    found = []
+    for rows, average in zip(zip(*(report.rows for report in reports), strict=True), mean(reports).rows, strict=True):
+        schedule = SkipSchedule.from_dict(rows[0].schedule)
+        line = [rows[0].label, f"{schedule.prompt_budget}", f"{schedule.max_layers} to {schedule.min_layers}"]
+        line += [f"{average.speed(over).median:.2f}x" for over in get_args(Over)]
+        for metric in metrics:
+            each = ", ".join(metric.show(row.scores[metric.name]) for row in rows)
+            line.append(f"{metric.show(average.scores[metric.name])} [{each}]")
+        found.append(line)
+    return found
+
+
+def mean(reports: Sequence[Report]) -> Report:
+    """A report whose speeds and scores are the means of several; everything else is the first one's."""
+    return replace(reports[0], rows=[mean_row(rows) for rows in zip(*(report.rows for report in reports), strict=True)])
+
+
+def mean_row(rows: Sequence[Row]) -> Row:
+    """One row of the mean report."""
+
+    def speed(over: Over) -> Ratio:
+        return Ratio(*map(statistics.fmean, zip(*(astuple(row.speed(over)) for row in rows), strict=True)))
+
+    decoding = speed("decode")
+    return replace(
+        rows[0],
+        mean_layers=statistics.fmean(row.mean_layers for row in rows),
+        scores={name: statistics.fmean(row.scores[name] for row in rows) for name in rows[0].scores},
+        intervals={},
+        wall_clock_speedup=decoding.median,
+        wall_clock_quartiles=(decoding.lower, decoding.upper),
+        whole_speedup=speed("all"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
