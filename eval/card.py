@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from configs.files import read_yaml
-from eval.results import FILE_NAME, SPEEDS, Report, Row, show_speed, show_target, speed_headers
+from eval.results import FILE_NAME, SPEEDS, Report, Row, show_share, show_speed, show_target, speed_headers
 from eval.score.registry import headline, short
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
@@ -123,6 +123,7 @@ def _drawn(recipe: dict[str, Any], remembered: SkipConfig) -> str:
 
 def _frontier(report: Report, folder: Path) -> dict[str, Any]:
     metrics = short(report.rows[0].scores)[:5]
+    agreement = ["agreement"] if any(row.agreement for row in report.rows) else []
     picture = Path(EVALUATION, "frontier.png")
 
     def cells(row: Row) -> list[str]:
@@ -131,10 +132,18 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
             low, high = row.intervals[metrics[0].name]
             scores[0] += f" [{low:.1f}, {high:.1f}]"
         speeds = [show_target(row.speedup_target), str(row.speed("decode")), show_speed(row.whole_speedup)]
-        return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", *speeds, *scores]
+        agreeing = [show_share(row.agreeing) for _ in agreement]
+        return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", *speeds, *scores, *agreeing]
 
     return {
-        "heads": ["row", "layers", "asked", *speed_headers(report.over), *(metric.label for metric in metrics)],
+        "heads": [
+            "row",
+            "layers",
+            "asked",
+            *speed_headers(report.over),
+            *(metric.label for metric in metrics),
+            *agreement,
+        ],
         "rows": [cells(row) for row in report.rows],
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "

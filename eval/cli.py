@@ -112,6 +112,19 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         help="schedules of your own beside the targets: JSON files, whose names the rows get",
     )
     group.add_argument(
+        "--lossless",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="X",
+        help="full depth's own texts, drafted at these speedups and verified",
+    )
+    group.add_argument(
+        "--agreement",
+        action="store_true",
+        help="count the tokens that full depth would have chosen, by place in the text: a quality without references",
+    )
+    group.add_argument(
         "--calibrate",
         action="store_true",
         help="measure this machine's clock for this evaluation, and solve the targets for it (skipdecode calibrate "

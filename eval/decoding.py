@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -65,6 +66,15 @@ class DecodedSet:
     def cache_bytes(self) -> int:
         """Keys and values of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
+
+    @property
+    def agreement(self) -> list[tuple[int, int]]:
+        """For each place in a text, tokens that full depth would have chosen, and tokens; empty where not asked for."""
+        agreeing = [turn.agreeing for turn in self.turns if turn.agreeing is not None]
+        return [
+            (sum(place), sum(length > n for length in self.lengths))
+            for n, place in enumerate(zip_longest(*agreeing, fillvalue=0))
+        ]
 
     def bound_over(self, slower: "DecodedSet") -> float | None:
         """Bytes that the steps of another system must read for texts as long, over those of its own; None without."""
@@ -161,13 +171,15 @@ def take_turns(
     journal: Journal,
     stage: str = "test",
     lengths: Sequence[int] | None = None,
+    agreement: bool = False,
 ) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, greedily by each system.
 
     Yields the results so far after every batch of prompts. What `journal` has of this `stage` isn't decoded again; what
     it hasn't is added as it comes.
 
-    Each text ends where its system ends it; with `lengths`, after so many tokens.
+    Each text ends where its system ends it; with `lengths`, after so many tokens. With `agreement`, texts are held
+    against full depth.
 
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
     rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
@@ -185,7 +197,7 @@ def take_turns(
                 if system.label not in warm:
                     system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
                     warm.add(system.label)
-                journal.add(key, asdict(system.decode(ids, max_new_tokens, ends)))
+                journal.add(key, asdict(system.decode(ids, max_new_tokens, ends, agreement=agreement)))
             turn = DecodedBatch(**journal[key])
             result.turns.append(turn)
             for n, text, length in zip(batch, turn.texts, turn.lengths, strict=True):

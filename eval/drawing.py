@@ -79,11 +79,20 @@ def interval_of(row: Row, metric: Metric) -> tuple[float, float]:
 def draw_quality(
     axes: Axes, number: int, label: str, rows: Sequence[Row], metric: Metric, over: Over, **bars: Any
 ) -> None:
-    """Draw a metric against a measured speed, a point for each row, with the quartiles of the speed."""
-    speeds = [row.speed(over) for row in rows]
+    """Draw a metric against a measured speed, a point for each row, with the quartiles of the speed.
+
+    Lossless rows, which have full depth's quality at another speed, are stars beside the line.
+    """
+    skipping = [row for row in rows if row.system != "lossless"]
+    speeds = [row.speed(over) for row in skipping]
     medians = [speed.median for speed in speeds]
     quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
-    draw_series(axes, number, label, medians, [row.scores[metric.name] for row in rows], xerr=quartiles, **bars)
+    draw_series(axes, number, label, medians, [row.scores[metric.name] for row in skipping], xerr=quartiles, **bars)
+    lossless = [row for row in rows if row.system == "lossless"]
+    places = [row.speed(over).median for row in lossless], [row.scores[metric.name] for row in lossless]
+    axes.plot(
+        *places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label="lossless" if lossless else None
+    )
     axes.set_xlabel(f"measured speed of {SPEEDS_IN_FULL[over]}, times full depth")
     axes.xaxis.set_major_formatter("{x:g}x")
 

@@ -13,7 +13,7 @@ from eval.journal import Journal
 from eval.loading import Loaded
 from eval.request import Request
 from eval.results import Threshold
-from eval.systems.base import Checkpoint, SkipSystem, System
+from eval.systems.base import Checkpoint, LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
@@ -88,8 +88,9 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 
 def _plan(request: Request, loaded: Loaded) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
-    if request.system == "calm" and (reason := why_not_lean(checkpoint.model)) is not None:
-        raise ConfigError(f"--system calm can't decode with this model: {reason}")
+    for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
+        if asked and (reason := why_not_lean(checkpoint.model)) is not None:
+            raise ConfigError(f"{option} can't decode with this model: {reason}")
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     speedups = request.speedups if reference is not None else (1.0, *(s for s in request.speedups if s != 1))
     if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost:
@@ -103,7 +104,10 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     schedules: dict[int, dict[float, SkipSchedule]] = {}
     for size in sizes:
         at_hand: Any = {"over": request.over, "prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
-        schedules[size] = {speedup: config.schedule_for(checkpoint.cost, speedup, **at_hand) for speedup in speedups}
+        schedules[size] = {
+            speedup: config.schedule_for(checkpoint.cost, speedup, **at_hand)
+            for speedup in dict.fromkeys((*speedups, *request.lossless))
+        }
     return Plan(weights, schedules, describe_clock(profile))
 
 
@@ -196,6 +200,8 @@ def _take_part(
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup))
+    for speedup in request.lossless:
+        systems.append(LosslessSystem(f"lossless-{speedup:g}x", checkpoint, schedules[speedup]))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

@@ -28,6 +28,8 @@ class Request:
     speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
     over: Over | None = None  # what targets are of; None: what the checkpoint was trained for
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
+    lossless: tuple[float, ...] = ()  # speedups that draft for full depth
+    agreement: bool = False  # whether to count the tokens that full depth would have chosen
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
     reference: str | None = None
@@ -60,6 +62,8 @@ class Request:
         speedups = self.speedups
         if _repeats(speedups) or not all(1 <= speedup < math.inf for speedup in speedups):
             raise ConfigError(f"--speedup is {list(speedups)}: name different targets of 1 or more, such as 1 2 4")
+        if _repeats(self.lossless) or not all(1 < speedup < math.inf for speedup in self.lossless):
+            raise ConfigError(f"--lossless is {list(self.lossless)}: name different speedups above 1, such as 3 4")
         self._check_system()
         if not speedups:
             alone = self.reference is not None or self.calm_thresholds

@@ -21,7 +21,7 @@ from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over
 
 FILE_NAME = "report.json"
-SystemKind = Literal["full depth", "skip", "calm"]
+SystemKind = Literal["full depth", "skip", "calm", "lossless"]
 SPEEDS: dict[Over, str] = {"decode": "decoding", "all": "whole"}
 SPEEDS_IN_FULL: dict[Over, str] = {"decode": "decoding", "all": "prompt and decoding"}
 NOT_MEASURED = "–"
@@ -85,12 +85,13 @@ class Row:
 
     Attributes:
         label: the row's name, and that of its predictions file: `1x` of what speeds are measured against, `3x` of a
-            target, `calm-3x` and `calm-0.9` of confidence exits by target and by threshold, the file's name of a
-            schedule of one's own, `full-depth` of a checkpoint beside a reference.
+            target, `calm-3x` and `calm-0.9` of confidence exits by target and by threshold, `lossless-4x` of full depth
+            drafted at a target, the file's name of a schedule of one's own, `full-depth` of a checkpoint beside a
+            reference.
         system: how it decodes.
         checkpoint: what it decodes with.
         num_layers: the layers of that model.
-        speedup_target: what the schedule or the threshold was made for; None where it was named.
+        speedup_target: what the schedule or the threshold was made for; None where it was named, or only drafts.
         schedule: its fields; None for "calm".
         threshold: of "calm".
         mean_layers: layers per generated token, over the tokens that were generated.
@@ -109,6 +110,10 @@ class Row:
         whole_speedup: the same of prompt and decoding together; None in a report from before it was measured, whose
             `wall_clock_speedup` is per decode step, of texts as long as each system made them.
         cache_bytes: keys and values held for the largest batch (law 6).
+        same_texts: texts that are those of the 1x row to the letter; None in a report from before they were counted.
+        agreement: for each place in a text, tokens that full depth would have chosen behind what stands before them,
+            and how many tokens there are; empty where that wasn't asked for.
+        lossless_speedup: predicted, of decoding that drafts as this row decodes; None without a profile of the clock.
         bound_by_bytes: bytes of weights and cache that decoding must read in the 1x row, over those of this row: how
             much faster it could be where a step waits for memory alone; None in a report from before it was recorded.
     """
@@ -136,6 +141,14 @@ class Row:
     threshold: Threshold | None = None
     timings: list[Timing] = field(default_factory=list)
     whole_speedup: Ratio | None = None
+    same_texts: int | None = None
+    agreement: list[tuple[int, int]] = field(default_factory=list)
+    lossless_speedup: float | None = None
+
+    @property
+    def agreeing(self) -> float | None:
+        """The share of all tokens that full depth would have chosen."""
+        return sum(n for n, _ in self.agreement) / sum(of for _, of in self.agreement) if self.agreement else None
 
     def speed(self, over: Over) -> Ratio:
         """Measured; of the whole only where that was."""
@@ -216,7 +229,9 @@ class Report:
         """The columns of the table: speeds beside what was asked, and the scores that fit on a line, or else all."""
         metrics = short(self.rows[0].scores)
         scores = [score_column(metric, with_interval=metric is metrics[0]) for metric in metrics]
-        return [*_speed_columns(self.over), *scores, ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}")]
+        agreement: list[Column[Row]] = [("agrees", lambda r: show_share(r.agreeing))]
+        shown = agreement if any(row.agreement for row in self.rows) else []
+        return [*_speed_columns(self.over), *scores, *shown, ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.1f}")]
 
     def notes(self) -> list[str]:
         """Say how the figures were measured, a line each."""
@@ -233,6 +248,7 @@ class Report:
                 if row.threshold is not None
             ),
             self.speed_note(),
+            *self._agreement_notes(),
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
@@ -251,6 +267,21 @@ class Report:
             f"all lengths, and every text is as long as that of the 1x row. Targets are of "
             f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
         )
+
+    def _agreement_notes(self) -> list[str]:
+        """Say what the share of agreeing tokens is, and whether lossless texts are what they should be."""
+        notes = [
+            f"{row.label}: {row.same_texts} of {self.examples} texts are those of the 1x row to the letter."
+            for row in self.rows
+            if row.system == "lossless"
+        ]
+        if any(row.agreement for row in self.rows):
+            notes.append(
+                "Agrees: tokens that the checkpoint's full depth would have chosen behind what stands before them."
+            )
+        if drafted := [f"{row.label} {row.lossless_speedup:.2f}x" for row in self.rows if row.lossless_speedup]:
+            notes.append(f"Lossless decoding that drafts as a row, predicted for this machine: {', '.join(drafted)}.")
+        return notes
 
     def _metrics(self) -> list[Metric]:
         return [metric_named(name) for name in self.rows[0].scores]
@@ -280,6 +311,7 @@ def _read_row(values: dict[str, Any]) -> Row:
             "threshold": threshold,
             "timings": [_read_timing(timing) for timing in values["timings"]],
             "whole_speedup": _read_ratio(values.get("whole_speedup")),
+            "agreement": [(agreeing, of) for agreeing, of in values.get("agreement", [])],
         }
     )
 
@@ -306,6 +338,11 @@ def speed_headers(asked: Over) -> list[str]:
 def show_target(speedup: float | None) -> str:
     """A target such as `3x`; a dash where a row was made for none."""
     return NOT_MEASURED if speedup is None else f"{speedup:g}x"
+
+
+def show_share(share: float | None) -> str:
+    """A share in percent; a dash where it wasn't measured."""
+    return NOT_MEASURED if share is None else f"{100 * share:.1f} %"
 
 
 def show_speed(ratio: Ratio | None) -> str:

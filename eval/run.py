@@ -2,8 +2,10 @@
 
 import datetime
 import shlex
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from eval.score.scores import Scores, choose_metrics, score
 from eval.systems.base import SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
+from skipdecode.decode import profile_for
+from skipdecode.draft_length import lossless_speed, pass_seconds
 
 # Prompts that are timed where the user says nothing: enough batches for quartiles, and some texts at batch 1.
 LEAST_PROMPTS, BATCHES = 24, 8
@@ -79,6 +83,7 @@ def _decode(
         batch_size=request.batch_size,
         max_new_tokens=loaded.max_new_tokens,
         journal=journal,
+        agreement=request.agreement,
     )
     title = f"{loaded.task.name} at {', '.join(system.label for system in systems)}"
     return _last(turns, title, batch_count(len(loaded.examples), request.batch_size), console)
@@ -163,6 +168,13 @@ def _report(
     timed: Mapping[int, Sequence[DecodedSet]],
 ) -> Report:
     model = loaded.checkpoint.model
+    rows = []
+    for number, (result, scored) in enumerate(zip(results, scores, strict=True)):
+        clocks = {size: (sets[number], sets[0]) for size, sets in timed.items()}
+        row = _row(result, scored, clocks)
+        same = sum(text == full for text, full in zip(result.predictions, results[0].predictions, strict=True))
+        lossless = _lossless_speed(row, result.system, loaded) if request.reference is None else None
+        rows.append(replace(row, same_texts=same, lossless_speedup=lossless))
     return Report(
         checkpoint=request.checkpoint,
         over=request.over or loaded.config.over,
@@ -180,10 +192,7 @@ def _report(
         command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
         machine=describe_machine(model.device),
         versions=versions(),
-        rows=[
-            _row(result, scored, {size: (sets[number], sets[0]) for size, sets in timed.items()})
-            for number, (result, scored) in enumerate(zip(results, scores, strict=True))
-        ],
+        rows=rows,
         metrics=scores[0].metrics,
         unavailable=scores[0].unavailable,
     )
@@ -207,6 +216,7 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
         scores=scores.values,
         intervals=scores.intervals,
         p_values=scores.p_values,
+        agreement=decoded.agreement,
         prefill_seconds=decoded.prefill_seconds,
         decode_seconds=decoded.decode_seconds,
         decode_steps=decoded.steps,
@@ -219,6 +229,21 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
         bound_by_bytes=first.bound_over(baseline),
         timings=timings,
     )
+
+
+def _lossless_speed(row: Row, system: System, loaded: Loaded) -> float | None:
+    """The predicted speed of full depth drafted as a row decodes; None without agreement or this machine's clock.
+
+    Drafts cost what the row's steps were measured to take, verifying so many columns what the clock says.
+    """
+    profile = profile_for(loaded.checkpoint.model, system.checkpoint.weights)
+    if row.system != "skip" or row.agreeing is None or profile is None:
+        return None
+    columns = round(statistics.mean(map(len, loaded.prompt_ids)))
+    seconds = pass_seconds(system.checkpoint.stored_cost, profile, columns)
+    rows, layers = row.timings[0].batch_size, row.num_layers
+    full = seconds(layers, rows)
+    return lossless_speed(row.agreeing, 1 / row.wall_clock_speedup, lambda n: seconds(layers, rows * n) / full)
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:

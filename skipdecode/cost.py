@@ -207,7 +207,7 @@ class CostModel:
             value_bytes=(dtype or inner.dtype).itemsize,
         )
 
-    def step_bytes(self, layers: int, context: int, batch_size: float = 1) -> float:
+    def step_bytes(self, layers: float, context: int, batch_size: float = 1) -> float:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""
         weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
         for_each_row = self.embedding_values + layers * self.cache_values * (context + 1)

@@ -119,6 +119,21 @@ class DraftLength:
         return self._known[layers, tokens]
 
 
+def lossless_speed(taken: float, draft: float, verify: Callable[[int], float]) -> float:
+    """Times that lossless decoding is faster than full depth, with the best number of drafts a round.
+
+    (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)), as in Leviathan et al. 2023, with a pass of several columns counted
+    as what it costs. Without drafts it is 1.
+
+    Args:
+        taken: a, the share of drafts that full depth takes.
+        draft: c, the cost of a draft's step, in steps of full depth.
+        verify: V, that of a pass of full depth through so many columns a row.
+    """
+    tokens = [sum(taken**n for n in range(drafts + 1)) for drafts in range(MOST_DRAFTS + 1)]
+    return max(count / (drafts * draft + verify(drafts + 1)) for drafts, count in enumerate(tokens))
+
+
 # decoder -> schedule -> what its drafts have shown
 _RECORDS: weakref.WeakKeyDictionary[LeanDecoder, dict[SkipSchedule, DraftRecord]] = weakref.WeakKeyDictionary()
 

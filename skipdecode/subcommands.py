@@ -161,23 +161,25 @@ def compare(options: argparse.Namespace) -> int:
     if not found.paces:
         print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
         return 0
-    headers = ["target", "decoding", "whole", "layers per token", "tokens/s", "prompts s", "decoding s"]
+    headers = ["target", "decoding", "whole", "layers per token", "agreement", "tokens/s", "prompts s", "decoding s"]
     rows = [
         [
             name,
             *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
+            f"{100 * agreement:.1f} %",
             f"{pace.tokens_per_second:.1f}",
             f"{pace.prefill_seconds:.3f}",
             f"{pace.decode_seconds:.3f}",
         ]
-        for number, (name, pace) in enumerate(zip(names, found.paces, strict=True))
+        for number, (name, agreement, pace) in enumerate(zip(names, found.agreements, found.paces, strict=True))
     ]
     for line in _aligned([headers, *rows]):
         print(line)
     print(
         "\nspeed of decoding, and of prompts and decoding together, over full depth's: median [quartiles] of "
-        f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has"
+        f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has\n"
+        "agreement: tokens of the texts above that full depth would have chosen behind what stands before them"
     )
     return 0
 

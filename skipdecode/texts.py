@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from skipdecode.agreement import agreeing_tokens
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
 from skipdecode.cost import Cost, CostModel
@@ -31,15 +33,20 @@ class Completion:
 
     Attributes:
         prompt, text: without special tokens.
-        tokens: that were generated, the end token among them.
+        ids: tokens that were generated, the end token among them.
         layers: that they ran after the prompt, on average; the first token comes from the prompt's pass. Of lossless
             texts those of all passes of the batch, drafts' and full depth's, over its steps.
     """
 
     prompt: str
     text: str
-    tokens: int
+    ids: tuple[int, ...]
     layers: float
+
+    @property
+    def tokens(self) -> int:
+        """How many were generated."""
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -179,8 +186,9 @@ class Decoder:
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         count = next((n for n, token in enumerate(ids.tolist(), start=1) if token in ends), len(ids))
-        text = self.tokenizer.decode(ids[:count], skip_special_tokens=True)
-        return Completion(prompt, text, count, schedule.mean_budget(count - 1) if count > 1 else 0.0)
+        own = tuple(ids[:count].tolist())
+        text = self.tokenizer.decode(own, skip_special_tokens=True)
+        return Completion(prompt, text, own, schedule.mean_budget(count - 1) if count > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -210,6 +218,7 @@ class Compared:
     Attributes:
         speedups: that were asked for, 1 first.
         decoded: the texts at each, in the same order.
+        agreements: at each, the share of tokens that full depth would have chosen (`agreeing_tokens`).
         tokens: of each prompt in what was timed: as many as the longest text has, whatever ends the others.
         rounds: that were timed.
         paces: at each; empty where no text is long enough to be timed.
@@ -217,6 +226,7 @@ class Compared:
 
     speedups: tuple[float, ...]
     decoded: tuple[Decoded, ...]
+    agreements: tuple[float, ...]
     tokens: int
     rounds: int
     paces: tuple[Pace, ...]
@@ -234,9 +244,14 @@ def compare(
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
     schedules = [decoder.schedule_of(prompts, speedup, over) for speedup in speedups]
     decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
+    prompt_ids = decoder.tokenizer(list(prompts), verbose=False)["input_ids"]
+    agreements = tuple(
+        statistics.fmean(chain(*agreeing_tokens(decoder.model, prompt_ids, [text.ids for text in one.completions])))
+        for one in decoded
+    )
     tokens = max(completion.tokens for one in decoded for completion in one.completions)
     if tokens < SHORTEST:
-        return Compared(speedups, decoded, tokens, 0, ())
+        return Compared(speedups, decoded, agreements, tokens, 0, ())
     for schedule in schedules:
         decoder.decode(prompts, schedule, tokens=tokens)
     timed: list[list[Decoded]] = [[] for _ in speedups]
@@ -258,7 +273,7 @@ def compare(
         )
         for schedule, own in zip(schedules, timed, strict=True)
     )
-    return Compared(speedups, decoded, tokens, rounds, paces)
+    return Compared(speedups, decoded, agreements, tokens, rounds, paces)
 
 
 @dataclass(frozen=True)

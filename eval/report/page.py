@@ -17,6 +17,7 @@ from eval.report.positions import ORDERS
 from eval.report.runs import read_runs
 from eval.report.tables import (
     PageTable,
+    agreement_table,
     benchmark_tables,
     escape,
     position_table,
@@ -51,6 +52,7 @@ class PageSection:
     quality: PageTable
     speed: PageTable
     timings: PageTable | None
+    agreement: PageTable | None
     positions: tuple[Picture, ...]
     position_tables: tuple[PageTable, ...]
     schedules: tuple[Picture, ...]
@@ -118,7 +120,7 @@ def to_markdown(comparison: Comparison) -> str:
     for line in comparison.lines:
         parts += [table.to_markdown() for table in (quality_table(line, metrics), speed_table(line))]
         timings = timing_table(line)
-        parts += [timings.to_markdown()] if timings is not None else []
+        parts += [table.to_markdown() for table in (timings, agreement_table(line)) if table is not None]
     for name, report in comparison.speeds.items():
         parts += [table.to_markdown() for table in benchmark_tables(name, report)]
         parts += [*map(escape, report.notes()), ""]
@@ -173,6 +175,7 @@ def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[
         quality=quality_table(line, metrics),
         speed=speed_table(line),
         timings=timing_table(line),
+        agreement=agreement_table(line),
         positions=tuple(Picture(Markup(by_position(line, n, f"p{number}-{n}")), "") for n in orders),
         position_tables=tuple(position_table(line, n) for n in orders),
         schedules=tuple(

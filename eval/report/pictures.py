@@ -24,8 +24,9 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         for number, line in enumerate(comparison.lines):
-            values = [point.scores[metric.name] for point in line.points]
-            intervals = error_bars(values, [interval_of(point, metric) for point in line.points])
+            skipping = [point for point in line.points if point.system != "lossless"]
+            values = [point.scores[metric.name] for point in skipping]
+            intervals = error_bars(values, [interval_of(point, metric) for point in skipping])
             draw_quality(axes, number, printable(line.name), line.points, metric, comparison.over, yerr=intervals)
             colour = SERIES[number % len(SERIES)][0]
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line
-from eval.results import NOT_MEASURED, SPEEDS, Row, speed_headers, timing_columns
+from eval.report.positions import bin_width
+from eval.results import NOT_MEASURED, SPEEDS, Row, show_share, speed_headers, timing_columns
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
 from eval.tables import Table
@@ -53,7 +54,30 @@ def quality_table(line: Line, metrics: Sequence[Metric]) -> PageTable:
     """All scores of a run's rows with their intervals."""
     rows = [(_name(point), *_speeds(point), *(_score(point, metric) for metric in metrics)) for point in line.points]
     headers = ("row", "asked", *speed_headers(line.over), *(_header(metric) for metric in metrics))
+    if any(point.agreement for point in line.points):
+        headers += ("agreement", "lossless")
+        rows = [(*row, *_agreement(point)) for row, point in zip(rows, line.points, strict=True)]
     return PageTable(f"{line.name}: quality", headers, tuple(rows))
+
+
+def _agreement(point: Row) -> tuple[Cell, Cell]:
+    """The share of tokens that full depth would have chosen, and how fast it would be if it were drafted so."""
+    return _text(show_share(point.agreeing)), _optional(point.lossless_speedup, "{:.2f}x")
+
+
+def agreement_table(line: Line) -> PageTable | None:
+    """The same share by the place in the text, a column for each row that has it."""
+    shown = [point for point in line.points if point.agreement]
+    if not shown:
+        return None
+    width = bin_width([len(point.agreement) for point in shown])
+    rows = []
+    for first in range(0, max(len(point.agreement) for point in shown), width):
+        places = [point.agreement[first : first + width] for point in shown]
+        shares = [sum(n for n, _ in part) / sum(of for _, of in part) if part else None for part in places]
+        rows.append((_text(f"{first + 1} to {first + width}"), *(_text(show_share(share)) for share in shares)))
+    headers = ("tokens", *(point.label for point in shown))
+    return PageTable(f"{line.name}: tokens that full depth would have chosen", headers, tuple(rows))
 
 
 def speed_table(line: Line) -> PageTable:

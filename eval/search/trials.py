@@ -35,7 +35,7 @@ class TrialResult:
     trial: int
     statistics: Items
     seconds_per_step: float | None
-    layers: int
+    layers: float
     tokens: int
 
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
+from skipdecode.agreement import agreeing_tokens
 from skipdecode.clock import StepClock
 from skipdecode.families import decoder_layers
 from skipdecode.loop import GenerativeModel
+from skipdecode.lossless import DraftCounts
 from skipdecode.projections import Weights
 from skipdecode.schedule import Over
 
@@ -44,10 +47,14 @@ class Checkpoint:
         """The sizes of its layers, head and cache."""
         return CostModel.of(self.model)
 
-    def step_bytes(self, layers: int, context: int, rows: int) -> int:
+    @property
+    def stored_cost(self) -> CostModel:
+        """The same with weights as they are stored."""
+        return replace(self.cost, weight_bytes=1) if self.weights == "int8" else self.cost
+
+    def step_bytes(self, layers: float, context: int, rows: int) -> int:
         """Bytes that a step of `layers` layers must read, with `context` columns cached for each of `rows` rows."""
-        cost = replace(self.cost, weight_bytes=1) if self.weights == "int8" else self.cost
-        return int(cost.step_bytes(layers, context, rows))
+        return int(self.stored_cost.step_bytes(layers, context, rows))
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class DecodedBatch:
         batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
         cache_bytes: of keys and values.
         read_bytes: of weights, and of the cache of rows whose text went on, that the steps had to read.
+        agreeing: for each new token's place in a text, rows whose token there is the one that full depth would have
+            chosen; None where that wasn't asked for.
     """
 
     texts: list[str]
@@ -71,10 +80,11 @@ class DecodedBatch:
     prefill_seconds: float
     decode_seconds: float
     steps: int
-    layers: int
-    batch_layers: int
+    layers: float
+    batch_layers: float
     cache_bytes: int
     read_bytes: int = 0
+    agreeing: list[int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -124,18 +134,25 @@ class System(ABC):
         """The schedule that its cache is planned for (law 6)."""
 
     @abstractmethod
-    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+    def _continue(
+        self, model: GenerativeModel, request: dict[str, Any]
+    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
         """Pass `request` to `model.generate`. Returns its token ids [batch, columns], and the layers of every row in
         each step.
         """
 
     def decode(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, lengths: Sequence[int] | None = None
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        lengths: Sequence[int] | None = None,
+        *,
+        agreement: bool = False,
     ) -> DecodedBatch:
         """Continue prompts, token ids, greedily up to and with the end token.
 
         With `lengths`, of 1 to `max_new_tokens`, every row generates so many tokens in place of that: its own text goes
-        on behind its end token, or is cut.
+        on behind its end token, or is cut. With `agreement` the texts are then held against full depth, untimed.
         """
         model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
         inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, columns]
@@ -173,7 +190,13 @@ class System(ABC):
                 self.checkpoint.step_bytes(max(ran), prompt_columns + step, len(rows_left))
                 for step, (ran, rows_left) in enumerate(zip(layers, going, strict=True))
             ),
+            agreeing=_by_place(agreeing_tokens(model, prompts, rows)) if agreement else None,
         )
+
+
+def _by_place(agreeing: Sequence[Sequence[bool]]) -> list[int]:
+    """How many of several rows are true at each place."""
+    return [sum(place) for place in zip_longest(*agreeing, fillvalue=False)]
 
 
 class SkipSystem(System):
@@ -190,8 +213,32 @@ class SkipSystem(System):
     def cached(self) -> SkipSchedule:
         return self.schedule
 
-    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+    def _continue(
+        self, model: GenerativeModel, request: dict[str, Any]
+    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
         output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, schedule=self.schedule)
         batch, prompt_columns = request["input_ids"].shape
         steps = output.shape[1] - prompt_columns - 1
         return output, [[self.schedule.budget(i)] * batch for i in range(steps)]
+
+
+class LosslessSystem(SkipSystem):
+    """A checkpoint at full depth, drafted under a schedule. Layers are those of all passes, over its steps."""
+
+    def __init__(self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule) -> None:
+        super().__init__(label, checkpoint, schedule)
+        self.kind = "lossless"
+
+    @property
+    def cached(self) -> SkipSchedule:
+        return SkipSchedule.full_depth(self.schedule.num_layers)
+
+    def _continue(
+        self, model: GenerativeModel, request: dict[str, Any]
+    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
+        counts = DraftCounts()
+        drafted = {"schedule": self.schedule, "lossless": True, "draft_counts": counts}
+        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, **drafted)
+        batch, prompt_columns = request["input_ids"].shape
+        steps = output.shape[1] - prompt_columns - 1
+        return output, [[counts.layers / steps] * batch] * steps

@@ -200,8 +200,8 @@ def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the
     calls: list[Any] = []
     original = System.decode
 
-    def counted(self: System, prompts: Any, max_new_tokens: int, lengths: Any = None) -> Any:
-        found = original(self, prompts, max_new_tokens, lengths)
+    def counted(self: System, prompts: Any, max_new_tokens: int, lengths: Any = None, **asked: bool) -> Any:
+        found = original(self, prompts, max_new_tokens, lengths, **asked)
         calls.append((self.label, prompts, max_new_tokens, lengths, found))
         return found
 

@@ -216,6 +216,31 @@ def test_a_recorded_bound_is_shown_and_an_older_report_has_none(tmp_path: Path) 
     assert '<th scope="col">bound</th>' not in html
 
 
+def test_agreement_is_a_column_and_a_table_by_place_and_lossless_rows_are_beside_the_line(tmp_path: Path) -> None:
+    generator = random.Random(3)
+    full, fast = finished_runs.row(1.0, generator), finished_runs.row(3.0, generator)
+    places = [(20, 20), (19, 20), (17, 20), (14, 16), (9, 12), (2, 4)]
+    fast = replace(fast, agreement=places, lossless_speedup=1.75)
+    lossless = replace(finished_runs.row(2.0, generator), label="lossless-3x", system="lossless", scores=full.scores)
+    write_run(tmp_path / "a", rows=[full, fast, replace(lossless, speedup_target=None, same_texts=29)])
+    page, html, values = build(tmp_path, str(tmp_path / "a"))
+    assert headers_of(html, "a: quality")[-2:] == ["agreement", "lossless"]
+    assert "<td>88.0 %</td>" in html  # 81 of 92
+    assert '<data value="1.75">1.75x</data>' in html
+    by_place = html.split("tokens that full depth would have chosen</caption>")[1].split("</table>")[0]
+    assert re.findall(r"<t[hd][^>]*>([^<]+)</t[hd]>", by_place) == [
+        "tokens",
+        "3x",
+        "1 to 5",
+        "89.8 %",
+        "6 to 10",
+        "50.0 %",
+    ]
+    assert "lossless-3x: 29 of 30 texts are those of the 1x row to the letter." in "".join(page.text)
+    assert "Lossless decoding that drafts as a row, predicted for this machine: 3x 1.75x." in "".join(page.text)
+    assert len(values["lines"][0]["points"]) == 3
+
+
 def headers_of(html: str, caption: str) -> list[str]:
     table = html.split(f"<caption>{caption}</caption>")[1].split("</thead>")[0]
     return re.findall(r'<th scope="col">([^<]*)</th>', table)

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from small_runs import train_small_on
 from tiny_bert import save_tiny_bert
 
 import eval.cli
 import eval.score.cli
+from eval.loading import load_checkpoint
 from eval.results import Report
 from eval.score.metric import BertModel
 from eval.score.scores import Scores, score
+from eval.systems.base import SkipSystem
 from skipdecode import SkipSchedule
 from skipdecode.ratio import Ratio
 
@@ -43,13 +46,14 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = train_small_on(section, folder / "run", "train.max_steps=4")
     arguments = ["--checkpoint", str(run), "--data-dir", data, "--speedup", "3", "--max-new-tokens", "12"]
     bert = ["--bertscore-model", str(save_tiny_bert(folder / "bert")), "--bertscore-layers", "2"]
-    assert eval.cli.main([*arguments, *bert, "--output", str(folder / "eval")]) == 0
+    beside = ["--lossless", "2", "--agreement"]
+    assert eval.cli.main([*arguments, *bert, *beside, "--output", str(folder / "eval")]) == 0
     return folder / "eval"
 
 
 def test_every_row_has_the_tasks_scores_with_intervals_and_p_values(evaluated: Path) -> None:
     report = Report.load(evaluated / "report.json")
-    full, fast = report.rows
+    full, fast, _ = report.rows
     names = {"bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"}
     assert names == set(full.scores) - {"meteor"} == set(report.metrics) - {"meteor"}
     assert "meteor" in full.scores or "WordNet" in report.unavailable["meteor"]
@@ -62,6 +66,30 @@ def test_every_row_has_the_tasks_scores_with_intervals_and_p_values(evaluated: P
     assert report.metrics["bertscore"].endswith("layer 2")
 
 
+def test_lossless_texts_are_those_of_full_depth_and_every_token_is_held_against_it(evaluated: Path) -> None:
+    report = Report.load(evaluated / "report.json")
+    full, fast, lossless = report.rows
+    assert [row.label for row in report.rows] == ["1x", "3x", "lossless-2x"]
+    assert lossless.scores == full.scores
+    assert lossless.same_texts == full.same_texts == report.examples
+    assert (evaluated / "predictions" / "lossless-2x.jsonl").read_text() == (
+        evaluated / "predictions" / "1x.jsonl"
+    ).read_text()
+    checkpoint = load_checkpoint(report.checkpoint, None, torch.device("cpu"))
+    lines = (evaluated / "predictions" / "1x.jsonl").read_text().splitlines()
+    prompts = [checkpoint.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
+    for row in (full, fast):  # of the whole batch, as of each row alone
+        system = SkipSystem(row.label, checkpoint, SkipSchedule.from_dict(row.schedule))
+        alone = [system.decode([ids], report.max_new_tokens, agreement=True).agreeing for ids in prompts]
+        for n, (agreeing, tokens) in enumerate(row.agreement):
+            reached = [one[n] for one in alone if len(one) > n]
+            assert (agreeing, tokens) == (sum(reached), len(reached))
+    assert full.agreeing == 1
+    assert f"lossless-2x: {report.examples} of {report.examples} texts are those of the 1x row" in report.to_markdown()
+    assert "| agrees |" in report.to_markdown()
+    assert full.lossless_speedup is fast.lossless_speedup is None, "without this machine's clock"
+
+
 def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, tmp_path: Path) -> None:
     lines = [json.loads(text) for text in (evaluated / "predictions" / "3x.jsonl").read_text().splitlines()]
     assert [line["meaning"] for line in lines] == MEANINGS
@@ -70,7 +98,7 @@ def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, 
     arguments = ["--predictions", files[0], "--against", files[1], "--task", "e2e"]
     assert eval.score.cli.main([*arguments, "--output", str(tmp_path / "scores.json")]) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())
-    full, fast = Report.load(evaluated / "report.json").rows
+    full, fast, _ = Report.load(evaluated / "report.json").rows
     for name in scores["metrics"]:
         assert scores[name] == pytest.approx(fast.scores[name])
         assert scores["against"][name] == pytest.approx(full.scores[name])
@@ -126,6 +154,7 @@ def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
             wall_clock_quartiles=(speed, speed),
             whole_speedup=Ratio(speed, speed, speed),
             speedup_target=speed,
+            agreement=[],  # which has room in place of BERTScore, that few ask for
             cache_bytes=99_999_000_000,
         )
         rows.append(row)

@@ -31,7 +31,9 @@ class Counting(System):
 
     def _continue(self, model: Any, request: Any) -> Any: ...
 
-    def decode(self, prompts: Any, max_new_tokens: int, lengths: Any = None) -> DecodedBatch:
+    def decode(
+        self, prompts: Any, max_new_tokens: int, lengths: Any = None, *, agreement: bool = False
+    ) -> DecodedBatch:
         self.calls.append((self.label, [len(prompt) for prompt in prompts], max_new_tokens, lengths))
         texts = [f" {self.label} {len(prompt)}" for prompt in prompts]
         seconds = float(len(self.calls))

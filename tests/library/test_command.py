@@ -166,12 +166,14 @@ def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: An
     out, _ = said(capsys)
     assert out[0] == f"> {PROMPTS[0].strip()}"
     assert [head.strip() for head in out[1].split("|")] == ["1x", "2x", "3x"]
-    rows = [line.split() for line in out[-5:-2]]
+    rows = [line.split() for line in out[-6:-3]]
     assert [row[0] for row in rows] == ["1x", "2x", "3x"]
     assert rows[0][1:4] == ["1.00x", "1.00x", "6.00"]
     spread = r"\d+\.\d\dx \[\d+\.\d\d, \d+\.\d\d\]"
     assert all(re.fullmatch(f"{spread} {spread}", " ".join(row[1:7])) for row in rows[1:])
     assert float(rows[2][7]) < float(rows[1][7]) < 6
+    assert [row[-5:-3] for row in rows[:1]] == [["100.0", "%"]]
+    assert all(0 <= float(row[-5]) <= 100 for row in rows)
 
 
 def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
