@@ -116,7 +116,9 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_over(generate)
     generate.add_argument("--schedule", metavar="FILE", help="a schedule of your own, in place of a target")
     generate.add_argument(
-        "--lossless", action="store_true", help="full depth's own text: the speedup drafts, full depth verifies"
+        "--lossless",
+        action="store_true",
+        help="full depth's own text: the speedup, or one that is chosen, drafts for it",
     )
     generate.add_argument("--batch-size", type=int, default=8, metavar="B", help="prompts together (default 8)")
     generate.add_argument("--stream", action="store_true", help="write words as they come; one prompt at a time")

@@ -21,11 +21,11 @@ from transformers.utils import logging
 from skipdecode.attach import check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
-from skipdecode.draft_length import DraftLength, draft_record, pass_seconds
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength, draft_record, pass_seconds
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import LeanDecoder, usual_weights
+from skipdecode.lean import LeanDecoder, lean_decoder, usual_weights, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
@@ -35,6 +35,7 @@ from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import check_speedup
 
 MOST_SOLVED = 1000  # schedules that are kept of a model
+DRAFTS = 4  # trained speedups, evenly spread, that may draft where none is named
 _SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 
 
@@ -89,7 +90,8 @@ def skip_generate(
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
             in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
-            distribution. Prompts run every layer.
+            distribution. Prompts run every layer. With neither a schedule nor a speedup, the trained speedup drafts
+            that is expected to give the most, by what drafts cost and how often those of earlier calls were taken.
         draft_counts: what a lossless call adds its passes and drafts to (`skipdecode.lossless.DraftCounts`).
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
@@ -97,13 +99,16 @@ def skip_generate(
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
 
     Raises:
-        ConfigError: without a schedule or a speedup or with both; for a schedule of another depth, or a speedup of a
-            model that wasn't trained to skip; for beam search and the other ways of decoding that aren't greedy or
-            sampling, `use_cache=False`, a cache that already holds tokens or is offloaded, attention or hidden state
-            outputs, prompt tuning, more tokens than the model has positions, or weights that are copies where steps
-            can't be lean; for `lossless` too where they can't, and together with CUDA graphs.
+        ConfigError: without a schedule or a speedup (unless drafts are chosen) or with both; for a schedule of another
+            depth, or a speedup of a model that wasn't trained to skip; for beam search and the other ways of decoding
+            that aren't greedy or sampling, `use_cache=False`, a cache that already holds tokens or is offloaded,
+            attention or hidden state outputs, prompt tuning, more tokens than the model has positions, or weights that
+            are copies where steps can't be lean; for `lossless` too where they can't, and together with CUDA graphs.
     """
-    prompts = None if speedup is None else prompt_tokens(input_ids, model_kwargs)
+    prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
+    do_sample = bool(generation_config.do_sample)
+    if lossless is True and prompts is not None and speedup is None:
+        speedup = choose_draft(model, prompts, over=over, weights=weights, do_sample=do_sample)
     schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
@@ -125,7 +130,7 @@ def skip_generate(
                 model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
             columns = prompt_columns(input_ids, model_kwargs)
-            length = _draft_length(model, columns_runner.decoder, schedule, weights, columns, generation_config)
+            length = _draft_length(model, columns_runner.decoder, schedule, weights, columns, do_sample=do_sample)
             return LosslessLoop(
                 columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
             ).run()
@@ -190,19 +195,53 @@ def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profi
     return _solved(inner).profile(inner, weights)
 
 
+def choose_draft(
+    model: GenerativeModel,
+    prompts: Sequence[int],
+    *,
+    over: Over | None = None,
+    weights: Weights | None = None,
+    do_sample: bool = False,
+) -> float:
+    """The speedup that drafts for a lossless batch, among DRAFTS of those that the model was trained for.
+
+    Raises ConfigError where its config names none.
+    """
+    solved = _solved(unwrap(model))
+    trained = sorted(speedup for speedup in (solved.config.schedules if solved.config else ()) if speedup > 1)
+    if not trained:
+        raise ConfigError(
+            "lossless is True without a schedule or a speedup, and this model's config names no speed above 1 that it "
+            "was trained for: pass schedule=..., which drafts"
+        )
+    if why_not_lean(model) is not None:
+        return trained[-1]  # refused later, with the reason
+    decoder, profile = lean_decoder(unwrap(model), weights), profile_for(model, weights)
+
+    def rate(speedup: float) -> float:
+        schedule = solved.schedule(speedup, over, prompts, profile)
+        length = _draft_length(model, decoder, schedule, weights, max(prompts), do_sample=do_sample)
+        budgets = [schedule.budget(schedule.horizon // 2 + n) for n in range(MOST_DRAFTS)]
+        return length.rate(len(prompts), budgets)
+
+    candidates = [trained[max(0, round(n * len(trained) / DRAFTS) - 1)] for n in range(1, DRAFTS + 1)]
+    return max(candidates, key=rate)
+
+
 def _draft_length(
     model: GenerativeModel,
     decoder: LeanDecoder,
     schedule: SkipSchedule,
     weights: Weights | None,
     prompt_length: int,
-    generation_config: GenerationConfig,
+    *,
+    do_sample: bool,
 ) -> DraftLength:
     """The choice of how much to draft, with this machine's clock where `skipdecode calibrate` has measured it."""
     sizes = _solved(unwrap(model)).sizes
     sizes = replace(sizes, weight_bytes=1) if weights == "int8" else sizes
     seconds = pass_seconds(sizes, profile_for(model, weights), prompt_length)
-    record = draft_record(decoder, schedule, do_sample=bool(generation_config.do_sample))
+    record = draft_record(decoder, schedule, do_sample=do_sample)
     return DraftLength(record, seconds, schedule.num_layers)
 
 

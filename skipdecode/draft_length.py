@@ -69,18 +69,24 @@ class DraftLength:
 
     def start(self, rows: int, budgets: Sequence[int]) -> None:
         """Begin a round of so many rows, whose drafts would run so many layers each."""
-        self._rows, self._spent = rows, 0.0
-        self._rate = plain = tokens = float(rows)  # per step
+        self._spent = 0.0
+        self._rate = self.rate(rows, budgets)
+        self._pays = self._rate > rows
+
+    def rate(self, rows: int, budgets: Sequence[int]) -> float:
+        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays."""
+        self._rows = rows
+        best = tokens = float(rows)
         cost, share = 0.0, 1.0
         for done, budget in enumerate(budgets, start=1):
             share *= self._record.taken()
             tokens += rows * share
             cost += self._cost(budget, rows)
             rate = tokens / (cost + self._cost(self._num_layers, rows * (done + 1)))
-            if rate <= self._rate:  # each draft gains less than the one before
+            if rate <= best:  # each draft gains less than the one before
                 break
-            self._rate = rate
-        self._pays = self._rate > plain
+            best = rate
+        return best
 
     def worth(self, reach: Sequence[float], done: int, budget: int) -> list[bool]:
         """For each row that has `done` drafts, all of them taken with probability `reach`, whether to draft one more.

@@ -24,8 +24,6 @@ def generate(options: argparse.Namespace) -> int:
         raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
     if options.stream and options.json:
         raise ConfigError("--stream writes words as they come: leave --json out")
-    if options.lossless and options.schedule is None and options.speedup == 1:
-        raise ConfigError("--lossless drafts at a speed above full depth's: name its --speedup, or a --schedule")
     sampling: dict[str, Any] = {"lossless": options.lossless}
     if options.temperature is not None or options.top_p is not None:
         _check_sampling(options)
@@ -51,7 +49,9 @@ def generate(options: argparse.Namespace) -> int:
     size = 1 if streamer is not None else options.batch_size
     for at in range(0, len(prompts), size):
         batch = prompts[at : at + size]
-        solved = schedule or decoder.schedule_of(batch, options.speedup, options.over)
+        chosen = options.lossless and schedule is None and options.speedup == 1
+        speedup = decoder.draft_speedup(batch, options.over) if chosen else options.speedup
+        solved = schedule or decoder.schedule_of(batch, speedup, options.over)
         decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():
             line = completion.text

@@ -13,7 +13,7 @@ from skipdecode.agreement import agreeing_tokens
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
 from skipdecode.cost import Cost, CostModel
-from skipdecode.decode import profile_for, resolve_schedule, skip_generate
+from skipdecode.decode import choose_draft, profile_for, resolve_schedule, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.lossless import DraftCounts
@@ -136,6 +136,15 @@ class Decoder:
         """The same for prompts that are decoded together."""
         tokens = [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
         return self.schedule(speedup, over, tokens)
+
+    def draft_speedup(self, prompts: Sequence[str], over: Over | None = None) -> float:
+        """The trained speedup that drafts for lossless texts of prompts that are decoded together.
+
+        Raises ConfigError where there is none.
+        """
+        tokens = [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
+        do_sample = bool(self._request.get("do_sample"))
+        return choose_draft(self.model, tokens, over=over, weights=self.weights, do_sample=do_sample)
 
     def check(self, prompts: Sequence[str]) -> None:
         """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""

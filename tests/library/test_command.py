@@ -15,6 +15,7 @@ from small_checkpoints import save_checkpoint
 
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
 from skipdecode.profile import Profile, profiles_folder
 from skipdecode.texts import Decoded, Decoder, compare
@@ -97,7 +98,7 @@ def test_a_schedule_of_ones_own_and_batches(checkpoint: Path, tmp_path: Path, ca
     assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
 
 
-def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, capsys: Any) -> None:
+def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["generate", str(checkpoint), *TYPED, *SHORT, "--json"]
     assert main([*words, "--speedup", "3", "--lossless"]) == 0
     out, err = said(capsys)
@@ -106,7 +107,11 @@ def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, 
     assert layers > 1
     assert err.startswith(f"{layers:.2f} of 6 layers per token, ")
     assert main([*words, "--lossless"]) == 2
-    refused(capsys, "--lossless drafts at a speed above full depth's: name its --speedup, or a --schedule")
+    refused(capsys, "this model's config names no speed above 1 that it was trained for")
+    trained = shutil.copytree(checkpoint, tmp_path / "trained")
+    SkipConfig({2.0: SkipSchedule(6, 3, 1, horizon=8)}, {"horizon": 8}).save(trained)
+    assert main(["generate", str(trained), *words[2:], "--lossless"]) == 0
+    assert [json.loads(line)["text"] for line in said(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
 
 
 def test_sampling_follows_its_seed(checkpoint: Path, capsys: Any) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from lean_cases import SCHEDULES, fresh, generate
 
-from skipdecode import CostModel
+from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.decode import choose_draft
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, pass_seconds
 from skipdecode.lean import lean_decoder
 from skipdecode.profile import Profile, TimedBatch
@@ -85,6 +87,27 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
     assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
+
+
+def test_the_trained_speedup_drafts_that_is_expected_to_give_the_most() -> None:
+    model, prompts = fresh("opt"), [5, 7]
+    with pytest.raises(ConfigError, match="lossless is True without a schedule or a speedup"):
+        choose_draft(model, prompts)
+    trained = {
+        1.0: SkipSchedule.full_depth(6),
+        2.0: SkipSchedule(6, 3, 2, horizon=8),
+        3.0: SkipSchedule(6, 2, 1, horizon=8),
+    }
+    model.config.skipdecode = SkipConfig(trained, solver={"horizon": 8}).to_dict()
+    records = {n: draft_record(lean_decoder(model), trained[n], do_sample=False) for n in (2.0, 3.0)}
+    assert choose_draft(model, prompts) == 3.0, "the cheapest while nothing is known"
+    for taken, chosen in ((False, 2.0), (True, 3.0)):
+        for _ in range(500):
+            records[3.0].add(0.8, taken)
+        assert choose_draft(model, prompts) == chosen
+    for _ in range(500):
+        records[3.0].add(0.8, False)
+    assert choose_draft(model, prompts, do_sample=True) == 3.0, "a seed gives one text, whatever was decoded before"
 
 
 def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:

@@ -227,7 +227,7 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
         ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
-        ({"schedule": None}, "schedule is missing"),
+        ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",

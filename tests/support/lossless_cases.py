@@ -48,6 +48,7 @@ def greedy_cases(draw: st.DrawFn) -> Case:
         sampling=None,
         update=None,
         only=None,
+        cuda_graphs=False,  # which lossless decoding has none of
     )
 
 
