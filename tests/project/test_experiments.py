@@ -117,7 +117,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
     ("experiment", "words", "labels"),
     [
         (rivals, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
-        (objectives, ["--epochs", "1"], list(objectives.OBJECTIVES)),
+        pytest.param(objectives, ["--epochs", "1"], list(objectives.OBJECTIVES), marks=pytest.mark.release),
         (
             settings,
             SPREADS,

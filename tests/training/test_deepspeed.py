@@ -50,7 +50,7 @@ PARTS = ["train.per_device_batch_size=3", "train.gradient_accumulation_steps=2"]
 CASES = [
     ("zero1", "prompts of some layers", []),
     ("zero2", "prompts of some layers", PARTS),
-    ("zero3", "sampled", []),
+    ("zero3", "sandwich, prompts of some layers", []),
     ("zero2-offload", "sandwich", []),
     ("zero3-offload", "sandwich, prompts of some layers", ["train.gradient_checkpointing=true"]),
     (None, "skipping prompts", ["train.gradient_checkpointing=true"]),
@@ -128,11 +128,14 @@ def check_same_weights(mine: Path, reference: Path) -> None:
     assert float((apart > 1e-5).float().mean()) < 1e-2
 
 
-# Before a release: what differs from others in a way that is tested there.
-LONG = {"zero1": pytest.mark.release, "zero2-offload": pytest.mark.release}
+# The others run before a release: they differ from these in a way that is tested elsewhere.
+SHORT = ("zero2", "zero3")
 
 
-@pytest.mark.parametrize(("config", "what"), [pytest.param(c, what, marks=LONG.get(c, ())) for c, what, _ in CASES])
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [pytest.param(c, what, marks=() if c in SHORT else pytest.mark.release) for c, what, _ in CASES],
+)
 def test_two_processes_train_what_one_does(
     config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]
 ) -> None:
@@ -151,7 +154,7 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     sharded: Callable[[str | None, str], Path], tmp_path: Path
 ) -> None:
     zero3 = "deepspeed.config=zero3"  # whose checkpoints hold shards of everything
-    folder = sharded("zero3", "sampled")
+    folder = sharded("zero3", "sandwich, prompts of some layers")
     whole = shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("checkpoint-*"))
     # What a kill leaves behind that comes after step 4 and before its checkpoint.
     shutil.rmtree(folder / "checkpoint-4")
@@ -160,14 +163,15 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
 
     # First with a process less, whose shard would be lost.
     left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", zero3)
+    trained = [zero3, *WHAT["sandwich, prompts of some layers"]]
+    recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", *trained)
     assert run_python(["train.py", *recipe], tmp_path / "refused.txt") == 2
     error = (tmp_path / "refused.txt").read_text().splitlines()[-1]
     assert error.startswith("error: ")
     assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
 
-    printed = train_on_two(folder, zero3, log=tmp_path / "log.txt")
+    printed = train_on_two(folder, *trained, log=tmp_path / "log.txt")
     assert "checkpoint-2" in printed
     steps = {json.loads(line)[0] for line in (tmp_path / "1.jsonl").read_text().splitlines()}
     assert steps == {2, 3}

@@ -1,0 +1,142 @@
+"""Lossless decoding of a shape with random weights: what drafts and verifications cost, and the speed that follows.
+
+    python scripts/benchmark_lossless.py --shape opt-1.3b --dtype bfloat16 --weights packed int8 --speedup 4
+
+Random weights say nothing of how often drafts are taken, so that is SIMULATED: a draft is taken with a probability of
+--acceptance, whatever full depth says; the passes are all run. In each repeat every acceptance takes turns with full
+depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
+
+c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is
+(1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)) with the best g.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from configs.shapes import random_model, read_shape
+from eval.speed.peers import SkipDecode
+from eval.tables import Table
+from skipdecode import SkipSchedule, lossless, measure_cost, solve_schedule
+from skipdecode.calibrate import measure_profile
+from skipdecode.command import run_command
+from skipdecode.cost import interpolated
+from skipdecode.draft_length import lossless_speed
+from skipdecode.lean import lean_decoder
+from skipdecode.projections import Weights
+from skipdecode.ratio import Ratio
+from skipdecode.runners import ColumnsRunner
+
+COLUMNS = (1, 2, 3, 4, 6, 8, 13)
+
+
+class Drafted(SkipDecode):
+    """`skip_generate(lossless=True)`, whose drafts are taken with a probability."""
+
+    def __init__(self, model: torch.nn.Module, schedule: SkipSchedule, weights: Weights, acceptance: float) -> None:
+        super().__init__(model, schedule, weights, f"lossless at {acceptance:g}")
+        self._options["lossless"] = True
+        self._acceptance = acceptance
+
+    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        draw = random.Random(0)
+
+        def simulated(drafts: Sequence[Sequence[int]], scores: torch.Tensor) -> list[list[int]]:
+            chosen, found, at = scores.argmax(dim=-1).tolist(), [], 0
+            for drafted in drafts:
+                taken = next((n for n in range(len(drafted)) if draw.random() >= self._acceptance), len(drafted))
+                found.append([*drafted[:taken], chosen[at + taken]])
+                at += len(drafted) + 1
+            return found
+
+        original, lossless.accept_chosen = lossless.accept_chosen, simulated
+        try:
+            return super().run(ids, new_tokens)
+        finally:
+            lossless.accept_chosen = original
+
+
+def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
+    """Columns -> seconds of a pass of full depth through so many of one row: medians, in turns."""
+    runner = ColumnsRunner(lean_decoder(model, weights), ids, 64, {})
+    runner.prefill(ids)
+    seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}
+    for repeat in range(4 * repeats + 1):
+        for count, found in seconds.items():
+            runner.roll_back(8)
+            start = time.perf_counter()
+            runner.run(ids[0, :1].repeat(count), [8], [count], runner.all_layers)
+            if repeat:  # the first warms up
+                found.append(time.perf_counter() - start)
+    return {count: statistics.median(found) for count, found in seconds.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="opt-small", help="a name in configs/model/, or a YAML file")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--weights", nargs="+", choices=["model", "packed", "int8"], default=["packed"])
+    parser.add_argument("--speedup", type=float, default=4, help="that drafts (default 4)")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.85, 0.9, 0.95, 0.98])
+    parser.add_argument("--prompt-length", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    model = random_model(read_shape(options.shape, "--shape"), getattr(torch, options.dtype)).eval()
+    ids = torch.randint(4, 1000, (1, options.prompt_length), generator=torch.Generator().manual_seed(0))
+    rows = []
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ["XDG_CACHE_HOME"] = caches  # where skip_generate finds the clock
+        for weights in options.weights:
+            at_hand = {"weights": weights, "repeats": options.repeats}
+            cost = measure_cost(model, prompt_length=options.prompt_length, **at_hand)
+            schedule = solve_schedule(cost, options.speedup, horizon=options.new_tokens)
+            measure_profile(model, batch_sizes=[1, 2, 4, 8], prompt_lengths=[options.prompt_length], **at_hand).save()
+            full = SkipDecode(model, SkipSchedule.full_depth(cost.num_layers), weights, "full depth")
+            draft = SkipDecode(model, schedule, weights, "draft")
+            decoders: list[SkipDecode] = [full, draft]
+            for number, share in enumerate(options.acceptance):
+                own = replace(schedule, horizon=schedule.horizon + number)  # drafts are remembered by schedule
+                decoders.append(Drafted(model, own, weights, share))
+            seconds: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
+            for repeat in track(range(options.repeats + 1), f"{weights} weights", console=Console(stderr=True)):
+                first = repeat % len(decoders)
+                for decoder in [*decoders[first:], *decoders[:first]]:
+                    taken = decoder.run(ids, options.new_tokens)[1]
+                    if repeat:
+                        seconds[decoder.name].append(taken)
+            verify = verification_seconds(model, ids, weights, options.repeats)
+            speeds = {name: Ratio.of(seconds["full depth"], own) for name, own in seconds.items()}
+            c = 1 / speeds["draft"].median
+            costs = {count: taken / verify[1] for count, taken in verify.items()}
+            print(f"{weights}: c {c:.3f}, V {', '.join(f'{k}: {v:.2f}' for k, v in costs.items())}", flush=True)
+            for share in options.acceptance:
+                predicted = lossless_speed(share, c, partial(interpolated, costs))
+                speed = speeds[f"lossless at {share:g}"]
+                ratio = speed.median / predicted
+                rows.append([weights, f"{share:g}", f"{predicted:.2f}x", str(speed), f"{ratio:.2f}"])
+    print(
+        Table(
+            ["weights", "acceptance (simulated)", "predicted", "measured", "measured / predicted"], rows
+        ).to_markdown()
+    )
+    print(f"\n{options.shape}, {options.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
