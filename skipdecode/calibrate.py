@@ -20,9 +20,8 @@ from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
-# Depths that are timed, evenly spaced from all layers down to one: of decode steps, and of the prompts' pass.
-DEPTHS = 8
-PREFILL_DEPTHS = 2
+# Depths that are timed, evenly spaced from all layers down to one.
+DEPTHS = 4
 
 
 def measure_cost(
@@ -32,33 +31,31 @@ def measure_cost(
     prompt_length: int = 64,
     weights: Weights | None = None,
     repeats: int = 8,
-    tread: int = 8,
+    steps: int = 16,
 ) -> MeasuredCost:
     """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
-    Each repeat is a generation whose budget goes down a staircase of depths. A step runs a number of equal layers and
-    what is outside of them, so its time is a straight line in that number; `share_outside_layers` finds it. Outside is
-    also what a loop does that looks for an end token, which never comes here.
+    Each repeat is a generation at each depth, over the same columns. A step runs a number of equal layers and what is
+    outside of them, so its time is a straight line in that number; `share_outside_layers` finds it. Outside is also
+    what a loop does that looks for an end token, which never comes here.
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
         batch_size: rows that decode together.
         prompt_length: columns in the cache when decoding starts; fewer where the model hasn't the positions.
         weights: what decode steps compute with, as in `skip_generate`.
-        repeats: of the generation, after one that warms up.
-        tread: steps at each depth; the first of them, which may find caches cold, isn't counted.
+        repeats: of the generations, after one that warms up.
+        steps: of each; the first of them, which may find caches cold, isn't counted.
 
     Raises:
         ConfigError: for a family that isn't known, a model of one layer, and counts below 1.
     """
-    check_counts(batch_size=batch_size, prompt_length=prompt_length, repeats=repeats, tread=tread)
+    check_counts(batch_size=batch_size, prompt_length=prompt_length, repeats=repeats, steps=steps)
     num_layers = len(decoder_layers(model))
     if num_layers < 2:
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
-    depths = min(DEPTHS, num_layers)
-    steps = tread * depths
-    staircase = SkipSchedule(num_layers, num_layers, 1, horizon=steps, decay="step", decay_rate=depths)
-    prefill_depths = {1, *(-(-num_layers * part // PREFILL_DEPTHS) for part in range(1, PREFILL_DEPTHS + 1))}
+    count = min(DEPTHS, num_layers)
+    depths = [1 + round(n * (num_layers - 1) / (count - 1)) for n in range(count)]
     inner: Any = unwrap(model)
     config = text_config(inner.config)
     positions = getattr(config, "max_position_embeddings", None)
@@ -67,48 +64,37 @@ def measure_cost(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator).to(inner.device)
 
-    def run(schedule: SkipSchedule, new_tokens: int) -> StepClock:
+    def run(depth: int) -> tuple[float, float]:
+        """The seconds of the prompts' pass, and of a step."""
         clock = StepClock(inner.device)
         inner.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             custom_generate=skip_generate,
-            schedule=schedule,
+            schedule=SkipSchedule(num_layers, depth, depth, prompt="max"),
             weights=weights,
-            max_new_tokens=new_tokens,
+            max_new_tokens=steps + 1,
             do_sample=False,
             eos_token_id=config.vocab_size,
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-        return clock
-
-    def time_stairs() -> tuple[dict[int, float], dict[int, float]]:
-        budgets = [SkipSchedule(num_layers, depth, depth, prompt="max") for depth in prefill_depths]
-        prefill = {budget.max_layers: run(budget, 1).prefill_seconds for budget in budgets}
-        clock = run(staircase, steps + 1)
-        settled: dict[int, list[float]] = {}
-        for step, seconds in enumerate(clock.step_seconds):
-            if step % tread:
-                settled.setdefault(staircase.budget(step), []).append(seconds)
-        return {depth: statistics.median(seconds) for depth, seconds in settled.items()}, prefill
+        return clock.prefill_seconds, statistics.median(clock.step_seconds[1:] or clock.step_seconds)
 
     training = inner.training
     inner.eval()
     try:
-        timed = [time_stairs() for _ in range(repeats + 1)][1:]
+        timed = [{depth: run(depth) for depth in depths} for _ in range(repeats + 1)][1:]
     finally:
         inner.train(training)
-    stairs, prefills = zip(*timed, strict=True)
+    prefills, stairs = ([{depth: both[at] for depth, both in times.items()} for times in timed] for at in (0, 1))
     full, whole = (statistics.median(times[num_layers] for times in each) for each in (stairs, prefills))
     outside = share_outside_layers(stairs, num_layers)
     return MeasuredCost(
         num_layers,
         {1: full * (outside + (1 - outside) / num_layers), num_layers: full},
         batch_size,
-        prefill={
-            n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in prefill_depths
-        },
+        prefill={n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in depths},
     )
 
 
@@ -151,7 +137,7 @@ def measure_profile(
 def share_outside_layers(stairs: Sequence[Mapping[int, float]], num_layers: int) -> float:
     """The share of a step at full depth that isn't layers: the LM head, the embeddings, what comes between two tokens.
 
-    Any two depths of one staircase give a line, and so a share; the median over all pairs of all staircases is taken.
+    Any two depths of one repeat give a line, and so a share; the median over all pairs of all repeats is taken.
     Two times count together only where they were taken within seconds, so a machine whose speed drifts treats both
     alike, and where it was busy for one of them the pair is an outlier, which a median leaves out. (Theil and Sen's
     estimator, for the share in place of the slope.)

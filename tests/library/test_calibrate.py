@@ -80,7 +80,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     class Clock(StepClock):
         @property
         def step_seconds(self):
-            assert self.steps == ran[-1].horizon
+            assert ran[-1].max_layers == ran[-1].min_layers
             return [0.003 + 0.002 * ran[-1].budget(i) for i in range(self.steps)]
 
         @property
@@ -91,15 +91,16 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     monkeypatch.setattr("skipdecode.calibrate.StepClock", Clock)
     model = tiny_opt("opt", layers).train()
     try:
-        cost = measure_cost(model, batch_size=2, prompt_length=500, repeats=2, tread=3)  # it has 96 positions
+        cost = measure_cost(model, batch_size=2, prompt_length=500, repeats=2, steps=3)  # it has 96 positions
         assert model.training
     finally:
         model.eval()
     assert cost.num_layers == layers
     for depth in range(1, layers + 1):
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
-    assert len(ran) == 3 * (1 + len({1, layers // 2, layers}))
-    for depth in (1, layers // 2, layers):
+    depths = {2: [1, 2], 6: [1, 3, 4, 6], 12: [1, 5, 8, 12]}[layers]
+    assert [schedule.max_layers for schedule in ran] == depths * 3
+    for depth in depths:
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
 
