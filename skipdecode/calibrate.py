@@ -50,51 +50,77 @@ def measure_cost(
     Raises:
         ConfigError: for a family that isn't known, a model of one layer, and counts below 1.
     """
-    check_counts(batch_size=batch_size, prompt_length=prompt_length, repeats=repeats, steps=steps)
+    return _measure(model, [(batch_size, prompt_length)], weights, repeats, steps)[0]
+
+
+def _measure(
+    model: nn.Module,
+    batches: Sequence[tuple[int, int]],
+    weights: Weights | None,
+    repeats: int,
+    steps: int = 16,
+    advance: Callable[[], None] = lambda: None,
+) -> list[MeasuredCost]:
+    """The costs of batches, of rows and columns of their prompts, which take turns in each repeat."""
+    for rows, columns in batches:
+        check_counts(batch_size=rows, prompt_length=columns, repeats=repeats, steps=steps)
     num_layers = len(decoder_layers(model))
     if num_layers < 2:
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
     count = min(DEPTHS, num_layers)
     depths = [1 + round(n * (num_layers - 1) / (count - 1)) for n in range(count)]
     inner: Any = unwrap(model)
-    config = text_config(inner.config)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None:
-        prompt_length = max(1, min(prompt_length, positions - steps))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (batch_size, prompt_length), generator=generator).to(inner.device)
-
-    def run(depth: int) -> tuple[float, float]:
-        """The seconds of the prompts' pass, and of a step."""
-        clock = StepClock(inner.device)
-        inner.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            custom_generate=skip_generate,
-            schedule=SkipSchedule(num_layers, depth, depth, prompt="max"),
-            weights=weights,
-            max_new_tokens=steps + 1,
-            do_sample=False,
-            eos_token_id=config.vocab_size,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-        return clock.prefill_seconds, statistics.median(clock.step_seconds[1:] or clock.step_seconds)
-
+    timed: list[list[dict[int, tuple[float, float]]]] = [[] for _ in batches]
     training = inner.training
     inner.eval()
     try:
-        timed = [{depth: run(depth) for depth in depths} for _ in range(repeats + 1)][1:]
+        for repeat in range(repeats + 1):
+            for (rows, columns), found in zip(batches, timed, strict=True):
+                times = {depth: _time_depth(inner, depth, rows, columns, weights, steps) for depth in depths}
+                if repeat:  # the first warms up
+                    found.append(times)
+            advance()
     finally:
         inner.train(training)
+    return [_cost(rows, found, num_layers) for (rows, _), found in zip(batches, timed, strict=True)]
+
+
+def _time_depth(
+    inner: Any, depth: int, rows: int, columns: int, weights: Weights | None, steps: int
+) -> tuple[float, float]:
+    """The seconds of the prompts' pass and of a step, both through so many layers."""
+    config = text_config(inner.config)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        columns = max(1, min(columns, positions - steps))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (rows, columns), generator=generator).to(inner.device)
+    clock = StepClock(inner.device)
+    inner.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=skip_generate,
+        schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt="max"),
+        weights=weights,
+        max_new_tokens=steps + 1,
+        do_sample=False,
+        eos_token_id=config.vocab_size,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    return clock.prefill_seconds, statistics.median(clock.step_seconds[1:] or clock.step_seconds)
+
+
+def _cost(rows: int, timed: Sequence[Mapping[int, tuple[float, float]]], num_layers: int) -> MeasuredCost:
+    """The cost of a batch: in each repeat depth -> the seconds of its prompts' pass and of a step."""
     prefills, stairs = ([{depth: both[at] for depth, both in times.items()} for times in timed] for at in (0, 1))
     full, whole = (statistics.median(times[num_layers] for times in each) for each in (stairs, prefills))
     outside = share_outside_layers(stairs, num_layers)
     return MeasuredCost(
         num_layers,
         {1: full * (outside + (1 - outside) / num_layers), num_layers: full},
-        batch_size,
-        prefill={n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in depths},
+        rows,
+        prefill={n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in prefills[0]},
     )
 
 
@@ -109,26 +135,24 @@ def measure_profile(
 ) -> Profile:
     """Time batches of every size behind prompts of every length, as `measure_cost`; `save` keeps the profile.
 
+    They take turns in each repeat, so that on a machine whose speed drifts they compare.
+
     Args:
         model: as in `measure_cost`.
         batch_sizes: rows that decode together.
         prompt_lengths: columns in the cache when decoding starts.
         weights: as in `measure_cost`.
         repeats: as in `measure_cost`.
-        advance: called after each of them.
+        advance: called after each repeat, and after the one that warms up.
 
     Raises:
         ConfigError: as `measure_cost` does.
     """
     inner: Any = unwrap(model)
     weights = weights or usual_weights(inner)
-    batches = []
-    for prompt_length in prompt_lengths:
-        for batch_size in batch_sizes:
-            settings: Any = {"batch_size": batch_size, "prompt_length": prompt_length, "weights": weights}
-            cost = measure_cost(model, **settings, repeats=repeats)
-            batches.append(TimedBatch(batch_size, prompt_length, cost.seconds_by_layers, cost.prefill))
-            advance()
+    sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
+    costs = _measure(model, sized, weights, repeats, advance=advance)
+    batches = [TimedBatch(*size, c.seconds_by_layers, c.prefill) for size, c in zip(sized, costs, strict=True)]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()
     return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)

@@ -212,7 +212,7 @@ def calibrate(options: argparse.Namespace) -> int:
     def advance() -> None:
         nonlocal done
         done += 1
-        print(f"{done} of {len(sizes) * len(lengths)} batches timed", file=sys.stderr)
+        print(f"{done} of {options.repeats + 1} rounds of {len(sizes) * len(lengths)} batches timed", file=sys.stderr)
 
     profile = measure_profile(
         decoder.model,

@@ -185,7 +185,7 @@ def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
     sizes: Any = {"batch_sizes": [1, 2], "prompt_lengths": [5, 9], "weights": "model", "repeats": 1}
     timed = measure_profile(model, **sizes, advance=lambda: seen.append(None))
     assert [(b.batch_size, b.prompt_length) for b in timed.batches] == [(1, 5), (2, 5), (1, 9), (2, 9)]
-    assert len(seen) == 4
+    assert len(seen) == 2, "a repeat, and one that warms up"
     assert all(seconds > 0 for b in timed.batches for seconds in (*b.step.values(), *b.prefill.values()))
     assert not profiles_folder().exists()
     timed.save()

@@ -147,7 +147,7 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
     assert main(words) == 0
     out, err = said(capsys)
     assert [line.split()[:2] for line in out[1:3]] == [["1", "7"], ["2", "7"]]
-    assert err.splitlines() == ["1 of 2 batches timed", "2 of 2 batches timed"]
+    assert err.splitlines() == ["1 of 2 rounds of 2 batches timed", "2 of 2 rounds of 2 batches timed"]
     (path,) = profiles_folder().iterdir()
     try:
         assert str(path) in out[-1]
