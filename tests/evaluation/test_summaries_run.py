@@ -52,9 +52,9 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     decoded: list[list[list[int]]] = []
     original = System.decode
 
-    def recording(self: System, prompts: list[list[int]], max_new_tokens: int, lengths: Any = None) -> DecodedBatch:
+    def recording(self: System, prompts: list[list[int]], *asked: Any, **named: Any) -> DecodedBatch:
         decoded.append(prompts)
-        return original(self, prompts, max_new_tokens, lengths)
+        return original(self, prompts, *asked, **named)
 
     monkeypatch.setattr(System, "decode", recording)
     arguments = ["--checkpoint", str(folder), "--data-dir", str(shared_data / "cnndm"), "--speedup", "1"]
