@@ -241,4 +241,4 @@ class LosslessSystem(SkipSystem):
         output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, **drafted)
         batch, prompt_columns = request["input_ids"].shape
         steps = output.shape[1] - prompt_columns - 1
-        return output, [[counts.layers / steps] * batch] * steps
+        return output, [[counts.layers / max(1, steps)] * batch] * steps

@@ -8,7 +8,7 @@ from small_checkpoints import save_checkpoint
 
 from eval.loading import load_checkpoint
 from eval.results import Threshold
-from eval.systems.base import SkipSystem
+from eval.systems.base import LosslessSystem, SkipSystem
 from eval.systems.calm import CalmSystem
 from skipdecode import SkipSchedule
 
@@ -58,3 +58,12 @@ def test_every_row_generates_as_many_tokens_as_it_is_told_and_its_own_text_goes_
                 torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=1
             )
             assert text == tokenizer.decode(alone[0, len(ids) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", [SkipSystem, LosslessSystem])
+def test_texts_of_one_token_take_no_step(tmp_path: Path, kind: type[SkipSystem]) -> None:
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "model", 4)), None, torch.device("cpu"))
+    system = kind("drafted", checkpoint, SkipSchedule(num_layers=4, max_layers=2, min_layers=1, horizon=6))
+    found = system.decode([[5, 6, 7, 8], [9, 10]], max_new_tokens=1)
+    assert found.lengths == [1, 1]
+    assert found.steps == found.layers == found.batch_layers == found.read_bytes == 0
