@@ -77,22 +77,30 @@ def interval_of(row: Row, metric: Metric) -> tuple[float, float]:
 
 
 def draw_quality(
-    axes: Axes, number: int, label: str, rows: Sequence[Row], metric: Metric, over: Over, **bars: Any
+    axes: Axes,
+    number: int,
+    label: str,
+    rows: Sequence[Row],
+    metric: Metric,
+    over: Over,
+    *,
+    with_intervals: bool = False,
 ) -> None:
     """Draw a metric against a measured speed, a point for each row, with the quartiles of the speed.
 
-    Lossless rows, which have full depth's quality at another speed, are stars beside the line.
+    Lossless rows, which have full depth's quality at another speed, are stars beside the line. With the metric's
+    confidence intervals where that is asked for.
     """
     skipping = [row for row in rows if row.system != "lossless"]
     speeds = [row.speed(over) for row in skipping]
     medians = [speed.median for speed in speeds]
     quartiles = error_bars(medians, [(speed.lower, speed.upper) for speed in speeds])
-    draw_series(axes, number, label, medians, [row.scores[metric.name] for row in skipping], xerr=quartiles, **bars)
-    lossless = [row for row in rows if row.system == "lossless"]
-    places = [row.speed(over).median for row in lossless], [row.scores[metric.name] for row in lossless]
-    axes.plot(
-        *places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label="lossless" if lossless else None
-    )
+    values = [row.scores[metric.name] for row in skipping]
+    intervals = error_bars(values, [interval_of(row, metric) for row in skipping]) if with_intervals else None
+    draw_series(axes, number, label, medians, values, xerr=quartiles, yerr=intervals)
+    if lossless := [row for row in rows if row.system == "lossless"]:
+        places = [row.speed(over).median for row in lossless], [row.scores[metric.name] for row in lossless]
+        axes.plot(*places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label="lossless")
     axes.set_xlabel(f"measured speed of {SPEEDS_IN_FULL[over]}, times full depth")
     axes.xaxis.set_major_formatter("{x:g}x")
 

@@ -129,9 +129,9 @@ def _time(
     So all do the same work: a system that ends its texts early isn't faster for it, nor one that goes on slower.
     """
     found = {}
+    prompt_lengths = list(map(len, loaded.prompt_ids))
     for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
-        lengths_of_prompts = list(map(len, loaded.prompt_ids))
-        drawn = spread_over_lengths(lengths_of_prompts, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
+        drawn = spread_over_lengths(prompt_lengths, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         turns = take_turns(
             lineup.by_batch[size],
             loaded.task,
@@ -240,7 +240,7 @@ def _lossless_speed(row: Row, system: System, loaded: Loaded) -> float | None:
     if row.system != "skip" or row.agreeing is None or profile is None:
         return None
     columns = round(statistics.mean(map(len, loaded.prompt_ids)))
-    seconds = pass_seconds(system.checkpoint.stored_cost, profile, columns)
+    seconds = pass_seconds(system.checkpoint.cost.stored_as(system.checkpoint.weights), profile, columns)
     rows, layers = row.timings[0].batch_size, row.num_layers
     full = seconds(layers, rows)
     return lossless_speed(row.agreeing, 1 / row.wall_clock_speedup, lambda n: seconds(layers, rows * n) / full)

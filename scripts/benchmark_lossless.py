@@ -31,7 +31,7 @@ from rich.progress import track
 from configs.shapes import random_model, read_shape
 from eval.speed.peers import SkipDecode
 from eval.tables import Table
-from skipdecode import SkipSchedule, lossless, measure_cost, solve_schedule
+from skipdecode import SkipSchedule, lossless, solve_schedule
 from skipdecode.calibrate import measure_profile
 from skipdecode.command import run_command
 from skipdecode.cost import interpolated
@@ -103,10 +103,13 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = caches  # where skip_generate finds the clock
         for weights in options.weights:
             at_hand = {"weights": weights, "repeats": options.repeats}
-            cost = measure_cost(model, prompt_length=options.prompt_length, **at_hand)
+            profile = measure_profile(
+                model, batch_sizes=[1, 2, 4, 8], prompt_lengths=[options.prompt_length], **at_hand
+            )
+            profile.save()
+            cost = profile.at(prompt_length=options.prompt_length)
             schedule = solve_schedule(cost, options.speedup, horizon=options.new_tokens)
-            measure_profile(model, batch_sizes=[1, 2, 4, 8], prompt_lengths=[options.prompt_length], **at_hand).save()
-            full = SkipDecode(model, SkipSchedule.full_depth(cost.num_layers), weights, "full depth")
+            full = SkipDecode(model, SkipSchedule.full_depth(profile.num_layers), weights, "full depth")
             draft = SkipDecode(model, schedule, weights, "draft")
             decoders: list[SkipDecode] = [full, draft]
             for number, share in enumerate(options.acceptance):

@@ -7,7 +7,7 @@ target speedup is one for the wall clock and not for the number of layers.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -206,6 +206,10 @@ class CostModel:
             cache_values=2 * heads * head_dim,
             value_bytes=(dtype or inner.dtype).itemsize,
         )
+
+    def stored_as(self, weights: str | None) -> "CostModel":
+        """The same with weights as `skip_generate` stores a kind of them."""
+        return replace(self, weight_bytes=1) if weights == "int8" else self
 
     def step_bytes(self, layers: float, context: int, batch_size: float = 1) -> float:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""

@@ -3,7 +3,6 @@
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -225,7 +224,7 @@ def choose_draft(
         return length.rate(len(prompts), budgets)
 
     candidates = [trained[max(0, round(n * len(trained) / DRAFTS) - 1)] for n in range(1, DRAFTS + 1)]
-    return max(candidates, key=rate)
+    return max(dict.fromkeys(candidates), key=rate)
 
 
 def _draft_length(
@@ -238,8 +237,7 @@ def _draft_length(
     do_sample: bool,
 ) -> DraftLength:
     """The choice of how much to draft, with this machine's clock where `skipdecode calibrate` has measured it."""
-    sizes = _solved(unwrap(model)).sizes
-    sizes = replace(sizes, weight_bytes=1) if weights == "int8" else sizes
+    sizes = _solved(unwrap(model)).sizes.stored_as(weights)
     seconds = pass_seconds(sizes, profile_for(model, weights), prompt_length)
     record = draft_record(decoder, schedule, do_sample=do_sample)
     return DraftLength(record, seconds, schedule.num_layers)

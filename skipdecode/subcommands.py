@@ -47,9 +47,9 @@ def generate(options: argparse.Namespace) -> int:
 
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     size = 1 if streamer is not None else options.batch_size
+    chosen = options.lossless and schedule is None and options.speedup == 1
     for at in range(0, len(prompts), size):
         batch = prompts[at : at + size]
-        chosen = options.lossless and schedule is None and options.speedup == 1
         speedup = decoder.draft_speedup(batch, options.over) if chosen else options.speedup
         solved = schedule or decoder.schedule_of(batch, speedup, options.over)
         decoded = decoder.decode(batch, solved, streamer)

@@ -134,17 +134,19 @@ class Decoder:
 
     def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:
         """The same for prompts that are decoded together."""
-        tokens = [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
-        return self.schedule(speedup, over, tokens)
+        return self.schedule(speedup, over, self._tokens(prompts))
 
     def draft_speedup(self, prompts: Sequence[str], over: Over | None = None) -> float:
         """The trained speedup that drafts for lossless texts of prompts that are decoded together.
 
         Raises ConfigError where there is none.
         """
-        tokens = [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
-        do_sample = bool(self._request.get("do_sample"))
-        return choose_draft(self.model, tokens, over=over, weights=self.weights, do_sample=do_sample)
+        do_sample = bool(self._request["do_sample"])
+        return choose_draft(self.model, self._tokens(prompts), over=over, weights=self.weights, do_sample=do_sample)
+
+    def _tokens(self, prompts: Sequence[str]) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
 
     def check(self, prompts: Sequence[str]) -> None:
         """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""

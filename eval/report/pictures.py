@@ -24,10 +24,8 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         for number, line in enumerate(comparison.lines):
-            skipping = [point for point in line.points if point.system != "lossless"]
-            values = [point.scores[metric.name] for point in skipping]
-            intervals = error_bars(values, [interval_of(point, metric) for point in skipping])
-            draw_quality(axes, number, printable(line.name), line.points, metric, comparison.over, yerr=intervals)
+            name = printable(line.name)
+            draw_quality(axes, number, name, line.points, metric, comparison.over, with_intervals=True)
             colour = SERIES[number % len(SERIES)][0]
             axes.axhline(line.full_depth.scores[metric.name], color=colour, linewidth=0.9, linestyle=":", zorder=0)
         leave_room(axes, [v for line in comparison.lines for point in line.points for v in interval_of(point, metric)])

@@ -6,7 +6,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ def _rows(
         full = next(other for other in own if other.weights == entry.weights and other.speedup == 1)
         assert entry.schedule is not None  # as in all of `own`
         assert full.schedule is not None
-        read = replace(cost, weight_bytes=1) if entry.weights == "int8" else cost
+        read = cost.stored_as(entry.weights)
         bound, full_bound = (
             sum(read.step_bytes(schedule.budget(i), request.prompt_length + i, batch_size) for i in range(steps))
             / bytes_per_second

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -47,14 +47,9 @@ class Checkpoint:
         """The sizes of its layers, head and cache."""
         return CostModel.of(self.model)
 
-    @property
-    def stored_cost(self) -> CostModel:
-        """The same with weights as they are stored."""
-        return replace(self.cost, weight_bytes=1) if self.weights == "int8" else self.cost
-
     def step_bytes(self, layers: float, context: int, rows: int) -> int:
         """Bytes that a step of `layers` layers must read, with `context` columns cached for each of `rows` rows."""
-        return int(self.stored_cost.step_bytes(layers, context, rows))
+        return int(self.cost.stored_as(self.weights).step_bytes(layers, context, rows))
 
 
 @dataclass(frozen=True)
