@@ -64,6 +64,10 @@ class StepInputs:
         attended = block.attention_function(grouped, keys, values, attn_mask=bias, scale=block.scaling)
         return attended.reshape(len(query), -1)
 
+    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]] | None:
+        """For each of the step's tokens its row of the cache and its column, where they are known beforehand."""
+        return range(tokens), [self.column] * tokens
+
     def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """A function that treats each row of its arguments [rows, ...] by itself."""
         return function(*rows)
@@ -125,6 +129,11 @@ class LeanBlock:
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         projections = [getattr(attention, name) for name in parts.qkv]
+        # What the compiled kernels are made of, by the names of their struct (`skipdecode.native`).
+        self.sources = {"qkv": projections}
+        for name in ("out", "gate", "up", "down"):
+            path = getattr(parts, name)
+            self.sources[name] = [layer.get_submodule(path)] if path else []
         on_cpu = projections[0].weight.device.type == "cpu"
         outputs = sum(sizes(projection)[1] for projection in projections)
         self.head_dim = outputs // (self.heads + 2 * self.kv_heads)
@@ -134,14 +143,15 @@ class LeanBlock:
         self.attention_function = _attend_on_cpu if on_cpu else F.scaled_dot_product_attention
         self.interleaved = parts.interleaved
         self.qkv = project_together(projections, make_linear)
-        self.query_norm = make_norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
-        self.key_norm = make_norm(getattr(attention, parts.key_norm)) if parts.key_norm else None
-        self.out = make_linear(layer.get_submodule(parts.out))
-        self.attention_norm = make_norm(layer.get_submodule(parts.attention_norm))
-        self.mlp_norm = make_norm(layer.get_submodule(parts.mlp_norm)) if parts.mlp_norm else None
-        self.up = make_linear(layer.get_submodule(parts.up))
-        self.gate = make_linear(layer.get_submodule(parts.gate)) if parts.gate else None
-        self.down = make_linear(layer.get_submodule(parts.down))
+        self.query_norm = Norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
+        self.key_norm = Norm(getattr(attention, parts.key_norm)) if parts.key_norm else None
+        self.out = make_linear(*self.sources["out"])
+        self.attention_norm = Norm(layer.get_submodule(parts.attention_norm))
+        self.mlp_norm = Norm(layer.get_submodule(parts.mlp_norm)) if parts.mlp_norm else None
+        self.up = make_linear(*self.sources["up"])
+        self.gate = make_linear(*self.sources["gate"]) if parts.gate else None
+        self.down = make_linear(*self.sources["down"])
+        self.activation_name = type(layer.get_submodule(parts.activation)).__name__
         self.activation = _activation(layer.get_submodule(parts.activation))
         self.parallel = getattr(layer, parts.parallel) if isinstance(parts.parallel, str) else parts.parallel
         self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
@@ -198,15 +208,30 @@ class LeanBlock:
         return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
 
 
-def make_norm(module: Any) -> Linear:
-    """A LayerNorm or RMSNorm as one operation."""
-    if isinstance(module, nn.LayerNorm):
-        shape, weight, bias = module.normalized_shape, module.weight, module.bias
-        return lambda hidden: F.layer_norm(hidden, shape, weight, bias, module.eps)
-    # Gemma's is centred on one. Each family has its own class, all with the formula of Llama's.
-    scale = module.weight.detach() + 1 if type(module).__name__.startswith("Gemma") else module.weight.detach()
-    eps = getattr(module, "variance_epsilon", None) or module.eps
-    return lambda hidden: F.rms_norm(hidden, scale.shape, scale, eps)
+class Norm:
+    """A LayerNorm or RMSNorm as one operation.
+
+    Attributes:
+        weight, bias: [hidden], or None.
+        eps: added to the variance or the mean square.
+        centred: whether the mean is taken out first: a LayerNorm.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.centred = isinstance(module, nn.LayerNorm)
+        self.weight: torch.Tensor | None = module.weight
+        self.bias: torch.Tensor | None = module.bias if self.centred else None
+        if not self.centred:
+            # Gemma's is centred on one. Each family has its own class, all with the formula of Llama's.
+            weight = module.weight.detach()
+            self.weight = weight + 1 if type(module).__name__.startswith("Gemma") else weight
+        self.eps: float = getattr(module, "variance_epsilon", None) or module.eps
+        self._shape: Any = module.normalized_shape if self.centred else module.weight.shape
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.centred:
+            return F.layer_norm(hidden, self._shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(hidden, self._shape, self.weight, self.eps)
 
 
 def _activation(module: nn.Module) -> Linear:

@@ -22,6 +22,7 @@ class PlannedLayer(CacheLayerMixin):
     Attributes:
         keys, values: the buffers, of `prompt columns + generated` columns, the first `length` of which are written;
             after `keep_rows`, the first rows of them.
+        buffers: both, whole; once there is a prompt.
     """
 
     is_sliding = False
@@ -40,7 +41,7 @@ class PlannedLayer(CacheLayerMixin):
         new = key_states.new_zeros if self.prompt_columns else key_states.new_empty
         self.keys = new(batch, heads, columns, head_dim)
         self.values = new(batch, heads, columns, value_states.shape[-1])
-        self._buffers = (self.keys, self.values)
+        self.buffers = (self.keys, self.values)
         self.is_initialized = True
 
     def update(
@@ -94,12 +95,12 @@ class PlannedLayer(CacheLayerMixin):
         """Forget what is held; the buffers stay, for a prompt that fits."""
         self.length = 0
         if self.is_initialized:
-            self.keys, self.values = self._buffers
+            self.keys, self.values = self.buffers
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffers hold."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers) if self.is_initialized else 0
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers) if self.is_initialized else 0
 
 
 class PlannedCache(Cache):

@@ -170,7 +170,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument(
-        "--weights", choices=["model", "packed", "int8"], help="what prompts and decode steps are computed with"
+        "--weights", choices=["model", "packed", "int8", "int4"], help="what prompts and decode steps are computed with"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
 

@@ -33,6 +33,7 @@ class ColumnsInputs(StepInputs):
         super().__init__(prepared.prompt_columns + max(steps), position_ids, rotary, prepared.bias)
         self._shape = (batch, most)
         self._together = len(set(starts)) == len(set(counts)) == 1
+        self._placed = rows, [prepared.prompt_columns + step for step in steps]
         self._rows = torch.tensor(rows, device=device)
         self._columns = torch.tensor(steps, device=device) + prepared.prompt_columns
         # Where tokens stand in [batch * most], and what column each place is of; one that is left over is of the row's
@@ -43,6 +44,10 @@ class ColumnsInputs(StepInputs):
         own = own[:1] if self._together else own
         self._own = torch.tensor(own, device=device) + prepared.prompt_columns  # [batch or 1, most]
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """As StepInputs.places."""
+        return self._placed
 
     def attend(
         self, block: LeanBlock, cached: PlannedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

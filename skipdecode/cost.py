@@ -171,7 +171,7 @@ class CostModel:
     embedding_values: int
     cache_values: int
     value_bytes: int
-    weight_bytes: int | None = None
+    weight_bytes: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module | PretrainedConfig, dtype: torch.dtype | None = None) -> "CostModel":
@@ -209,7 +209,8 @@ class CostModel:
 
     def stored_as(self, weights: str | None) -> "CostModel":
         """The same with weights as `skip_generate` stores a kind of them."""
-        return replace(self, weight_bytes=1) if weights == "int8" else self
+        stored = {"int8": 1.0, "int4": 4.5 / 8}  # groups of 32 with a scale of 16 bits
+        return replace(self, weight_bytes=stored[weights]) if weights in stored else self
 
     def step_bytes(self, layers: float, context: int, batch_size: float = 1) -> float:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""

@@ -63,6 +63,9 @@ class StaticInputs(StepInputs):
         assert self.bias is not None
         return keys, values, self.bias[..., : keys.shape[2]]
 
+    def places(self, tokens: int) -> None:
+        """None: the column stands in a buffer."""
+
     def copy_from(self, inputs: StepInputs) -> None:
         """Take over the values of another step's."""
         self.column_index.fill_(inputs.column)

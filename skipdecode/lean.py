@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from skipdecode.block import LeanBlock, PreparedInputs, StepInputs, make_norm
+from skipdecode.block import LeanBlock, Norm, PreparedInputs, StepInputs
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
@@ -38,6 +38,8 @@ from skipdecode.internals import (
     hooks_on_all,
     version,
 )
+from skipdecode.native import kernels
+from skipdecode.native_steps import native_steps
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Weights
 
@@ -48,8 +50,8 @@ class LeanDecoder:
     Args:
         model: a model for which `why_not_lean` has no reason.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
-            reads fastest, "int8" with 8-bit copies. Copies are of all projections, the LM head among them; both kinds
-            need a CPU.
+            reads fastest, "int8" and "int4" with copies in so many bits. Copies are of all projections, the LM head
+            among them; all need a CPU, and "int4" the compiled kernels (`skipdecode.native`).
     """
 
     def __init__(self, model: PreTrainedModel, weights: Weights = "model") -> None:
@@ -64,15 +66,18 @@ class LeanDecoder:
         self._positions = parts.positions
         self._heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
-        self._embedding_norm = make_norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
+        self._embedding_norm = Norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
         self._position_table = getattr(body, parts.position_table).weight if parts.position_table else None
         self._position_offset = parts.position_offset
         self._rotary: Any = getattr(body, "rotary_emb", None)
         self._project_in: Any = getattr(body, "project_in", None)  # opt-350m
         self._project_out: Any = getattr(body, "project_out", None)
         norm = getattr(body, parts.final_norm)  # opt-350m has none
-        self._final_norm = make_norm(norm) if norm is not None else None
-        self._head = make_linear(model.get_output_embeddings())
+        self._final_norm = Norm(norm) if norm is not None else None
+        head: Any = model.get_output_embeddings()
+        self._head = make_linear(head)
+        plain_end = self._project_out is None
+        self._native = native_steps(self.blocks, self._final_norm, self._head, head if plain_end else None, weights)
 
     def step_inputs(
         self, attention_mask: torch.Tensor, steps: int, position_ids: torch.Tensor | None = None
@@ -129,6 +134,10 @@ class LeanDecoder:
     ) -> torch.Tensor:
         """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
         hidden = self.embed(tokens, inputs)
+        places = inputs.places(len(tokens)) if self._native is not None else None
+        if self._native is not None and places is not None and len(tokens) <= self._native.most_tokens:
+            hidden, logits = self._native(hidden, layers, cache, inputs, *places)
+            return self.logits(hidden.to(self.dtype)) if logits is None else logits.to(self.dtype)
         blocks, cached = self.blocks, cache.layers
         for index in layers:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
@@ -157,6 +166,9 @@ class LeanDecoder:
         if inputs.shown is not None:
             flat = flat[inputs.shown]
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
+        if self._native is not None and len(hidden) <= self._native.most_tokens:
+            hidden, logits = self._native.prefill(hidden, layers, cache, inputs)
+            return self.logits(hidden.to(self.dtype)) if logits is None else logits.to(self.dtype)
         blocks, cached = self.blocks, cache.layers
         *below, top = layers
         for index in below:
@@ -288,6 +300,11 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         raise unknown("weights", str(weights), get_args(Weights))
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
+    if weights == "int4" and kernels() is None:
+        raise ConfigError(
+            "weights='int4' needs the compiled kernels, which this installation has not: install skipdecode anew where "
+            "there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
+        )
     with _MAKING:  # of two threads that ask at once, one makes it
         known = _DECODERS.get(model)
         if known is None or not known[0].still_holds(model):

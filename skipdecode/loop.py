@@ -1,11 +1,18 @@
 """The decoding loop: from logits to tokens until every row is done, whatever computes the logits."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -60,20 +67,22 @@ def decode_loop(
         Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
     """
     pad_token = padding_token(generation_config)
+    ended = Endings(stopping_criteria)
     stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     scores: Any = ()
     raw_logits: Any = ()
-    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)  # [batch]
+    unfinished = [True] * len(input_ids)
     finished = False
     rows = torch.arange(input_ids.shape[0], device=input_ids.device)  # those that the runner runs
     handed_out = ("return_dict_in_generate", "output_scores", "output_logits")  # what ended rows computed, too
     may_leave = not synced_gpus and not any(getattr(generation_config, name) for name in handed_out)
+    looked_at = bool(logits_processor) or bool(generation_config.do_sample) or not may_leave
 
     logits = runner.prefill(input_ids)
     step = 0
     while True:
         if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
-            logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)  # [rows, vocab]
+            logits = logits.to(copy=looked_at, dtype=torch.float32, device=input_ids.device)  # [rows, vocab]
             if len(rows) < len(input_ids):
                 logits = logits.new_zeros(len(input_ids), logits.shape[1]).index_copy_(0, rows, logits)
             next_scores = logits_processor(input_ids, logits)
@@ -82,18 +91,20 @@ def decode_loop(
             if generation_config.output_logits:
                 raw_logits += (logits,)
             next_tokens = _choose(next_scores, do_sample=bool(generation_config.do_sample))
-            if stops_at_eos:
-                next_tokens = next_tokens * unfinished + pad_token * (1 - unfinished)
+            if stops_at_eos and not all(unfinished):
+                going_on = torch.tensor(unfinished, device=input_ids.device)
+                next_tokens = torch.where(going_on, next_tokens, pad_token)
             input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
             if streamer is not None:
                 streamer.put(next_tokens.cpu())
-            unfinished = unfinished & ~stopping_criteria(input_ids, scores or None)
-            going = unfinished[rows].tolist()  # rows that left have ended
-            finished = not any(going)
+            ends = ended(input_ids, scores or None)
+            unfinished = [before and not end for before, end in zip(unfinished, ends, strict=True)]
+            finished = not any(unfinished)
         del logits  # those of a prefill are large
         if not goes_on(model, finished, synced_gpus, input_ids.device):
             break
         if stops_at_eos and not finished:  # else what a row writes until the last is done is in its text
+            going = unfinished if len(rows) == len(input_ids) else [unfinished[row] for row in rows.tolist()]
             remaining = runner.drop_ended_rows(going, may_leave=may_leave)
             rows = rows if remaining is None else rows[remaining]
         logits = runner.step(step, input_ids if len(rows) == len(input_ids) else input_ids[rows])
@@ -109,6 +120,30 @@ def decode_loop(
         logits=raw_logits if generation_config.output_logits else None,
         past_key_values=runner.cache,
     )
+
+
+class Endings:
+    """The texts that stopping criteria end, told without a tensor where they ask for a length and end tokens alone."""
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self._criteria = criteria
+        self._tokens: set[int] = set()
+        self._columns = math.inf  # from so many on the criteria are asked
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self._tokens |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                limits = (criterion.max_length, criterion.max_position_embeddings)  # it warns of the second
+                self._columns = min(self._columns, *(limit for limit in limits if limit is not None))
+            else:
+                self._columns = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> list[bool]:
+        """Whether each text of `input_ids` [batch, columns], which has a new last column, ends with it."""
+        if input_ids.shape[1] < self._columns:
+            return [token in self._tokens for token in input_ids[:, -1].tolist()]
+        found: list[bool] = self._criteria(input_ids, scores).tolist()
+        return found
 
 
 def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:

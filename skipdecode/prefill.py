@@ -4,7 +4,7 @@ Projections, norms and the feed-forward half see tokens alone. Attention alone n
 out in them, with zeros where a text is padded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,12 @@ class PromptInputs(StepInputs):
         self.last = last
         self.last_alone = False
         self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """As StepInputs.places."""
+        width = self.column + 1
+        flat = range(tokens) if self.shown is None else self.shown.tolist()
+        return [place // width for place in flat], [place % width for place in flat]
 
     def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None

@@ -18,6 +18,7 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import unwrap
 from skipdecode.files import write_whole
 from skipdecode.lengths import Steps
+from skipdecode.native import kernels
 from skipdecode.projections import Weights
 
 _PROFILE_FORMAT = 1
@@ -119,13 +120,16 @@ def _by_layers(times: Mapping[str, float]) -> dict[int, float]:
 def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]:
     """All that a model's clock depends on, as plain values: its sizes and type, the weights, the machine, threads."""
     inner = unwrap(model)
+    on_cpu = inner.device.type == "cpu"
+    compiled = kernels() if on_cpu and weights != "model" else None
     return {
         "model_type": inner.config.model_type,
         **asdict(sizes),
         "dtype": str(inner.dtype).removeprefix("torch."),
         "weights": weights,
         "processor": processor(inner.device),
-        "threads": torch.get_num_threads() if inner.device.type == "cpu" else None,
+        "threads": torch.get_num_threads() if on_cpu else None,
+        "kernels": compiled.name if compiled is not None else None,
     }
 
 

@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from skipdecode.int8 import Int8Linear
 from skipdecode.internals import linear_of_packed, pack
+from skipdecode.native import NativeLinear, kernels
 
-Weights = Literal["model", "packed", "int8"]
+Weights = Literal["model", "packed", "int8", "int4"]
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
 # Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
@@ -27,7 +28,7 @@ def sizes(projection: nn.Module) -> tuple[int, int]:
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
 
-def _weight(projection: Any) -> torch.Tensor:
+def weight_of(projection: Any) -> torch.Tensor:
     """[out, in], which Conv1D keeps transposed."""
     weight: torch.Tensor = projection.weight.detach()
     return weight.T if isinstance(projection, Conv1D) else weight
@@ -35,19 +36,28 @@ def _weight(projection: Any) -> torch.Tensor:
 
 def plain_linear(projection: Any) -> Linear:
     """A projection with the module's own weights, without the call of a module."""
-    return functools.partial(F.linear, weight=_weight(projection), bias=projection.bias)
+    return functools.partial(F.linear, weight=weight_of(projection), bias=projection.bias)
 
 
 def packed_linear(projection: Any) -> Linear:
-    """A projection with a copy of its weights in oneDNN's blocked layout."""
+    """A projection with a copy of its weights in blocks: the compiled kernels' in float32, else oneDNN's."""
+    if kernels() is not None and projection.weight.dtype == torch.float32:
+        return NativeLinear(weight_of(projection), projection.bias)
     # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
-    weight = pack(_weight(projection).contiguous(), rows=8)
+    weight = pack(weight_of(projection).contiguous(), rows=8)
     bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]
     return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
 
 
 def int8_linear(projection: Any) -> Linear:
-    return Int8Linear(_weight(projection), projection.bias)
+    """A projection with 8-bit weights, by the compiled kernels where there are any, else by oneDNN."""
+    weight, bias = weight_of(projection), projection.bias
+    return NativeLinear(weight, bias, "int8") if kernels() is not None else Int8Linear(weight, bias)
+
+
+def int4_linear(projection: Any) -> Linear:
+    """A projection with 4-bit weights, by the compiled kernels."""
+    return NativeLinear(weight_of(projection), projection.bias, "int4")
 
 
 def project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:
@@ -60,7 +70,7 @@ def project_together(projections: Sequence[nn.Module], make_linear: Callable[...
         return lambda hidden: torch.cat([single(hidden) for single in singles], dim=-1)
     with torch.device("meta"):
         fused = nn.Linear(inputs, outputs, bias=projections[0].bias is not None)
-    fused.weight = nn.Parameter(torch.cat([_weight(p) for p in projections]), requires_grad=False)
+    fused.weight = nn.Parameter(torch.cat([weight_of(p) for p in projections]), requires_grad=False)
     if fused.bias is not None:
         biases: list[Any] = [p.bias for p in projections]
         fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
@@ -71,4 +81,5 @@ MAKERS: dict[Weights, Callable[[Any], Linear]] = {
     "model": plain_linear,
     "packed": packed_linear,
     "int8": int8_linear,
+    "int4": int4_linear,
 }

@@ -113,8 +113,8 @@ def test_alibi_slopes_are_blooms(heads: int) -> None:
 
 
 def test_a_kind_of_weights_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown weights 'int4'"):
-        generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int4")
+    with pytest.raises(ConfigError, match="unknown weights 'int2'"):
+        generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int2")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 300])

@@ -1,0 +1,227 @@
+// Decode steps on a CPU: layers of one token a row (or a few), each product read once from memory, all layers in one
+// call. The layers are those of skipdecode/block.py, whose operations are the reference; weights are float32 or bfloat16
+// as a model holds them, or packed copies in 8 or 4 bits. Sums are in float32, in an order that doesn't depend on the
+// other rows, so that a row of a batch comes out bit for bit as it does alone.
+
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+struct bf16 { uint16_t bits; };
+static inline float as_float(float x) { return x; }
+static inline float as_float(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+
+enum Kind { FLOAT32, BFLOAT16, INT8, INT4 };
+enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
+enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
+enum What { STORE, ADD, MULTIPLY };
+enum { GROUP = 32, MOST_HEAD_DIM = 512 };
+
+extern "C" {  // as skipdecode/native.py declares them
+struct Linear { const void *weight; const float *scale; const float *bias; int32_t inputs, outputs, kind, unused; };
+struct Norm { const float *weight, *bias; float eps; int32_t kind; };
+struct Block {
+  Norm attention_norm, mlp_norm, query_norm, key_norm;
+  Linear qkv[3], out, gate, up, down;
+  int32_t projections, heads, kv_heads, head_dim, interleaved, window, activation, parallel, norm_first;
+  float scaling;
+};
+struct Layer { const Block *block; void *keys, *values; int64_t row_stride, head_stride; };
+struct Step {
+  const Layer *layers;
+  const Norm *final_norm;
+  const Linear *head;
+  float *hidden, *logits;
+  const int32_t *row, *column, *last;
+  const float *cos, *sin, *bias;
+  int64_t bias_row_stride, bias_head_stride;
+  int32_t layer_count, tokens, hidden_size, threads, cache_type, one_token_a_row, rotated, rotary_stride, last_count;
+};
+}
+
+struct Inputs { void *values; float *scales; int32_t *shifts; int64_t stride, groups; };
+struct Output { float *values; int64_t stride; int what, activation; };
+struct Buffers { float *normed, *feed, *qkv, *attended, *inner, *scores; int64_t scores_stride; Inputs inputs; };
+
+static inline int padded_inputs(const Linear &linear) {
+  int to = linear.kind == INT4 ? GROUP : linear.kind == INT8 ? 64 : 1;
+  return (linear.inputs + to - 1) / to * to;
+}
+
+#if defined(__x86_64__)
+#define LANES 16
+#define DOT_INT8
+#define DOT_BF16
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,avx2,amx-tile,amx-int8")
+#define ISA amx_int8
+#define TILES_INT8
+#include "kernels_isa.h"
+#undef ISA
+#undef TILES_INT8
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,avx2")
+#define ISA avx512_bf16
+#include "kernels_isa.h"
+#undef ISA
+#undef DOT_BF16
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,avx2")
+#define ISA avx512_vnni
+#include "kernels_isa.h"
+#undef ISA
+#undef DOT_INT8
+#undef LANES
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define ISA avx2
+#define LANES 8
+#define MADD_INT8
+#include "kernels_isa.h"
+#undef ISA
+#undef MADD_INT8
+#undef LANES
+#pragma GCC pop_options
+#endif
+#define ISA generic
+#define LANES 8
+#include "kernels_isa.h"
+
+struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); };
+#define SET(name) {#name, name::run_step, name::run_linear}
+static const Set SETS[] = {
+#if defined(__x86_64__)
+    SET(amx_int8), SET(avx512_bf16), SET(avx512_vnni), SET(avx2),
+#endif
+    SET(generic),
+};
+
+#if defined(__x86_64__)
+// Linux gives a process the registers of tiles when it asks for them.
+static int may_use_tiles() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 24 & 1) || !(edx >> 25 & 1)) return 0;
+#if defined(__linux__)
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+  return 0;
+#endif
+}
+#endif
+
+static int has(int set) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  if (set == 0) return wide && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
+  if (set == 1) return wide && __builtin_cpu_supports("avx512bf16");
+  if (set == 2) return wide;
+  if (set == 3) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return 1;
+}
+
+// Memory of a thread, kept from call to call.
+struct Scratch {
+  char *memory = 0;
+  int64_t size = 0, used = 0;
+  ~Scratch() { free(memory); }
+  void need(int64_t bytes) {
+    used = 0;
+    if (bytes <= size) return;
+    free(memory);
+    memory = (char *)aligned_alloc(64, size = (bytes + 4095) / 4096 * 4096);
+    if (!memory) abort();
+  }
+  template <class T> T *take(int64_t count) {
+    T *at = (T *)(memory + used);
+    used += (count * sizeof(T) + 63) / 64 * 64;
+    return at;
+  }
+};
+static thread_local Scratch scratch;
+
+static void widest(const Linear &linear, Inputs &inputs) {
+  int64_t padded = (padded_inputs(linear) + 63) / 64 * 64;
+  if (padded > inputs.stride) inputs.stride = padded;
+  if (padded / GROUP > inputs.groups) inputs.groups = padded / GROUP;
+}
+
+static int64_t bytes_of(const Inputs &inputs, int64_t rows) {
+  rows = (rows + 31) / 32 * 32;  // tiles read whole
+  return rows * (inputs.stride * 2 + 4 + inputs.groups * 4) + 256;
+}
+
+static void lay_out(Inputs &inputs, int64_t rows) {
+  inputs.values = scratch.take<bf16>((rows + 31) / 32 * 32 * inputs.stride);
+  inputs.scales = scratch.take<float>(rows);
+  inputs.shifts = scratch.take<int32_t>(rows * inputs.groups);
+}
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int skipdecode_sets() { return sizeof SETS / sizeof *SETS; }
+const char *skipdecode_set_name(int set) { return SETS[set].name; }
+int skipdecode_has_set(int set) { return has(set); }
+
+void skipdecode_step(int set, const Step *step) {
+  int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0;
+  Buffers buffers = {};
+  for (int i = 0; i < step->layer_count; i++) {
+    const Block &block = *step->layers[i].block;
+    int64_t width = 0;
+    for (int p = 0; p < block.projections; p++) width += block.qkv[p].outputs;
+    if (width > qkv) qkv = width;
+    if (block.heads * block.head_dim > attended) attended = block.heads * block.head_dim;
+    if (block.up.outputs > inner) inner = block.up.outputs;
+    widest(block.qkv[0], buffers.inputs);
+    widest(block.out, buffers.inputs);
+    widest(block.up, buffers.inputs);
+    widest(block.down, buffers.inputs);
+  }
+  if (step->logits) widest(*step->head, buffers.inputs);
+  for (int i = 0; i < rows; i++)
+    if (step->column[i] >= columns) columns = step->column[i] + 1;
+  buffers.scores_stride = (columns + 31) / 16 * 16;
+  scratch.need(4 * (rows * (2 * n + qkv + attended + inner) + step->threads * buffers.scores_stride) + 64 * 8 +
+               bytes_of(buffers.inputs, rows));
+  buffers.normed = scratch.take<float>(rows * n);
+  buffers.feed = scratch.take<float>(rows * n);
+  buffers.qkv = scratch.take<float>(rows * qkv);
+  buffers.attended = scratch.take<float>(rows * attended);
+  buffers.inner = scratch.take<float>(rows * inner);
+  buffers.scores = scratch.take<float>(step->threads * buffers.scores_stride);
+  lay_out(buffers.inputs, rows);
+  SETS[set].run_step(*step, buffers);
+}
+
+void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {
+  Buffers buffers = {};
+  widest(*linear, buffers.inputs);
+  scratch.need(bytes_of(buffers.inputs, rows));
+  lay_out(buffers.inputs, rows);
+  SETS[set].run_linear(*linear, x, rows, threads, buffers, y);
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,874 @@
+// What kernels.cpp computes with, compiled once for each instruction set: ISA names the namespace, LANES says how many
+// floats a register holds. Nothing of std is used here: an inline function of the library would be compiled for the
+// widest set and might be linked in where a narrower one has to run.
+
+namespace ISA {
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+static inline vf load(const float *p) { vf v; __builtin_memcpy(&v, p, sizeof v); return v; }
+static inline vi load(const int32_t *p) { vi v; __builtin_memcpy(&v, p, sizeof v); return v; }
+static inline vf load(const bf16 *p) {
+  vh h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return (vf)(__builtin_convertvector(h, vi) << 16);
+}
+static inline void store(float *p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
+static inline vf all(float x) { return x - (vf){}; }
+static inline vi all(int32_t x) { return x - (vi){}; }
+static inline vf larger(vf a, vf b) { return a > b ? a : b; }
+static inline vf between(vf x, float least, float most) {
+  x = larger(x, all(least));
+  return x < most ? x : all(most);
+}
+static inline float total(vf v) {
+  float each[LANES];
+  store(each, v);
+  for (int step = LANES / 2; step; step /= 2)
+    for (int i = 0; i < step; i++) each[i] += each[i + step];
+  return each[0];
+}
+static inline float greatest(vf v) {
+  float each[LANES];
+  store(each, v);
+  for (int step = LANES / 2; step; step /= 2)
+    for (int i = 0; i < step; i++) each[i] = each[i] > each[i + step] ? each[i] : each[i + step];
+  return each[0];
+}
+
+// Two vectors' sums of halves, side by side: a tree of these adds up LANES values of several vectors at once.
+#if LANES == 16
+static inline vf halves8(vf a, vf b) {
+  const vi low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 8);
+}
+static inline vf halves4(vf a, vf b) {
+  const vi low = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 4);
+}
+static inline vf halves2(vf a, vf b) {
+  const vi low = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 2);
+}
+// The sums of eight vectors.
+static inline void totals8(const vf *v, float *sums) {
+  vf a = halves4(halves8(v[0], v[1]), halves8(v[2], v[3]));
+  vf b = halves4(halves8(v[4], v[5]), halves8(v[6], v[7]));
+  float pairs[16];
+  store(pairs, halves2(a, b));
+  for (int i = 0; i < 8; i++) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
+}
+#else
+static inline vf halves4(vf a, vf b) {
+  const vi low = {0, 1, 2, 3, 8, 9, 10, 11};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 4);
+}
+static inline vf halves2(vf a, vf b) {
+  const vi low = {0, 1, 4, 5, 8, 9, 12, 13};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 2);
+}
+static inline void totals8(const vf *v, float *sums) {
+  float pairs[16];
+  store(pairs, halves2(halves4(v[0], v[1]), halves4(v[2], v[3])));
+  store(pairs + 8, halves2(halves4(v[4], v[5]), halves4(v[6], v[7])));
+  for (int i = 0; i < 8; i++) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
+}
+#endif
+
+// exp to a few units in the last place; 0 below the smallest normal number.
+static inline vf exponential(vf x) {
+  vf n = x * 1.44269504f + 12582912.0f;  // rounded by the bits that don't fit
+  vi power = (vi)n << 23;
+  n -= 12582912.0f;
+  vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  y = (vf)((vi)y + power);
+  return x < -87.0f ? all(0.0f) : y;
+}
+
+static inline vf activated(vf x, int kind) {
+  switch (kind) {
+    case RELU: return larger(x, all(0.0f));
+    case SILU: return x / (exponential(between(-x, -80.0f, 80.0f)) + 1.0f);
+    case GELU_TANH: {  // x (1 + tanh u) / 2 = x / (1 + exp(-2u))
+      vf u = x * (0.7978845608f + 0.0356774081f * x * x);
+      return x / (exponential(between(-2.0f * u, -80.0f, 80.0f)) + 1.0f);
+    }
+    case GELU: {  // erf by Abramowitz and Stegun 7.1.26, to 1.5e-7
+      vf z = x * 0.70710678f, a = z < 0.0f ? -z : z;
+      vf t = 1.0f / (a * 0.3275911f + 1.0f);
+      vf p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+      vf erf = 1.0f - p * exponential(-a * a);
+      return 0.5f * x * (1.0f + (z < 0.0f ? -erf : erf));
+    }
+    default: return x;
+  }
+}
+
+// ---- rows: norms, and what the products read
+
+static void norm_row(const Norm &norm, const float *x, float *y, int n) {
+  int whole = n / LANES * LANES;
+  float mean = 0, square = 0;
+  if (norm.kind == LAYER_NORM) {
+    vf sum = {};
+    for (int i = 0; i < whole; i += LANES) sum += load(x + i);
+    mean = total(sum);
+    for (int i = whole; i < n; i++) mean += x[i];
+    mean /= n;
+  }
+  vf sum = {};
+  for (int i = 0; i < whole; i += LANES) {
+    vf centred = load(x + i) - mean;
+    sum += centred * centred;
+  }
+  square = total(sum);
+  for (int i = whole; i < n; i++) square += (x[i] - mean) * (x[i] - mean);
+  float factor = 1.0f / __builtin_sqrtf(square / n + norm.eps);
+  for (int i = 0; i < whole; i += LANES) {
+    vf v = (load(x + i) - mean) * factor;
+    if (norm.weight) v *= load(norm.weight + i);
+    if (norm.bias) v += load(norm.bias + i);
+    store(y + i, v);
+  }
+  for (int i = whole; i < n; i++) {
+    float v = (x[i] - mean) * factor;
+    if (norm.weight) v *= norm.weight[i];
+    if (norm.bias) v += norm.bias[i];
+    y[i] = v;
+  }
+}
+
+static inline bf16 rounded_bf16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return (bf16){(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by.
+static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift) {
+  int n = linear.inputs, padded = padded_inputs(linear), whole = n / LANES * LANES;
+  vf most = {};
+  for (int i = 0; i < whole; i += LANES) {
+    vf v = load(x + i);
+    most = larger(most, larger(v, -v));
+  }
+  float largest = greatest(larger(most, all(1e-30f)));
+  for (int i = whole; i < n; i++) {
+    float a = x[i] < 0 ? -x[i] : x[i];
+    largest = a > largest ? a : largest;
+  }
+  float factor = 127.0f / largest;
+  *scale = largest / 127.0f;
+  for (int i = 0; i < whole; i += LANES) {
+    vf v = load(x + i) * factor + 12582912.0f;  // rounded to even by the bits that don't fit
+    vi bits = (vi)v;
+    for (int j = 0; j < LANES; j++) q[i + j] = (int8_t)bits[j];
+  }
+  for (int i = whole; i < n; i++) {
+    float v = x[i] * factor + 12582912.0f;
+    int32_t bits;
+    __builtin_memcpy(&bits, &v, 4);
+    q[i] = (int8_t)bits;
+  }
+  for (int i = n; i < padded; i++) q[i] = 0;
+  int group = linear.kind == INT4 ? GROUP : padded, offset = linear.kind == INT4 ? 8 : 128;
+  for (int g = 0; g * group < padded; g++) {
+    int32_t sum = 0;
+    for (int i = g * group; i < (g + 1) * group; i++) sum += q[i];
+    shift[g] = -offset * sum;
+  }
+}
+
+static void prepare_row(const Linear &linear, const float *x, const Inputs &inputs, int row) {
+  if (linear.kind == BFLOAT16) {
+#ifdef DOT_BF16
+    bf16 *to = (bf16 *)inputs.values + (int64_t)row * inputs.stride;
+    int i = 0;
+    for (; i + 16 <= linear.inputs; i += 16) {
+      __m256bh h = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
+      __builtin_memcpy(to + i, &h, 32);
+    }
+    for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);
+#endif
+  } else if (linear.kind != FLOAT32) {
+    quantise_row(linear, x, (int8_t *)inputs.values + (int64_t)row * inputs.stride, inputs.scales + row,
+                 inputs.shifts + (int64_t)row * inputs.groups);
+  }
+}
+
+// ---- products of rows of floats: O rows of weights with R rows of inputs
+
+template <int O, int R, class W>
+static inline void dot_tile(const W *w, int64_t w_stride, const float *x, int64_t x_stride, int n, float *out) {
+  vf sums[R][O] = {};
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    vf weights[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; o++) weights[o] = load(w + o * w_stride + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      vf input = load(x + r * x_stride + i);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; o++) sums[r][o] += weights[o] * input;
+    }
+  }
+  vf flat[(R * O + 7) / 8 * 8] = {};
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < O; o++) flat[r * O + o] = sums[r][o];
+  float found[(R * O + 7) / 8 * 8];
+  for (int at = 0; at < R * O; at += 8) totals8(flat + at, found + at);
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < O; o++) {
+      float sum = found[r * O + o];
+      for (int j = i; j < n; j++) sum += as_float(w[o * w_stride + j]) * x[r * x_stride + j];
+      out[r * O + o] = sum;
+    }
+}
+
+#ifdef DOT_BF16
+template <int O, int R>
+static inline void dot_tile(const bf16 *w, int64_t w_stride, const bf16 *x, int64_t x_stride, int n, float *out) {
+  vf sums[R][O] = {};
+  int i = 0;
+  for (; i + 32 <= n; i += 32) {
+    __m512bh weights[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; o++) __builtin_memcpy(&weights[o], w + o * w_stride + i, 64);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      __m512bh input;
+      __builtin_memcpy(&input, x + r * x_stride + i, 64);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; o++) sums[r][o] = (vf)_mm512_dpbf16_ps((__m512)sums[r][o], weights[o], input);
+    }
+  }
+  vf flat[(R * O + 7) / 8 * 8] = {};
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < O; o++) flat[r * O + o] = sums[r][o];
+  float found[(R * O + 7) / 8 * 8];
+  for (int at = 0; at < R * O; at += 8) totals8(flat + at, found + at);
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < O; o++) {
+      float sum = found[r * O + o];
+      for (int j = i; j < n; j++) sum += as_float(w[o * w_stride + j]) * as_float(x[r * x_stride + j]);
+      out[r * O + o] = sum;
+    }
+}
+#endif
+
+// ---- products of 8-bit rows with blocks of 16 outputs: 4 inputs of each side by side, [16][4] bytes
+
+// Sums [16] of products of unsigned bytes [16][4] with the same four signed ones.
+#if defined(DOT_INT8)
+struct Sums { __m512i v; };
+static inline Sums start(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline __m512i bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline __m512i low_nibbles(__m512i b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+static inline __m512i high_nibbles(__m512i b) { return low_nibbles(_mm512_srli_epi16(b, 4)); }
+template <int KIND> static inline void add(Sums &s, __m512i w, const int8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  s.v = _mm512_dpbusd_epi32(s.v, w, _mm512_set1_epi32(four));
+}
+static inline void floats(const Sums &s, float *out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(s.v)); }
+#elif defined(MADD_INT8)
+struct Bytes { __m256i a, b; };
+struct Sums { __m256i a, b; };
+static inline Sums start(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Bytes bytes(const uint8_t *p) {
+  return {_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))};
+}
+static inline __m256i low_nibbles(__m256i b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+static inline Bytes low_nibbles(Bytes w) { return {low_nibbles(w.a), low_nibbles(w.b)}; }
+static inline Bytes high_nibbles(Bytes w) {
+  return {low_nibbles(_mm256_srli_epi16(w.a, 4)), low_nibbles(_mm256_srli_epi16(w.b, 4))};
+}
+template <int KIND> static inline __m256i products(__m256i sum, __m256i w, __m256i x) {
+  __m256i pairs;
+  if (KIND == INT4) {
+    pairs = _mm256_maddubs_epi16(w, x);  // at most 2 * 15 * 127: it fits
+  } else {  // 255 * 127 twice wouldn't: shifted back, and the sign given to the other side
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  }
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+template <int KIND> static inline void add(Sums &s, Bytes w, const int8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  __m256i each = _mm256_set1_epi32(four);
+  s.a = products<KIND>(s.a, w.a, each);
+  s.b = products<KIND>(s.b, w.b, each);
+}
+static inline void floats(const Sums &s, float *out) {
+  _mm256_storeu_ps(out, _mm256_cvtepi32_ps(s.a));
+  _mm256_storeu_ps(out + 8, _mm256_cvtepi32_ps(s.b));
+}
+#define SHIFTED_BACK 1
+#elif defined(__ARM_FEATURE_DOTPROD)
+struct Bytes { uint8x16_t v[4]; };
+struct Sums { int32x4_t v[4]; };
+static inline Sums start(int32_t x) {
+  Sums s;
+  for (int i = 0; i < 4; i++) s.v[i] = vdupq_n_s32(x);
+  return s;
+}
+static inline Bytes bytes(const uint8_t *p) {
+  Bytes w;
+  for (int i = 0; i < 4; i++) w.v[i] = vld1q_u8(p + 16 * i);
+  return w;
+}
+static inline Bytes low_nibbles(Bytes w) {
+  for (int i = 0; i < 4; i++) w.v[i] = vandq_u8(w.v[i], vdupq_n_u8(15));
+  return w;
+}
+static inline Bytes high_nibbles(Bytes w) {
+  for (int i = 0; i < 4; i++) w.v[i] = vshrq_n_u8(w.v[i], 4);
+  return w;
+}
+template <int KIND> static inline void add(Sums &s, Bytes w, const int8_t *x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  int8x16_t each = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  for (int i = 0; i < 4; i++) {
+    uint8x16_t u = KIND == INT4 ? w.v[i] : veorq_u8(w.v[i], vdupq_n_u8(128));
+    s.v[i] = vdotq_s32(s.v[i], vreinterpretq_s8_u8(u), each);
+  }
+}
+static inline void floats(const Sums &s, float *out) {
+  for (int i = 0; i < 4; i++) vst1q_f32(out + 4 * i, vcvtq_f32_s32(s.v[i]));
+}
+#define SHIFTED_BACK 1
+#else
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef float sixteen __attribute__((vector_size(64)));
+struct Sums { ints v; };
+static inline Sums start(int32_t x) { return {x - (ints){}}; }
+static inline words bytes(const uint8_t *p) { words w; __builtin_memcpy(&w, p, 64); return w; }
+static inline words low_nibbles(words w) { return w & 0x0f0f0f0fu; }
+static inline words high_nibbles(words w) { return (w >> 4) & 0x0f0f0f0fu; }
+template <int KIND> static inline void add(Sums &s, words w, const int8_t *x) {
+  for (int i = 0; i < 4; i++) s.v += (ints)((w >> (8 * i)) & 255u) * (int32_t)x[i];
+}
+static inline void floats(const Sums &s, float *out) {
+  sixteen f = __builtin_convertvector(s.v, sixteen);
+  __builtin_memcpy(out, &f, 64);
+}
+#endif
+
+// R rows with B blocks of outputs from block `first` on: out [R][B * 16]. Weights are [outputs / 16][inputs][16].
+template <int R, int B>
+static inline void float_tile(const Linear &linear, const float *x, int row, int first, float *out) {
+  enum { PARTS = 16 / LANES };
+  int n = linear.inputs;
+  const float *w = (const float *)linear.weight + (int64_t)first * n * 16;
+  x += (int64_t)row * n;
+  vf sums[R][B][PARTS] = {};
+  for (int i = 0; i < n; i++) {
+    vf weights[B][PARTS];
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++)
+      for (int p = 0; p < PARTS; p++) weights[b][p] = load(w + ((int64_t)b * n + i) * 16 + p * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      float input = x[(int64_t)r * n + i];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++)
+        for (int p = 0; p < PARTS; p++) sums[r][b][p] += weights[b][p] * input;
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++)
+      for (int p = 0; p < PARTS; p++) store(out + (r * B + b) * 16 + p * LANES, sums[r][b][p]);
+}
+
+// The same with 8 bits, [outputs / 16][inputs / 4][16][4].
+template <int R, int B>
+static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int first, float *out) {
+  int steps = padded_inputs(linear) / 4;
+  const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64;
+  const int8_t *x = (const int8_t *)inputs.values + (int64_t)row * inputs.stride;
+  Sums sums[R][B];
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) {
+#ifdef SHIFTED_BACK
+      sums[r][b] = start(0);
+#else
+      sums[r][b] = start(inputs.shifts[(int64_t)(row + r) * inputs.groups]);
+#endif
+    }
+  for (int i = 0; i < steps; i++) {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+      auto weights = bytes(w + ((int64_t)b * steps + i) * 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) add<INT8>(sums[r][b], weights, x + r * inputs.stride + 4 * i);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) {
+      float *to = out + (r * B + b) * 16;
+      floats(sums[r][b], to);
+      const float *scales = linear.scale + (first + b) * 16;
+      float scale = inputs.scales[row + r];
+      for (int o = 0; o < 16; o++) to[o] *= scales[o] * scale;
+    }
+}
+
+// The same with 4 bits: groups of 32 inputs have scales of their own.
+template <int R, int B>
+static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int first, float *out) {
+  int groups = padded_inputs(linear) / GROUP;
+  const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * groups * 256;
+  const bf16 *scales = (const bf16 *)linear.scale + (int64_t)first * groups * 16;
+  const int8_t *x = (const int8_t *)inputs.values + (int64_t)row * inputs.stride;
+  typedef float v16 __attribute__((vector_size(64)));
+  typedef int32_t i16 __attribute__((vector_size(64)));
+  typedef uint16_t h16 __attribute__((vector_size(32)));
+  v16 found[R][B] = {};
+  for (int g = 0; g < groups; g++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+      const uint8_t *group = w + ((int64_t)b * groups + g) * 256;
+      Sums sums[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r] = start(inputs.shifts[(int64_t)(row + r) * inputs.groups + g]);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        auto both = bytes(group + 64 * i);
+        auto low = low_nibbles(both), high = high_nibbles(both);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const int8_t *at = x + r * inputs.stride + g * GROUP + 8 * i;
+          add<INT4>(sums[r], low, at);
+          add<INT4>(sums[r], high, at + 4);
+        }
+      }
+      h16 h;
+      __builtin_memcpy(&h, scales + ((int64_t)b * groups + g) * 16, 32);
+      v16 scale = (v16)(__builtin_convertvector(h, i16) << 16);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        v16 sum;
+        floats(sums[r], (float *)&sum);
+        found[r][b] += sum * scale;
+      }
+    }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) {
+      v16 v = found[r][b] * inputs.scales[row + r];
+      __builtin_memcpy(out + (r * B + b) * 16, &v, 64);
+    }
+}
+
+// ---- a whole projection, shared among the threads of a team
+
+// What becomes of outputs [R][width] from `first` on of rows from `row` on.
+static void finish(const Linear &linear, const float *found, int R, int width, int row, int first, const Output &to) {
+  int count = linear.outputs - first < width ? linear.outputs - first : width;
+  for (int r = 0; r < R; r++) {
+    const float *from = found + r * width;
+    float *y = to.values + (int64_t)(row + r) * to.stride + first;
+    int o = 0;
+    for (; o + LANES <= count; o += LANES) {
+      vf v = load(from + o);
+      if (linear.bias) v += load(linear.bias + first + o);
+      if (to.activation) v = activated(v, to.activation);
+      if (to.what == ADD) v += load(y + o);
+      if (to.what == MULTIPLY) v *= load(y + o);
+      store(y + o, v);
+    }
+    for (; o < count; o++) {
+      float v = from[o];
+      if (linear.bias) v += linear.bias[first + o];
+      if (to.activation) v = activated(all(v), to.activation)[0];
+      y[o] = to.what == ADD ? y[o] + v : to.what == MULTIPLY ? y[o] * v : v;
+    }
+  }
+}
+
+template <int R, int B>
+static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int first,
+                              const Output &to) {
+  float found[R * B * 16];
+  if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, first, found);
+  else if (linear.kind == INT8) int8_tile<R, B>(linear, inputs, row, first, found);
+  else int4_tile<R, B>(linear, inputs, row, first, found);
+  finish(linear, found, R, B * 16, row, first * 16, to);
+}
+
+// All rows with B blocks of outputs, as many rows at a time as there are registers for their sums.
+template <int B>
+static void block_unit(const Linear &linear, const float *x, const Inputs &inputs, int rows, int first, const Output &to) {
+  int row = 0;
+#if LANES == 16
+  for (; row + 12 <= rows && linear.kind != INT4; row += 12) block_rows<12, B>(linear, x, inputs, row, first, to);
+  for (; row + 8 <= rows; row += 8) block_rows<8, B>(linear, x, inputs, row, first, to);
+#endif
+  for (; row + 4 <= rows; row += 4) block_rows<4, B>(linear, x, inputs, row, first, to);
+  for (; row + 2 <= rows; row += 2) block_rows<2, B>(linear, x, inputs, row, first, to);
+  for (; row < rows; row++) block_rows<1, B>(linear, x, inputs, row, first, to);
+}
+
+#ifdef TILES_INT8
+// Tiles of 16 rows of 64 bytes: sums 0 to 3, inputs 4 and 5, weights 6 and 7, whose layout is that of the blocks.
+static void configure_tiles() {
+  struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } __attribute__((aligned(64))) tiles = {};
+  tiles.palette = 1;
+  for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = 16;
+  _tile_loadconfig(&tiles);
+}
+
+// All rows with 2 blocks of outputs; sums are of integers, so they are those of `int8_tile`.
+static void tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+  int steps = padded_inputs(linear) / 4;
+  const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64, *other = w + (int64_t)steps * 64;
+  int32_t sums[32][32] __attribute__((aligned(64)));
+  float found[32][32] __attribute__((aligned(64)));
+  for (int row = 0; row < rows; row += 32) {
+    const int8_t *x = (const int8_t *)inputs.values + (int64_t)row * inputs.stride, *lower = x + 16 * inputs.stride;
+    int more = rows - row > 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = 0; i < steps; i += 16) {
+      _tile_loadd(4, x + 4 * i, inputs.stride);
+      _tile_loadd(6, w + 64 * i, 64);
+      _tile_loadd(7, other + 64 * i, 64);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
+      if (more) {
+        _tile_loadd(5, lower + 4 * i, inputs.stride);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+      }
+    }
+    _tile_stored(0, &sums[0][0], 128);
+    _tile_stored(1, &sums[0][16], 128);
+    _tile_stored(2, &sums[16][0], 128);
+    _tile_stored(3, &sums[16][16], 128);
+    int count = rows - row < 32 ? rows - row : 32;
+    for (int r = 0; r < count; r++) {
+      int32_t shift = inputs.shifts[(int64_t)(row + r) * inputs.groups];
+      float scale = inputs.scales[row + r];
+      const float *scales = linear.scale + first * 16;
+      for (int o = 0; o < 32; o++) found[r][o] = (float)(sums[r][o] + shift) * (scales[o] * scale);
+    }
+    finish(linear, found[0], count, 32, row, first * 16, to);
+  }
+}
+#endif
+
+// All rows with 16 outputs, by rows of weights as the model holds them.
+template <class X>
+static void row_unit(const Linear &linear, const X *x, int64_t x_stride, int rows, int first, const Output &to) {
+  const bf16 *w = (const bf16 *)linear.weight;
+  int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
+  for (int row = 0; row < rows; row++) {
+    float found[16];
+    int o = 0;
+    for (; o + 8 <= count; o += 8) dot_tile<8, 1>(w + (int64_t)(first + o) * n, n, x + row * x_stride, x_stride, n, found + o);
+    for (; o < count; o++) dot_tile<1, 1>(w + (int64_t)(first + o) * n, n, x + row * x_stride, x_stride, n, found + o);
+    finish(linear, found, 1, 16, row, first, to);
+  }
+}
+
+// Called by every thread of a team; ends with a barrier.
+static void project(const Linear &linear, const float *x, const Inputs &inputs, int rows, const Output &to) {
+  int blocks = (linear.outputs + 15) / 16, pairs = (blocks + 1) / 2, chunk = pairs / (8 * omp_get_num_threads()) + 1;
+#pragma omp for schedule(dynamic, chunk)
+  for (int pair = 0; pair < pairs; pair++) {
+    int first = 2 * pair, two = first + 1 < blocks;
+    if (linear.kind == BFLOAT16) {
+#ifdef DOT_BF16
+      const bf16 *values = (const bf16 *)inputs.values;
+      int64_t stride = inputs.stride;
+#else
+      const float *values = x;
+      int64_t stride = linear.inputs;
+#endif
+      row_unit(linear, values, stride, rows, first * 16, to);
+      if (two) row_unit(linear, values, stride, rows, first * 16 + 16, to);
+#ifdef TILES_INT8
+    } else if (two && linear.kind == INT8 && rows >= 16) {
+      tiles_unit(linear, inputs, rows, first, to);
+#endif
+    } else if (two && (LANES == 16 || rows < 4)) {
+      block_unit<2>(linear, x, inputs, rows, first, to);
+    } else {
+      block_unit<1>(linear, x, inputs, rows, first, to);
+      if (two) block_unit<1>(linear, x, inputs, rows, first + 1, to);
+    }
+  }
+}
+
+// ---- attention
+
+static void rotate(float *head, const float *cos, const float *signed_sin, int rotated) {
+  float turned[MOST_HEAD_DIM];
+  int half = rotated / 2;
+  for (int i = 0; i < rotated; i++) turned[i] = head[i] * cos[i] + head[i < half ? i + half : i - half] * signed_sin[i];
+  __builtin_memcpy(head, turned, 4 * rotated);
+}
+
+static inline void write(float *to, const float *from, int n) { __builtin_memcpy(to, from, 4 * n); }
+static inline void write(bf16 *to, const float *from, int n) {
+  for (int i = 0; i < n; i++) to[i] = rounded_bf16(from[i]);
+}
+
+// One query head: softmax(q k / scale + bias) v of the columns [start, end).
+template <class T>
+static void attend(const float *query, const T *keys, const T *values, const float *bias, int start, int end, int dim,
+                   float *scores, float *out) {
+  int count = end - start, c = 0;
+  keys += (int64_t)start * dim;
+  values += (int64_t)start * dim;
+#ifdef DOT_BF16
+  bf16 rounded[MOST_HEAD_DIM];
+  if (sizeof(T) == 2) write(rounded, query, dim);
+#endif
+  for (; c < count; c += 8) {
+    float found[8];
+    int some = count - c < 8 ? count - c : 8;
+    const T *from = keys + (int64_t)c * dim;
+#ifdef DOT_BF16
+    if constexpr (sizeof(T) == 2) {
+      if (some == 8) dot_tile<8, 1>(from, dim, rounded, dim, dim, found);
+      else for (int i = 0; i < some; i++) dot_tile<1, 1>(from + i * dim, dim, rounded, dim, dim, found + i);
+    } else
+#endif
+    {
+      if (some == 8) dot_tile<8, 1>(from, dim, query, dim, dim, found);
+      else for (int i = 0; i < some; i++) dot_tile<1, 1>(from + i * dim, dim, query, dim, dim, found + i);
+    }
+    for (int i = 0; i < some; i++) scores[c + i] = found[i];
+  }
+  if (bias)
+    for (int i = 0; i < count; i++) scores[i] += bias[start + i];
+  for (int i = count; i < (count + LANES - 1) / LANES * LANES; i++) scores[i] = -1e30f;
+  vf largest = load(scores);
+  for (int i = LANES; i < count; i += LANES) largest = larger(largest, load(scores + i));
+  float most = greatest(largest);
+  vf sum = {};
+  for (int i = 0; i < count; i += LANES) {
+    vf e = exponential(load(scores + i) - most);
+    store(scores + i, e);
+    sum += e;
+  }
+  float factor = 1.0f / total(sum);
+  int d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+    vf a = {}, b = {}, e = {}, f = {};
+    for (int i = 0; i < count; i++) {
+      const T *v = values + (int64_t)i * dim + d;
+      float share = scores[i];
+      a += share * load(v);
+      b += share * load(v + LANES);
+      e += share * load(v + 2 * LANES);
+      f += share * load(v + 3 * LANES);
+    }
+    store(out + d, a * factor);
+    store(out + d + LANES, b * factor);
+    store(out + d + 2 * LANES, e * factor);
+    store(out + d + 3 * LANES, f * factor);
+  }
+  for (; d + LANES <= dim; d += LANES) {
+    vf sums[4] = {};
+    int i = 0;
+    for (; i + 4 <= count; i += 4)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) sums[j] += scores[i + j] * load(values + (int64_t)(i + j) * dim + d);
+    for (; i < count; i++) sums[0] += scores[i] * load(values + (int64_t)i * dim + d);
+    store(out + d, ((sums[0] + sums[1]) + (sums[2] + sums[3])) * factor);
+  }
+  for (; d < dim; d++) {
+    float a = 0;
+    for (int i = 0; i < count; i++) a += scores[i] * as_float(values[(int64_t)i * dim + d]);
+    out[d] = a * factor;
+  }
+}
+
+template <class T> struct Heads {
+  const Block &block;
+  const Step &step;
+  const Layer &layer;
+  float *qkv;
+  int width;
+
+  float *head(int token, int part, int n) const {  // part: 0 queries, 1 keys, 2 values
+    float *row = qkv + (int64_t)token * width;
+    if (block.interleaved) return row + (3 * n + part) * block.head_dim;
+    int before = part == 0 ? 0 : part == 1 ? block.heads : block.heads + block.kv_heads;
+    return row + (before + n) * block.head_dim;
+  }
+  T *at(void *cache, int token, int kv, int column) const {
+    return (T *)cache + step.row[token] * layer.row_stride + kv * layer.head_stride + (int64_t)column * block.head_dim;
+  }
+  void place(int token, int kv) const {  // its queries, and its key and value into the cache
+    const float *cos = step.cos + (int64_t)token * step.rotary_stride, *sin = step.sin + (int64_t)token * step.rotary_stride;
+    int group = block.heads / block.kv_heads;
+    for (int n = 0; n <= group; n++) {
+      float *h = n < group ? head(token, 0, kv * group + n) : head(token, 1, kv);
+      const Norm &norm = n < group ? block.query_norm : block.key_norm;
+      if (norm.kind) norm_row(norm, h, h, block.head_dim);
+      if (step.rotated) rotate(h, cos, sin, step.rotated);
+      if (n < group)
+        for (int i = 0; i < block.head_dim; i++) h[i] *= block.scaling;
+    }
+    write(at(layer.keys, token, kv, step.column[token]), head(token, 1, kv), block.head_dim);
+    write(at(layer.values, token, kv, step.column[token]), head(token, 2, kv), block.head_dim);
+  }
+  void run(int token, int kv, float *scores, float *out, int to) const {
+    int group = block.heads / block.kv_heads, end = step.column[token] + 1;
+    int start = block.window && end > block.window ? end - block.window : 0;
+    const T *keys = at(layer.keys, token, kv, 0), *values = at(layer.values, token, kv, 0);
+    for (int n = 0; n < group; n++) {
+      int h = kv * group + n;
+      const float *bias = step.bias ? step.bias + step.row[token] * step.bias_row_stride + h * step.bias_head_stride : 0;
+      attend(head(token, 0, h), keys, values, bias, start, end, block.head_dim, scores,
+             out + ((int64_t)to * block.heads + h) * block.head_dim);
+    }
+  }
+};
+
+// The attention of all tokens, or of those that `last` names, to out [tokens, heads * head_dim]; all keys and values are
+// cached. Called by every thread of a team; ends with a barrier.
+template <class T> static void attention(const Heads<T> &heads, const int32_t *last, int count, float *scores, float *out) {
+  int kv_heads = heads.block.kv_heads, tokens = heads.step.tokens;
+  if (heads.step.one_token_a_row) {
+#pragma omp for schedule(dynamic, 1 + kv_heads / 4)
+    for (int task = 0; task < tokens * kv_heads; task++) {
+      heads.place(task / kv_heads, task % kv_heads);
+      heads.run(task / kv_heads, task % kv_heads, scores, out, task / kv_heads);
+    }
+  } else {
+#pragma omp for schedule(static)
+    for (int task = 0; task < tokens * kv_heads; task++) heads.place(task / kv_heads, task % kv_heads);
+#pragma omp for schedule(dynamic, 1 + kv_heads / 4)
+    for (int task = 0; task < count * kv_heads; task++)
+      heads.run(last ? last[task / kv_heads] : task / kv_heads, task % kv_heads, scores, out, task / kv_heads);
+  }
+}
+
+// ---- layers
+
+static inline void begin_team() {
+#ifdef TILES_INT8
+  configure_tiles();
+#endif
+}
+
+static inline void end_team() {
+#ifdef TILES_INT8
+  _tile_release();
+#endif
+}
+
+static void prepare(const Linear &linear, const float *x, const Inputs &inputs, int rows) {
+  if (linear.kind == FLOAT32) return;
+#pragma omp for schedule(static)
+  for (int row = 0; row < rows; row++) prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row);
+}
+
+static void normalise(const Norm &norm, const float *x, float *y, int rows, int n) {
+#pragma omp for schedule(static)
+  for (int row = 0; row < rows; row++) norm_row(norm, x + (int64_t)row * n, y + (int64_t)row * n, n);
+}
+
+static void gather(float *rows, const int32_t *at, int count, int n) {
+  for (int i = 0; i < count; i++) __builtin_memmove(rows + (int64_t)i * n, rows + (int64_t)at[i] * n, 4 * n);
+}
+
+// With `last`, the rest of the layer is of these tokens alone, the first rows of `hidden` afterwards.
+static void run_layer(const Block &block, const Step &step, const Layer &layer, const Buffers &buffers, float *scores,
+                      const int32_t *last) {
+  int rows = step.tokens, n = step.hidden_size, width = 0;
+  float *hidden = step.hidden, *normed = hidden, *feed = 0;
+  const Inputs &inputs = buffers.inputs;
+  if (block.norm_first) normalise(block.attention_norm, hidden, normed = buffers.normed, rows, n);
+  if (block.parallel) {
+    feed = normed;
+    if (block.mlp_norm.kind) normalise(block.mlp_norm, hidden, feed = buffers.feed, rows, n);
+  }
+  prepare(block.qkv[0], normed, inputs, rows);
+  for (int i = 0; i < block.projections; i++) width += block.qkv[i].outputs;
+  for (int i = 0, first = 0; i < block.projections; first += block.qkv[i++].outputs)
+    project(block.qkv[i], normed, inputs, rows, {buffers.qkv + first, width, STORE, NO_ACTIVATION});
+  int going = last ? step.last_count : rows;
+  if (step.cache_type == FLOAT32)
+    attention(Heads<float>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.attended);
+  else
+    attention(Heads<bf16>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.attended);
+  if (last) {
+#pragma omp single
+    {
+      gather(hidden, last, going, n);
+      if (block.parallel) gather(feed, last, going, n);
+    }
+    rows = going;
+  }
+  prepare(block.out, buffers.attended, inputs, rows);
+  project(block.out, buffers.attended, inputs, rows, {hidden, n, ADD, NO_ACTIVATION});
+  if (!block.norm_first) normalise(block.attention_norm, hidden, hidden, rows, n);
+  if (!block.parallel) {
+    feed = hidden;
+    if (block.norm_first) normalise(block.mlp_norm, hidden, feed = buffers.feed, rows, n);
+  }
+  int inner = block.up.outputs;
+  prepare(block.up, feed, inputs, rows);
+  if (block.gate.outputs) {
+    project(block.gate, feed, inputs, rows, {buffers.inner, inner, STORE, block.activation});
+    project(block.up, feed, inputs, rows, {buffers.inner, inner, MULTIPLY, NO_ACTIVATION});
+  } else {
+    project(block.up, feed, inputs, rows, {buffers.inner, inner, STORE, block.activation});
+  }
+  prepare(block.down, buffers.inner, inputs, rows);
+  project(block.down, buffers.inner, inputs, rows, {hidden, n, ADD, NO_ACTIVATION});
+  if (!block.norm_first) normalise(block.mlp_norm, hidden, hidden, rows, n);
+}
+
+static void run_step(const Step &step, const Buffers &buffers) {
+#pragma omp parallel num_threads(step.threads) if (step.threads > 1)
+  {
+    begin_team();
+    float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.scores_stride;
+    for (int i = 0; i < step.layer_count; i++)
+      run_layer(*step.layers[i].block, step, step.layers[i], buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
+    int rows = step.last ? step.last_count : step.tokens;
+    if (step.logits) {
+      const float *read = step.hidden;
+      if (step.final_norm->kind) {
+        normalise(*step.final_norm, step.hidden, buffers.normed, rows, step.hidden_size);
+        read = buffers.normed;
+      }
+      prepare(*step.head, read, buffers.inputs, rows);
+      project(*step.head, read, buffers.inputs, rows, {step.logits, step.head->outputs, STORE, NO_ACTIVATION});
+    }
+    end_team();
+  }
+}
+
+static void run_linear(const Linear &linear, const float *x, int rows, int threads, const Buffers &buffers, float *y) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    begin_team();
+    prepare(linear, x, buffers.inputs, rows);
+    project(linear, x, buffers.inputs, rows, {y, linear.outputs, STORE, NO_ACTIVATION});
+    end_team();
+  }
+}
+
+}  // namespace ISA
+#undef SHIFTED_BACK

@@ -1,0 +1,231 @@
+"""Decode steps by compiled kernels (`skipdecode/kernels.cpp`), where they were built: all layers of a step in one call.
+
+Between two products of a step, torch's operators cost more than what they compute. The kernels have neither operators
+nor a second pass over memory; they are built with the package where there is a compiler, and a step does without them
+where there was none. What they compute is what `skipdecode.block` says, in float32 between the products.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import nn
+
+from skipdecode.errors import unknown
+
+# The environment's choice among the instruction sets that kernels are compiled for, or "none".
+CHOICE = "SKIPDECODE_KERNELS"
+GROUP = 32  # inputs that share a scale in 4 bits
+MOST_HEAD_DIM = 512
+KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+
+
+class LinearStruct(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("kind", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class NormStruct(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32))
+
+
+class BlockStruct(Structure):
+    _fields_ = (
+        *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        ("qkv", LinearStruct * 3),
+        *((name, LinearStruct) for name in ("out", "gate", "up", "down")),
+        *(
+            (name, c_int32)
+            for name in (
+                "projections",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "interleaved",
+                "window",
+                "activation",
+                "parallel",
+                "norm_first",
+            )
+        ),
+        ("scaling", c_float),
+    )
+
+
+class LayerStruct(Structure):
+    _fields_ = (
+        ("block", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("row_stride", c_int64),
+        ("head_stride", c_int64),
+    )
+
+
+class StepStruct(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", c_void_p),
+        ("hidden", c_void_p),
+        ("logits", c_void_p),
+        ("row", c_void_p),
+        ("column", c_void_p),
+        ("last", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("bias", c_void_p),
+        ("bias_row_stride", c_int64),
+        ("bias_head_stride", c_int64),
+        *(
+            (name, c_int32)
+            for name in (
+                "layer_count",
+                "tokens",
+                "hidden_size",
+                "threads",
+                "cache_type",
+                "one_token_a_row",
+                "rotated",
+                "rotary_stride",
+                "last_count",
+            )
+        ),
+    )
+
+
+class Kernels:
+    """The compiled functions, for one instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.step: Any = library.skipdecode_step
+        self.step.argtypes = (c_int32, POINTER(StepStruct))
+        self.step.restype = None
+        self.linear: Any = library.skipdecode_linear
+        self.linear.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32, c_void_p)
+        self.linear.restype = None
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels for this processor's instructions; None where none were built, or SKIPDECODE_KERNELS=none.
+
+    Raises ConfigError where SKIPDECODE_KERNELS names a set that there isn't here.
+    """
+    path = _built()
+    chosen = os.environ.get(CHOICE)
+    if path is None or chosen == "none":
+        return None
+    library = ctypes.CDLL(path)
+    library.skipdecode_set_name.restype = c_char_p
+    usable = {
+        library.skipdecode_set_name(n).decode(): n
+        for n in range(library.skipdecode_sets())
+        if library.skipdecode_has_set(n)
+    }
+    if chosen is not None and chosen not in usable:
+        raise unknown(CHOICE, chosen, [*usable, "none"])
+    name = chosen if chosen is not None else next(iter(usable))
+    return Kernels(library, usable[name], name)
+
+
+def _built() -> str | None:
+    """The file of the compiled kernels."""
+    try:
+        found = importlib.util.find_spec("skipdecode._kernels")
+    except ModuleNotFoundError:  # a checkpoint's own copy of this file, without the package
+        return None
+    return found.origin if found is not None else None
+
+
+class NativeLinear:
+    """A projection by the kernels: with weights of a float type as they are, or with copies in 8 or 4 bits.
+
+    In 8 bits each output has a scale, in 4 bits each group of 32 inputs of each output. Rows of inputs are rounded to
+    8 bits in each call, with a scale each, so that a row of a batch comes out as it does alone.
+
+    Args:
+        weight: [out, in], on CPU; for `kind` None contiguous, float32 or bfloat16, and read in place.
+        bias: [out], or None.
+        kind: "int8", "int4" or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str | None = None) -> None:
+        outputs, inputs = weight.shape
+        weight = weight.detach()
+        self._scale: torch.Tensor | None = None
+        if kind == "int8":
+            self._weight, self._scale = _in_8_bits(weight.float())
+        elif kind == "int4":
+            self._weight, self._scale = _in_4_bits(weight.float())
+        else:
+            self._weight = _in_blocks(weight) if weight.dtype == torch.float32 else weight.contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = LinearStruct(
+            self._weight.data_ptr(),
+            address(self._scale),
+            address(self._bias),
+            inputs,
+            outputs,
+            KINDS[kind or weight.dtype],
+        )
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [rows, out], in the type of `hidden`."""
+        exact = hidden.float().contiguous()
+        found = torch.empty(len(exact), self.struct.outputs)
+        compiled = kernels()
+        assert compiled is not None
+        compiled.linear(
+            compiled.number, self.struct, exact.data_ptr(), len(exact), torch.get_num_threads(), found.data_ptr()
+        )
+        return found.to(hidden.dtype)
+
+
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Weights [out, in] in blocks of 16 outputs, [blocks, in, 16]."""
+    padded = nn.functional.pad(weight, (0, 0, 0, -len(weight) % 16))
+    return padded.view(len(padded) // 16, 16, -1).transpose(1, 2).contiguous()
+
+
+def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] in blocks of 16 outputs by 4 inputs, as bytes with zero at 128, and scales [out, padded]."""
+    scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-30)
+    rounded = torch.round(weight / scale[:, None]).add_(128)
+    padded = nn.functional.pad(rounded, (0, -weight.shape[1] % 64, 0, -len(weight) % 16), value=128)
+    blocks = padded.to(torch.uint8).view(len(padded) // 16, 16, -1, 4).transpose(1, 2)
+    return blocks.contiguous(), nn.functional.pad(scale, (0, -len(scale) % 16))
+
+
+def _in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] as nibbles with zero at 8 in blocks of 16 outputs by 4 inputs, two such in 64 bytes, and scales
+    of groups, bfloat16 [blocks, groups, 16].
+
+    The largest value of a group, with its sign, is -8 scales: so all 16 values are in use.
+    """
+    padded = nn.functional.pad(weight, (0, -weight.shape[1] % GROUP, 0, -len(weight) % 16))
+    groups = padded.view(len(padded), -1, GROUP)
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))  # [out, groups, 1]
+    scale = (largest / -8).bfloat16()
+    divisor = scale.float()
+    rounded = torch.where(divisor == 0, 0.0, groups / divisor).round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    blocks = rounded.view(len(padded) // 16, 16, -1, GROUP // 8, 2, 4)  # outputs, groups, pairs, low and high, inputs
+    low, high = blocks.permute(4, 0, 2, 3, 1, 5)  # each [blocks, groups, pairs, 16, 4]
+    scales = scale.view(len(padded) // 16, 16, -1).transpose(1, 2)
+    return (low | high << 4).contiguous(), scales.contiguous()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

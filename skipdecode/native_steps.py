@@ -1,0 +1,246 @@
+"""The decode steps of a lean decoder by the compiled kernels: their structs of a model, a step and its cache."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import c_int32
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from skipdecode.block import LeanBlock, Norm, StepInputs
+from skipdecode.cache import PlannedCache
+from skipdecode.native import (
+    KINDS,
+    MOST_HEAD_DIM,
+    BlockStruct,
+    Kernels,
+    LayerStruct,
+    NativeLinear,
+    NormStruct,
+    StepStruct,
+    address,
+    kernels,
+)
+from skipdecode.prefill import PromptInputs
+from skipdecode.projections import Linear, Weights, weight_of
+
+ACTIVATIONS = {
+    "ReLU": 1,
+    "SiLU": 2,
+    "SiLUActivation": 2,
+    "NewGELUActivation": 3,
+    "BloomGelu": 3,
+    "GELUTanh": 3,
+    "GELUActivation": 4,
+}
+
+# The most tokens of a step or a prompt for which the kernels are ahead of torch's operators. Of more, what stands
+# between two products no longer fits into a processor's caches; and in bfloat16 oneDNN is ahead wherever there is more
+# to compute than to read.
+MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
+
+
+class NativeSteps:
+    """The decode steps of a `LeanDecoder` by the kernels.
+
+    Args:
+        compiled: the kernels.
+        blocks: the model's layers.
+        final_norm: of the model, or None.
+        head: the model's head; None where something stands between norm and head.
+        weights: their kind.
+
+    Attributes:
+        most_tokens: for which the kernels are ahead of torch's operators.
+    """
+
+    def __init__(
+        self,
+        compiled: Kernels,
+        blocks: Sequence[LeanBlock],
+        final_norm: Norm | None,
+        head: NativeLinear | None,
+        weights: Weights,
+    ) -> None:
+        self._kernels = compiled
+        self._alive: list[Any] = []  # what the structs point to
+        self._caches: weakref.WeakKeyDictionary[PlannedCache, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._blocks = [self._block(block) for block in blocks]
+        self._addresses = [ctypes.addressof(block) for block in self._blocks]
+        self._final_norm = self._norm(final_norm)
+        self._head = head
+        self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
+        self.most_tokens = MOST_TOKENS[self._dtype if weights == "packed" else weights]
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        layers: Sequence[int],
+        cache: PlannedCache,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        columns: Sequence[int],
+        last: Sequence[int] | None = None,
+        passing: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `hidden` [tokens, hidden] through `layers`; the topmost may give the output of the `last` tokens alone.
+
+        Returns the output [tokens or last, hidden], in float32, and logits of as many where there is a head.
+        """
+        tokens, size = hidden.shape
+        hidden = hidden.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        held: list[Any] = cache.layers
+        end = max(columns) + 1
+        for index in layers:
+            held[index].length = end if held[index].generated else 0
+        structs = self._layers(layers, cache, passing)
+        step = StepStruct(
+            layers=ctypes.addressof(structs),
+            hidden=hidden.data_ptr(),
+            row=ctypes.addressof(rows_struct := (c_int32 * tokens)(*rows)),
+            column=ctypes.addressof(columns_struct := (c_int32 * tokens)(*columns)),
+            layer_count=len(layers),
+            tokens=tokens,
+            hidden_size=size,
+            threads=torch.get_num_threads(),
+            cache_type=KINDS[self._dtype],
+            one_token_a_row=len(set(rows)) == tokens,
+        )
+        alive: list[Any] = [rows_struct, columns_struct]
+        if inputs.rotary is not None:
+            cos, sin = (part.reshape(len(part), -1).float().contiguous() for part in inputs.rotary)
+            step.cos, step.sin, step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+            step.rotary_stride = cos.shape[1] if len(cos) > 1 else 0
+            alive += [cos, sin]
+        if inputs.bias is not None:
+            bias = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]
+            step.bias = bias.data_ptr()
+            step.bias_row_stride = bias.stride(0) if len(bias) > 1 else 0
+            step.bias_head_stride = bias.stride(1) if bias.shape[1] > 1 else 0
+            alive.append(bias)
+        if last is not None:
+            last_struct = (c_int32 * len(last))(*last)
+            step.last, step.last_count = ctypes.addressof(last_struct), len(last)
+            tokens = len(last)
+        logits = None
+        if self._head is not None:
+            logits = torch.empty(tokens, self._head.struct.outputs)
+            step.final_norm, step.head = ctypes.addressof(self._final_norm), ctypes.addressof(self._head.struct)
+            step.logits = logits.data_ptr()
+        self._kernels.step(self._kernels.number, step)
+        return hidden[:tokens], logits
+
+    def prefill(
+        self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a prompt's `hidden` [tokens, hidden] through `layers` and fill the cache.
+
+        Returns what a step does, of each text's last token.
+        """
+        held: list[Any] = cache.layers
+        block = self._blocks[0]
+        one = torch.empty(1, dtype=self._dtype)
+        like = one.expand(inputs.batch, block.kv_heads, inputs.column + 1, block.head_dim)
+        for index in layers:
+            if held[index].generated and not held[index].is_initialized:
+                held[index].lazy_initialization(like, like)
+            if held[index].generated and inputs.shown is not None:  # attended to with weight 0, what nobody writes
+                for buffer in held[index].buffers:
+                    buffer[:, :, : inputs.column].zero_()
+        rows, columns = inputs.places(len(hidden))
+        passing = torch.zeros(2, *like.shape, dtype=self._dtype)
+        return self(hidden, layers, cache, inputs, rows, columns, inputs.last.tolist(), passing)
+
+    def _layers(self, layers: Sequence[int], cache: PlannedCache, passing: torch.Tensor | None) -> Any:
+        """The structs of `layers` with their keys and values, whose buffers a cache allocates once.
+
+        Those of a prompt that no token attends to later stand in `passing` [2, batch, heads, columns, head_dim].
+        """
+        known = self._caches.setdefault(cache, {})
+        key = tuple(layers)
+        if key in known and passing is None:
+            return known[key]
+        structs = (LayerStruct * len(layers))()
+        for struct, index in zip(structs, layers, strict=True):
+            layer = cast(Any, cache.layers[index])
+            keys, values = passing if passing is not None and not layer.generated else layer.buffers
+            struct.block, struct.keys, struct.values = self._addresses[index], keys.data_ptr(), values.data_ptr()
+            struct.row_stride, struct.head_stride = keys.stride(0), keys.stride(1)
+        if passing is None:
+            known[key] = structs
+        return structs
+
+    def _norm(self, norm: Norm | None) -> NormStruct:
+        if norm is None:
+            return NormStruct()
+        weight, bias = (None if part is None else part.detach().float() for part in (norm.weight, norm.bias))
+        self._alive += [weight, bias]
+        return NormStruct(address(weight), address(bias), norm.eps, 1 if norm.centred else 2)
+
+    def _linears(self, linear: Linear | None, sources: Sequence[nn.Module]) -> list[NativeLinear]:
+        """The projection as it is where it is the kernels' own, else of the model's weights."""
+        found = [linear] if isinstance(linear, NativeLinear) else [native_linear(source) for source in sources]
+        self._alive += found
+        return found
+
+    def _block(self, block: LeanBlock) -> BlockStruct:
+        struct = BlockStruct(
+            attention_norm=self._norm(block.attention_norm),
+            mlp_norm=self._norm(block.mlp_norm),
+            query_norm=self._norm(block.query_norm),
+            key_norm=self._norm(block.key_norm),
+            heads=block.heads,
+            kv_heads=block.kv_heads,
+            head_dim=block.head_dim,
+            interleaved=block.interleaved,
+            window=block.window or 0,
+            activation=ACTIVATIONS[block.activation_name],
+            parallel=bool(block.parallel),
+            norm_first=block.norm_first,
+            scaling=block.scaling,
+        )
+        for name, sources in block.sources.items():
+            linears = self._linears(getattr(block, name), sources)
+            if name == "qkv":
+                struct.projections = len(linears)
+                for n, linear in enumerate(linears):
+                    struct.qkv[n] = linear.struct
+            elif linears:
+                setattr(struct, name, linears[0].struct)
+        return struct
+
+
+def native_steps(
+    blocks: Sequence[LeanBlock], final_norm: Norm | None, head: Linear, head_module: nn.Module | None, weights: Weights
+) -> NativeSteps | None:
+    """A model's decode steps by the kernels; None where they weren't built or don't know the model's layers.
+
+    Args:
+        blocks, final_norm, head: of the model.
+        head_module: its head where nothing stands between norm and head.
+        weights: their kind.
+    """
+    compiled = kernels() if weights != "model" else None
+    if compiled is None or not all(map(_known, blocks)):
+        return None
+    last = None
+    if head_module is not None:
+        last = head if isinstance(head, NativeLinear) else native_linear(head_module)
+    return NativeSteps(compiled, blocks, final_norm, last, weights)
+
+
+def native_linear(module: Any) -> NativeLinear:
+    """A projection that reads the model's own weights."""
+    return NativeLinear(weight_of(module).contiguous(), module.bias)
+
+
+def _known(block: LeanBlock) -> bool:
+    weight = cast(torch.Tensor, block.sources["out"][0].weight)
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in KINDS
+        and block.head_dim <= MOST_HEAD_DIM
+        and block.activation_name in ACTIVATIONS
+    )

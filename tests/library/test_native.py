@@ -1,0 +1,198 @@
+"""The compiled kernels compute what torch's operators do, on every instruction set at hand, each row by itself."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lean_cases import MODELS, SCHEDULES, generate, tiny
+from tiny_models import ragged_prompts, tiny_opt
+
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, native
+from skipdecode.int8 import Int8Linear
+from skipdecode.lean import LeanDecoder, lean_decoder
+from skipdecode.native import CHOICE, NativeLinear, kernels
+from skipdecode.runners import ColumnsRunner
+
+if kernels() is None:
+    pytest.skip("the kernels were not built: there was no C++ compiler", allow_module_level=True)
+
+
+@functools.cache
+def usable() -> list[str]:
+    """The instruction sets that this processor has, by the message that refuses another."""
+    code = "from skipdecode.native import kernels; kernels()"
+    refused = subprocess.run(
+        [sys.executable, "-c", code], env={CHOICE: "abacus"}, capture_output=True, text=True, check=False
+    )
+    return [name for name in ("amx_int8", "avx512_bf16", "avx512_vnni", "avx2", "generic") if name in refused.stderr]
+
+
+@pytest.fixture(params=usable())
+def instructions(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each instruction set in turn."""
+    with chosen(request.param, monkeypatch):
+        yield request.param
+
+
+class chosen:
+    """While it lasts, kernels of one instruction set, or none."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._name, self._patch = name, monkeypatch
+
+    def __enter__(self) -> None:
+        self._patch.setenv(CHOICE, self._name)
+        native.kernels.cache_clear()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.undo()
+        native.kernels.cache_clear()
+
+
+def rounded_inputs(hidden: torch.Tensor) -> torch.Tensor:
+    """Rows in 8 bits and back, in float64."""
+    step = hidden.double().abs().amax(1, keepdim=True) / 127
+    return torch.where(step > 0, (hidden.double() / step).round() * step, 0.0)
+
+
+def in_4_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Weights in groups of 32 with a scale each, one value at a time."""
+    found = torch.zeros(weight.shape, dtype=torch.float64)
+    for out in range(weight.shape[0]):
+        for start in range(0, weight.shape[1], 32):
+            group = weight[out, start : start + 32].float()
+            scale = float((group[group.abs().argmax()] / -8).bfloat16())
+            for n, value in enumerate(group.tolist()):
+                level = min(max(round(value / scale), -8), 7) if scale else 0
+                found[out, start + n] = level * scale
+    return found
+
+
+@settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@given(
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 70),
+    rows=st.integers(1, 70),
+    kind=st.sampled_from(["float32", "bfloat16", "int8", "int4"]),
+    biased=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_projection_is_its_product_and_a_row_of_many_is_that_row_alone(
+    inputs: int, outputs: int, rows: int, kind: str, biased: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+    hidden = torch.randn(rows, inputs, generator=generator).to(dtype)
+    hidden[rows // 2] *= 100
+    hidden[rows // 3] = 0
+    read, held = hidden.double(), weight.double()
+    if kind.startswith("int"):
+        read = rounded_inputs(hidden)
+        scale = weight.double().abs().amax(1, keepdim=True) / 127
+        held = (held / scale).round() * scale if kind == "int8" else in_4_bits(weight)
+    expected = read @ held.T + (0 if bias is None else bias.double())
+    # What a value half way between two steps may fall to; and what an output in bfloat16 rounds.
+    close = 1e-5 if kind == "float32" else 2e-2
+    size = float(expected.abs().max()) + 1e-6
+    with pytest.MonkeyPatch.context() as patch:
+        for name in usable():
+            with chosen(name, patch):
+                linear = NativeLinear(weight, bias, kind if kind.startswith("int") else None)
+                together = linear(hidden)
+                torch.testing.assert_close(together.double(), expected, atol=close * size, rtol=0)
+                assert torch.equal(together, torch.cat([linear(row[None]) for row in hidden])), name
+
+
+def logits_of(decoder: LeanDecoder, lengths: list[int], columns: int = 4) -> list[torch.Tensor]:
+    """Logits of a prompt and of some steps behind it, the same tokens whatever they are."""
+    ids, mask = ragged_prompts(lengths, 4)
+    layers = range(len(decoder.blocks))
+    cache = PlannedCache(SkipSchedule.full_depth(len(layers)), columns)
+    inputs = decoder.step_inputs(mask, columns)
+    found = [decoder.prefill(ids, layers, cache, mask)]
+    for step in range(columns):
+        used = layers if step < 2 else layers[-3:]
+        found.append(
+            decoder(torch.tensor([7 + step + 5 * row for row in range(len(lengths))]), used, cache, inputs(step))
+        )
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
+    name: str, dtype: torch.dtype, instructions: str
+) -> None:
+    model = tiny(name)
+    try:
+        model.to(dtype)
+        with torch.inference_mode():
+            ours, reference = LeanDecoder(model, "packed"), LeanDecoder(model, "model")
+            assert ours._native is not None
+            for lengths in ([5, 12, 3], [6, 6]):
+                for mine, theirs in zip(logits_of(ours, lengths), logits_of(reference, lengths), strict=True):
+                    close = (2e-5 if dtype == torch.float32 else 0.1) * float(theirs.abs().max())
+                    torch.testing.assert_close(mine, theirs, atol=close, rtol=0)
+    finally:
+        model.float()
+
+
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+def test_a_row_of_a_batch_is_bit_for_bit_that_row_alone(name: str, weights: Any, instructions: str) -> None:
+    with torch.inference_mode():
+        decoder = LeanDecoder(tiny(name), weights)
+        ids, _ = ragged_prompts([9] * 20, 4)
+        layers = range(len(decoder.blocks))
+
+        def decode(ids: torch.Tensor) -> torch.Tensor:
+            cache = PlannedCache(SkipSchedule.full_depth(len(layers)), 2)
+            mask = torch.ones_like(ids)
+            inputs = decoder.step_inputs(mask, 2)
+            found = [decoder.prefill(ids, layers, cache, mask)]
+            found += [decoder(ids[:, step], layers, cache, inputs(step)) for step in range(2)]
+            return torch.stack(found)
+
+        together = decode(ids)
+        for row in range(len(ids)):
+            assert torch.equal(together[:, row], decode(ids[row : row + 1])[:, 0])
+
+
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("name", ["opt", "mistral", "bloom"])
+def test_columns_that_are_verified_together_are_bit_for_bit_steps_of_one(
+    name: str, weights: Any, instructions: str
+) -> None:
+    model = tiny(name)
+    ids, mask = ragged_prompts([4, 7], 4)
+    drafts = torch.tensor([[11, 12, 13], [14, 15, 16]])
+    with torch.inference_mode():
+        one, several = (ColumnsRunner(LeanDecoder(model, weights), ids, 4, {"attention_mask": mask}) for _ in range(2))
+        assert torch.equal(one.prefill(ids), several.prefill(ids))
+        single = [one.run(drafts[:, n], [n, n], [1, 1], one.all_layers) for n in range(3)]
+        together = several.run(drafts.flatten(), [0, 0], [3, 3], several.all_layers)
+    assert torch.equal(together.view(2, 3, -1), torch.stack(single, dim=1))
+
+
+def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with chosen("none", monkeypatch):
+        model = tiny_opt.__wrapped__("opt", 6)
+        assert lean_decoder(model, "packed")._native is None
+        assert isinstance(lean_decoder(model, "int8").blocks[0].out, Int8Linear)
+        with pytest.raises(ConfigError, match=r"int4.*compiler"):
+            generate(model, [3], SCHEDULES[0], weights="int4")
+        plain = generate(model, [3, 9], SCHEDULES[0], weights="packed")
+    assert torch.equal(plain, generate(tiny_opt.__wrapped__("opt", 6), [3, 9], SCHEDULES[0], weights="packed"))
+
+
+def test_an_instruction_set_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with chosen("abacus", monkeypatch), pytest.raises(ConfigError, match=rf"unknown {CHOICE} 'abacus'.*generic.*none"):
+        kernels()
