@@ -47,6 +47,8 @@ struct Step {
   const Norm *final_norm;
   const Linear *head;
   float *hidden, *logits;
+  const void *embedding, *positions;  // tables, as the model holds them; hidden is filled from them where they are given
+  const int64_t *token_ids, *position_ids;
   const int32_t *row, *column, *last;
   const float *cos, *sin, *bias;
   int64_t bias_row_stride, bias_head_stride;
@@ -56,7 +58,7 @@ struct Step {
 
 struct Inputs { void *values; float *scales; int32_t *shifts; int64_t stride, groups; };
 struct Output { float *values; int64_t stride; int what, activation; };
-struct Buffers { float *normed, *feed, *qkv, *attended, *inner, *scores; int64_t scores_stride; Inputs inputs; };
+struct Buffers { float *hidden, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t scores_stride; Inputs inputs; };
 
 static inline int padded_inputs(const Linear &linear) {
   int to = linear.kind == INT4 ? GROUP : linear.kind == INT8 ? 64 : 1;
@@ -204,8 +206,9 @@ void skipdecode_step(int set, const Step *step) {
   for (int i = 0; i < rows; i++)
     if (step->column[i] >= columns) columns = step->column[i] + 1;
   buffers.scores_stride = (columns + 31) / 16 * 16;
-  scratch.need(4 * (rows * (2 * n + qkv + attended + inner) + step->threads * buffers.scores_stride) + 64 * 8 +
+  scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + step->threads * buffers.scores_stride) + 64 * 8 +
                bytes_of(buffers.inputs, rows));
+  buffers.hidden = step->hidden ? step->hidden : scratch.take<float>(rows * n);
   buffers.normed = scratch.take<float>(rows * n);
   buffers.feed = scratch.take<float>(rows * n);
   buffers.qkv = scratch.take<float>(rows * qkv);

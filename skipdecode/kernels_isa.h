@@ -795,7 +795,7 @@ static void gather(float *rows, const int32_t *at, int count, int n) {
 static void run_layer(const Block &block, const Step &step, const Layer &layer, const Buffers &buffers, float *scores,
                       const int32_t *last) {
   int rows = step.tokens, n = step.hidden_size, width = 0;
-  float *hidden = step.hidden, *normed = hidden, *feed = 0;
+  float *hidden = buffers.hidden, *normed = hidden, *feed = 0;
   const Inputs &inputs = buffers.inputs;
   if (block.norm_first) normalise(block.attention_norm, hidden, normed = buffers.normed, rows, n);
   if (block.parallel) {
@@ -839,18 +839,37 @@ static void run_layer(const Block &block, const Step &step, const Layer &layer, 
   if (!block.norm_first) normalise(block.mlp_norm, hidden, hidden, rows, n);
 }
 
+template <class T> static void embed_row(const Step &step, int row, float *to) {
+  int n = step.hidden_size;
+  const T *token = (const T *)step.embedding + step.token_ids[row] * n;
+  for (int i = 0; i < n; i++) to[i] = as_float(token[i]);
+  if (!step.positions) return;
+  const T *position = (const T *)step.positions + step.position_ids[row] * n;
+  for (int i = 0; i < n; i++) to[i] += as_float(position[i]);
+}
+
+static void embed(const Step &step, float *hidden) {
+#pragma omp for schedule(static)
+  for (int row = 0; row < step.tokens; row++) {
+    float *to = hidden + (int64_t)row * step.hidden_size;
+    if (step.cache_type == FLOAT32) embed_row<float>(step, row, to);
+    else embed_row<bf16>(step, row, to);
+  }
+}
+
 static void run_step(const Step &step, const Buffers &buffers) {
 #pragma omp parallel num_threads(step.threads) if (step.threads > 1)
   {
     begin_team();
+    if (step.token_ids) embed(step, buffers.hidden);
     float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.scores_stride;
     for (int i = 0; i < step.layer_count; i++)
       run_layer(*step.layers[i].block, step, step.layers[i], buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
     int rows = step.last ? step.last_count : step.tokens;
     if (step.logits) {
-      const float *read = step.hidden;
+      const float *read = buffers.hidden;
       if (step.final_norm->kind) {
-        normalise(*step.final_norm, step.hidden, buffers.normed, rows, step.hidden_size);
+        normalise(*step.final_norm, buffers.hidden, buffers.normed, rows, step.hidden_size);
         read = buffers.normed;
       }
       prepare(*step.head, read, buffers.inputs, rows);

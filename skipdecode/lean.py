@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +76,19 @@ class LeanDecoder:
         self._final_norm = Norm(norm) if norm is not None else None
         head: Any = model.get_output_embeddings()
         self._head = make_linear(head)
-        plain_end = self._project_out is None
-        self._native = native_steps(self.blocks, self._final_norm, self._head, head if plain_end else None, weights)
+        plain_start = (
+            type(self._embedding) is nn.Embedding
+            and self._embedding.max_norm is None
+            and self._embedding_norm is None
+            and self._project_in is None
+        )
+        self._native = native_steps(
+            self.blocks,
+            self._final_norm,
+            (self._head, head) if self._project_out is None else None,
+            (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
+            weights,
+        )
 
     def step_inputs(
         self, attention_mask: torch.Tensor, steps: int, position_ids: torch.Tensor | None = None
@@ -133,11 +144,10 @@ class LeanDecoder:
         self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs
     ) -> torch.Tensor:
         """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
+        native = self._native
+        if native is not None and len(tokens) <= native.most_tokens and inputs.places(1) is not None:
+            return self._ended(*native(tokens if native.embeds else self.embed(tokens, inputs), layers, cache, inputs))
         hidden = self.embed(tokens, inputs)
-        places = inputs.places(len(tokens)) if self._native is not None else None
-        if self._native is not None and places is not None and len(tokens) <= self._native.most_tokens:
-            hidden, logits = self._native(hidden, layers, cache, inputs, *places)
-            return self.logits(hidden.to(self.dtype)) if logits is None else logits.to(self.dtype)
         blocks, cached = self.blocks, cache.layers
         for index in layers:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
@@ -165,16 +175,22 @@ class LeanDecoder:
         flat = prompt.flatten(0, 1)
         if inputs.shown is not None:
             flat = flat[inputs.shown]
+        native = self._native if self._native is not None and len(flat) <= self._native.most_tokens else None
+        if native is not None and native.embeds and prompt.dim() == 2:
+            return self._ended(*native.prefill(flat, layers, cache, inputs))
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
-        if self._native is not None and len(hidden) <= self._native.most_tokens:
-            hidden, logits = self._native.prefill(hidden, layers, cache, inputs)
-            return self.logits(hidden.to(self.dtype)) if logits is None else logits.to(self.dtype)
+        if native is not None:
+            return self._ended(*native.prefill(hidden, layers, cache, inputs))
         blocks, cached = self.blocks, cache.layers
         *below, top = layers
         for index in below:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
         inputs.last_alone = True
         return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))  # type: ignore[arg-type]
+
+    def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
+        """Logits in the model's type, of what the kernels gave."""
+        return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]
 
     def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
         batch, columns = mask.shape

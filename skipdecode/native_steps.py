@@ -50,9 +50,11 @@ class NativeSteps:
         blocks: the model's layers.
         final_norm: of the model, or None.
         head: the model's head; None where something stands between norm and head.
+        tables: of tokens and of positions, where their rows' sum is what the first layer takes.
         weights: their kind.
 
     Attributes:
+        embeds: whether tokens are given, and not their hidden states.
         most_tokens: for which the kernels are ahead of torch's operators.
     """
 
@@ -62,83 +64,109 @@ class NativeSteps:
         blocks: Sequence[LeanBlock],
         final_norm: Norm | None,
         head: NativeLinear | None,
+        tables: tuple[torch.Tensor, torch.Tensor | None] | None,
         weights: Weights,
     ) -> None:
         self._kernels = compiled
+        self._embedding: torch.Tensor | None = None
+        self._position_table: torch.Tensor | None = None
+        if tables is not None:
+            self._embedding, self._position_table = tables
+        self.embeds = tables is not None
         self._alive: list[Any] = []  # what the structs point to
         self._caches: weakref.WeakKeyDictionary[PlannedCache, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._blocks = [self._block(block) for block in blocks]
         self._addresses = [ctypes.addressof(block) for block in self._blocks]
         self._final_norm = self._norm(final_norm)
         self._head = head
+        self._hidden_size = self._blocks[0].out.outputs
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         self.most_tokens = MOST_TOKENS[self._dtype if weights == "packed" else weights]
 
     def __call__(
+        self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run tokens through `layers` on top of the cache.
+
+        Args:
+            entered: tokens [tokens] where there are `tables`, else their hidden states [tokens, hidden].
+            layers, cache, inputs: as of a `LeanDecoder`'s step, of one whose places are known.
+            of_prompt: as `prefill` gives them.
+
+        Returns:
+            The output in float32 and no logits where there is no head, else no output and logits.
+        """
+        step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
+        self._kernels.step(self._kernels.number, step)
+        return alive["hidden"] if logits is None else None, logits
+
+    def _step(
         self,
-        hidden: torch.Tensor,
+        entered: torch.Tensor,
         layers: Sequence[int],
         cache: PlannedCache,
         inputs: StepInputs,
-        rows: Sequence[int],
-        columns: Sequence[int],
         last: Sequence[int] | None = None,
         passing: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `hidden` [tokens, hidden] through `layers`; the topmost may give the output of the `last` tokens alone.
-
-        Returns the output [tokens or last, hidden], in float32, and logits of as many where there is a head.
-        """
-        tokens, size = hidden.shape
-        hidden = hidden.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    ) -> tuple[StepStruct, torch.Tensor | None, dict[str, Any]]:
+        """The struct of a call, the logits that it writes, and all else that it points to."""
+        tokens = len(entered)
+        places = inputs.places(tokens)
+        assert places is not None
+        rows, columns = places
         held: list[Any] = cache.layers
         end = max(columns) + 1
         for index in layers:
             held[index].length = end if held[index].generated else 0
-        structs = self._layers(layers, cache, passing)
+        alive: dict[str, Any] = {
+            "layers": self._layers(layers, cache, passing),
+            "row": (c_int32 * tokens)(*rows),
+            "column": (c_int32 * tokens)(*columns),
+        }
         step = StepStruct(
-            layers=ctypes.addressof(structs),
-            hidden=hidden.data_ptr(),
-            row=ctypes.addressof(rows_struct := (c_int32 * tokens)(*rows)),
-            column=ctypes.addressof(columns_struct := (c_int32 * tokens)(*columns)),
+            **{name: ctypes.addressof(value) for name, value in alive.items()},
             layer_count=len(layers),
             tokens=tokens,
-            hidden_size=size,
+            hidden_size=self._hidden_size,
             threads=torch.get_num_threads(),
             cache_type=KINDS[self._dtype],
             one_token_a_row=len(set(rows)) == tokens,
         )
-        alive: list[Any] = [rows_struct, columns_struct]
+        if entered.dim() == 1:
+            alive["token_ids"] = token_ids = entered.contiguous()
+            step.token_ids, step.embedding = token_ids.data_ptr(), address(self._embedding)
+            if inputs.position_ids is not None:
+                alive["position_ids"] = position_ids = inputs.position_ids.contiguous()
+                step.position_ids, step.positions = position_ids.data_ptr(), address(self._position_table)
+        if entered.dim() == 2 or self._head is None:
+            hidden = torch.empty(tokens, self._hidden_size)
+            if entered.dim() == 2:
+                hidden.copy_(entered)
+            alive["hidden"] = hidden if last is None else hidden[: len(last)]
+            step.hidden = hidden.data_ptr()
         if inputs.rotary is not None:
-            cos, sin = (part.reshape(len(part), -1).float().contiguous() for part in inputs.rotary)
+            cos, sin = alive["rotary"] = [part.reshape(len(part), -1).float().contiguous() for part in inputs.rotary]
             step.cos, step.sin, step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
             step.rotary_stride = cos.shape[1] if len(cos) > 1 else 0
-            alive += [cos, sin]
         if inputs.bias is not None:
-            bias = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]
+            bias = alive["bias"] = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]
             step.bias = bias.data_ptr()
             step.bias_row_stride = bias.stride(0) if len(bias) > 1 else 0
             step.bias_head_stride = bias.stride(1) if bias.shape[1] > 1 else 0
-            alive.append(bias)
         if last is not None:
-            last_struct = (c_int32 * len(last))(*last)
-            step.last, step.last_count = ctypes.addressof(last_struct), len(last)
-            tokens = len(last)
-        logits = None
-        if self._head is not None:
-            logits = torch.empty(tokens, self._head.struct.outputs)
-            step.final_norm, step.head = ctypes.addressof(self._final_norm), ctypes.addressof(self._head.struct)
-            step.logits = logits.data_ptr()
-        self._kernels.step(self._kernels.number, step)
-        return hidden[:tokens], logits
+            alive["last"] = (c_int32 * len(last))(*last)
+            step.last, step.last_count = ctypes.addressof(alive["last"]), len(last)
+        if self._head is None:
+            return step, None, alive
+        logits = torch.empty(tokens if last is None else len(last), self._head.struct.outputs)
+        step.logits, step.head = logits.data_ptr(), ctypes.addressof(self._head.struct)
+        step.final_norm = ctypes.addressof(self._final_norm)
+        return step, logits, alive
 
     def prefill(
-        self, hidden: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a prompt's `hidden` [tokens, hidden] through `layers` and fill the cache.
-
-        Returns what a step does, of each text's last token.
-        """
+        self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run a prompt's tokens through `layers` and fill the cache. Returns what a step does, of the last tokens."""
         held: list[Any] = cache.layers
         block = self._blocks[0]
         one = torch.empty(1, dtype=self._dtype)
@@ -149,9 +177,8 @@ class NativeSteps:
             if held[index].generated and inputs.shown is not None:  # attended to with weight 0, what nobody writes
                 for buffer in held[index].buffers:
                     buffer[:, :, : inputs.column].zero_()
-        rows, columns = inputs.places(len(hidden))
         passing = torch.zeros(2, *like.shape, dtype=self._dtype)
-        return self(hidden, layers, cache, inputs, rows, columns, inputs.last.tolist(), passing)
+        return self(entered, layers, cache, inputs, last=inputs.last.tolist(), passing=passing)
 
     def _layers(self, layers: Sequence[int], cache: PlannedCache, passing: torch.Tensor | None) -> Any:
         """The structs of `layers` with their keys and values, whose buffers a cache allocates once.
@@ -213,22 +240,23 @@ class NativeSteps:
 
 
 def native_steps(
-    blocks: Sequence[LeanBlock], final_norm: Norm | None, head: Linear, head_module: nn.Module | None, weights: Weights
+    blocks: Sequence[LeanBlock],
+    final_norm: Norm | None,
+    head: tuple[Linear, nn.Module] | None,
+    tables: tuple[torch.Tensor, torch.Tensor | None] | None,
+    weights: Weights,
 ) -> NativeSteps | None:
     """A model's decode steps by the kernels; None where they weren't built or don't know the model's layers.
 
-    Args:
-        blocks, final_norm, head: of the model.
-        head_module: its head where nothing stands between norm and head.
-        weights: their kind.
+    The arguments are those of NativeSteps, but for the head, with its module.
     """
     compiled = kernels() if weights != "model" else None
     if compiled is None or not all(map(_known, blocks)):
         return None
     last = None
-    if head_module is not None:
-        last = head if isinstance(head, NativeLinear) else native_linear(head_module)
-    return NativeSteps(compiled, blocks, final_norm, last, weights)
+    if head is not None:
+        last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
+    return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
 
 
 def native_linear(module: Any) -> NativeLinear:

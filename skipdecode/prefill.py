@@ -48,7 +48,7 @@ class PromptInputs(StepInputs):
     def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
         """As StepInputs.places."""
         width = self.column + 1
-        flat = range(tokens) if self.shown is None else self.shown.tolist()
+        flat = range(tokens) if self.shown is None else self.shown.tolist()  # in the order of the tokens
         return [place // width for place in flat], [place % width for place in flat]
 
     def update_cache(
