@@ -49,6 +49,7 @@ struct Step {
   float *hidden, *logits;
   const void *embedding, *positions;  // tables, as the model holds them; hidden is filled from them where they are given
   const int64_t *token_ids, *position_ids;
+  int64_t token_count, position_count;  // rows of the tables
   const int32_t *row, *column, *last;
   const float *cos, *sin, *bias;
   int64_t bias_row_stride, bias_head_stride;
@@ -183,11 +184,19 @@ static void lay_out(Inputs &inputs, int64_t rows) {
 #pragma GCC visibility push(default)
 extern "C" {
 
+// What the structs take, for a caller to see that they are the ones that it knows.
+int skipdecode_layout() { return sizeof(Block) * 1000 + sizeof(Step); }
+
 int skipdecode_sets() { return sizeof SETS / sizeof *SETS; }
 const char *skipdecode_set_name(int set) { return SETS[set].name; }
 int skipdecode_has_set(int set) { return has(set); }
 
-void skipdecode_step(int set, const Step *step) {
+// 0, or 1 for an id that a table has no row for: nothing is computed then.
+int skipdecode_step(int set, const Step *step) {
+  for (int i = 0; step->token_ids && i < step->tokens; i++) {
+    if (step->token_ids[i] < 0 || step->token_ids[i] >= step->token_count) return 1;
+    if (step->positions && (step->position_ids[i] < 0 || step->position_ids[i] >= step->position_count)) return 1;
+  }
   int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0;
   Buffers buffers = {};
   for (int i = 0; i < step->layer_count; i++) {
@@ -217,6 +226,7 @@ void skipdecode_step(int set, const Step *step) {
   buffers.scores = scratch.take<float>(step->threads * buffers.scores_stride);
   lay_out(buffers.inputs, rows);
   SETS[set].run_step(*step, buffers);
+  return 0;
 }
 
 void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {

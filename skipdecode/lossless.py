@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.internals import padding_token
+from skipdecode.loop import Endings
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
@@ -91,7 +92,6 @@ class LosslessLoop:
         self._length = draft_length
         self._drafts = DraftCounts() if draft_counts is None else draft_counts
         self._processor = logits_processor
-        self._criteria = stopping_criteria
         self._config = generation_config
         self._streamer = streamer
         self._stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -105,7 +105,8 @@ class LosslessLoop:
         self._handed_out = any(
             getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
         )
-        self._unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
+        self._unfinished = [True] * batch
+        self._ends = Endings(stopping_criteria)
         self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts are drawn from
         self._confidence: dict[int, list[float]] = {row: [] for row in range(batch)}  # largest of these probabilities
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
@@ -171,7 +172,10 @@ class LosslessLoop:
                 drafted = torch.multinomial(probabilities, num_samples=1)[:, 0]
                 for row, proposed in zip(drafting, probabilities, strict=True):
                     self._proposed[row].append(proposed)
-            self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
+            if len(drafting) == 1:  # without the making of indices, as in `_columns`
+                self.texts[drafting[0], self.prompt + self.counts[drafting[0]] + done] = drafted[0]
+            else:
+                self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
             for row, token, sure in zip(drafting, drafted.tolist(), confidence.tolist(), strict=True):
                 self._confidence[row].append(sure)
                 reach[row] *= self._length.reach(sure)
@@ -201,7 +205,9 @@ class LosslessLoop:
 
         Processors see the whole batch at one length, as in any loop, and what they say of the row that has it counts.
         """
-        logits = logits.to(copy=True, dtype=torch.float32, device=self.texts.device)
+        # Copied where somebody looks: processors write into what they are given.
+        looked_at = bool(self._processor) or self._handed_out
+        logits = logits.to(copy=looked_at, dtype=torch.float32, device=self.texts.device)
         if not self._processor:
             return logits
         if all(type(each) in _OF_SCORES_ALONE for each in self._processor):
@@ -272,13 +278,14 @@ class LosslessLoop:
             if self._streamer is not None:
                 self._streamer.put(self.texts[:, column].cpu())
             text = cast(torch.LongTensor, self.texts[:, : column + 1])
-            before = self._unfinished
-            self._unfinished = before & ~self._criteria(text, self._scores or None)
-            going = self._unfinished.tolist()
-            if not any(going):
+            before, ends = self._unfinished, self._ends(text, self._scores or None)
+            self._unfinished = [went_on and not end for went_on, end in zip(before, ends, strict=True)]
+            if not any(self._unfinished):
                 return True
-            if self._stops_at_eos and not all(going):
-                for row in (before - self._unfinished).nonzero()[:, 0].tolist():
+            if self._stops_at_eos:
+                for row in (
+                    row for row, (went_on, end) in enumerate(zip(before, ends, strict=True)) if went_on and end
+                ):
                     self._end(row, self.shown)
                     self._kept[row].clear()
         return False

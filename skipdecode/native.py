@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import warnings
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -84,6 +85,8 @@ class StepStruct(Structure):
         ("positions", c_void_p),
         ("token_ids", c_void_p),
         ("position_ids", c_void_p),
+        ("token_count", c_int64),
+        ("position_count", c_int64),
         ("row", c_void_p),
         ("column", c_void_p),
         ("last", c_void_p),
@@ -116,7 +119,7 @@ class Kernels:
         self.number, self.name = number, name
         self.step: Any = library.skipdecode_step
         self.step.argtypes = (c_int32, POINTER(StepStruct))
-        self.step.restype = None
+        self.step.restype = c_int32
         self.linear: Any = library.skipdecode_linear
         self.linear.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32, c_void_p)
         self.linear.restype = None
@@ -132,7 +135,16 @@ def kernels() -> Kernels | None:
     chosen = os.environ.get(CHOICE)
     if path is None or chosen == "none":
         return None
-    library = ctypes.CDLL(path)
+    try:
+        library = ctypes.CDLL(path)
+        known = library.skipdecode_layout() == ctypes.sizeof(BlockStruct) * 1000 + ctypes.sizeof(StepStruct)
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    else:
+        reason = "" if known else "it was built from other sources"
+    if reason:
+        warnings.warn(f"decoding without the compiled kernels, {path}: {reason}; install skipdecode anew", stacklevel=2)
+        return None
     library.skipdecode_set_name.restype = c_char_p
     usable = {
         library.skipdecode_set_name(n).decode(): n

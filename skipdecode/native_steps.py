@@ -97,7 +97,8 @@ class NativeSteps:
             The output in float32 and no logits where there is no head, else no output and logits.
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
-        self._kernels.step(self._kernels.number, step)
+        if self._kernels.step(self._kernels.number, step):
+            raise IndexError("a token or a position is not in the model's table of embeddings")  # torch raises the same
         return alive["hidden"] if logits is None else None, logits
 
     def _step(
@@ -134,10 +135,14 @@ class NativeSteps:
         )
         if entered.dim() == 1:
             alive["token_ids"] = token_ids = entered.contiguous()
-            step.token_ids, step.embedding = token_ids.data_ptr(), address(self._embedding)
+            assert self._embedding is not None
+            step.token_ids, step.embedding = token_ids.data_ptr(), self._embedding.data_ptr()
+            step.token_count = len(self._embedding)
             if inputs.position_ids is not None:
                 alive["position_ids"] = position_ids = inputs.position_ids.contiguous()
-                step.position_ids, step.positions = position_ids.data_ptr(), address(self._position_table)
+                assert self._position_table is not None
+                step.position_ids, step.positions = position_ids.data_ptr(), self._position_table.data_ptr()
+                step.position_count = len(self._position_table)
         if entered.dim() == 2 or self._head is None:
             hidden = torch.empty(tokens, self._hidden_size)
             if entered.dim() == 2:

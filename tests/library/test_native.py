@@ -1,9 +1,11 @@
 """The compiled kernels compute what torch's operators do, on every instruction set at hand, each row by itself."""
 
+import ctypes
 import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +193,33 @@ def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: 
             generate(model, [3], SCHEDULES[0], weights="int4")
         plain = generate(model, [3, 9], SCHEDULES[0], weights="packed")
     assert torch.equal(plain, generate(tiny_opt.__wrapped__("opt", 6), [3, 9], SCHEDULES[0], weights="packed"))
+
+
+@pytest.mark.parametrize("weights", ["model", "packed"])
+def test_what_no_table_has_a_row_for_is_refused_as_by_torch(weights: Any) -> None:
+    decoder = LeanDecoder(tiny("opt"), weights)
+    cache, mask = PlannedCache(SkipSchedule.full_depth(6), 2), torch.ones(1, 3, dtype=torch.long)
+    for ids in ([[5, 9999, 7]], [[5, -1, 7]]):
+        with torch.inference_mode(), pytest.raises(IndexError):
+            decoder.prefill(torch.tensor(ids), range(6), cache, mask)
+    with torch.inference_mode(), pytest.raises(IndexError):
+        decoder.prefill(torch.tensor([[5, 6, 7]]), range(6), cache, mask, torch.tensor([[0, 1, 9999]]))
+
+
+def test_a_library_of_other_sources_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    damaged = tmp_path / "kernels.so"
+    damaged.write_bytes(b"no library")
+    monkeypatch.setattr(native, "_built", lambda: str(damaged))
+    native.kernels.cache_clear()
+    with pytest.warns(UserWarning, match=r"without the compiled kernels.*kernels\.so.*install skipdecode anew"):
+        assert kernels() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "sizeof", lambda kind: 1)
+    native.kernels.cache_clear()
+    with pytest.warns(UserWarning, match="built from other sources"):
+        assert kernels() is None
+    monkeypatch.undo()
+    native.kernels.cache_clear()
 
 
 def test_an_instruction_set_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
