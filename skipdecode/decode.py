@@ -81,8 +81,9 @@ def skip_generate(
         over: the time that the speedup is of: "decode", from the first new token on; "all", that of the prompts too,
             which then run fewer layers where they must. None for what the model was trained for.
         weights: what the prompt and decode steps are computed with. "packed" (on CPU, in float32
-            and bfloat16): copies in the layout that the processor reads fastest. "int8" (on CPU): copies in 8 bits,
-            and activations too (`skipdecode.int8`). "model": no copies. By default "packed" where it is possible and
+            and bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4" (on CPU): copies
+            in so many bits, and activations in 8; in 4 bits by the compiled kernels alone (`skipdecode.native`).
+            "model": no copies. By default "packed" where it is possible and
             the copies fit in half of the memory that is free, else "model". The first call makes the copies, the next
             ones find them.
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
