@@ -23,6 +23,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel, StaticCache
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
+from skipdecode.native import kernels
 
 LAYERS = 6
 MOST_NEW_TOKENS = 12
@@ -30,6 +31,8 @@ MOST_NEW_TOKENS = 12
 NEAR_TIE = 1e-3
 # 8-bit activations round by 1/127 of a row's largest: what differs by 1e-7 before may differ by so much after.
 NEAR_TIE_INT8 = 0.5
+# Kinds of weights that give texts of their own.
+ROUNDED = ("int8", "int4") if kernels() is not None else ("int8",)
 
 # Sliding and full layers in turns: a schedule may skip the first layer of either kind.
 _TYPES = {"s": "sliding_attention", "f": "full_attention"}
@@ -120,7 +123,7 @@ def cases(draw: st.DrawFn) -> Case:
         mask=True if padded and embeds else draw(st.booleans()),
         embeds=embeds,
         cache=held,
-        weights=draw(st.sampled_from([None, "model", "packed", "int8"] if held == "planned" else [None, "model"])),
+        weights=draw(st.sampled_from([None, "model", "packed", *ROUNDED] if held == "planned" else [None, "model"])),
         sampling=draw(st.none() | sampling),
         update=draw(st.none() | st.sampled_from(sorted(UPDATES))),
         only=draw(st.none() | st.integers(0, 199)),
@@ -176,8 +179,8 @@ def run_case(case: Case) -> int:
 def _decode_and_check(case: Case, model: PreTrainedModel, reference: PreTrainedModel) -> int:
     prompts = draw_prompts(case)
     decoded = decode(case, model, prompts)
-    if case.weights == "int8":
-        return check_int8(case, model, reference, prompts, decoded)
+    if case.weights in ROUNDED:
+        return check_rounded(case, model, reference, prompts, decoded)
     ties = check(case, reference, prompts, decoded)
     if case.schedule.min_layers == LAYERS:  # full depth is generate's own; that a gate was left would show here too
         ties += check(case, reference, prompts, decode(replace(case, weights=None), model, prompts, plain=True))
@@ -272,14 +275,14 @@ def _gap(logits: torch.Tensor, token: int, sampling: Sampling | None, noise: Any
     return float(scores.max() - scores[token])
 
 
-def check_int8(
+def check_rounded(
     case: Case,
     model: PreTrainedModel,
     reference: PreTrainedModel,
     prompts: list[list[int]],
     texts: list[list[int]],
 ) -> int:
-    """8 bits give other texts than the model's own weights; but the same as another copy's, and as each row alone."""
+    """8 and 4 bits give other texts than a model's own weights; but those of another copy, and of each row alone."""
     assert texts == decode(case, deepcopy(reference), prompts), "another copy of the same weights decodes otherwise"
     if case.sampling is not None:  # rows alone draw other numbers
         return 0

@@ -9,7 +9,17 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from decoding_cases import LAYERS, MOST_NEW_TOKENS, Case, check, check_int8, decode, draw_prompts, fresh_model
+from decoding_cases import (
+    LAYERS,
+    MOST_NEW_TOKENS,
+    ROUNDED,
+    Case,
+    check,
+    check_rounded,
+    decode,
+    draw_prompts,
+    fresh_model,
+)
 from tiny_models import END, VOCABULARY
 
 from skipdecode import SkipSchedule
@@ -48,8 +58,8 @@ def decode_side_by_side(model_name: str, calls: int, seed: int, schedules: list[
     assert not told, told[0]
     ties = 0
     for case, texts in found:
-        if case.weights == "int8":
-            ties += check_int8(case, reference, reference, draw_prompts(case), texts)
+        if case.weights in ROUNDED:
+            ties += check_rounded(case, reference, reference, draw_prompts(case), texts)
         else:
             ties += check(case, reference, draw_prompts(case), texts)
     assert [type(module) for module in model.modules()] == [type(module) for module in reference.modules()]
@@ -72,7 +82,7 @@ def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -
         mask=True,
         embeds=draw.random() < 0.2,
         cache=cache,
-        weights=draw.choice([None, None, "int8"]) if cache == "planned" and schedule is not None else None,
+        weights=draw.choice([None, None, *ROUNDED]) if cache == "planned" and schedule is not None else None,
         sampling=None,
         update=None,
         only=None,

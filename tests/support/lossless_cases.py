@@ -8,12 +8,24 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from decoding_cases import LAYERS, NEAR_TIE_INT8, Case, cases, check, decode, draw_prompts, fresh_model, generate
+from decoding_cases import (
+    LAYERS,
+    NEAR_TIE_INT8,
+    ROUNDED,
+    Case,
+    cases,
+    check,
+    decode,
+    draw_prompts,
+    fresh_model,
+    generate,
+)
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from skipdecode import SkipSchedule
 from skipdecode.draft_length import DraftLength
+from skipdecode.native import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
 
@@ -44,7 +56,7 @@ def greedy_cases(draw: st.DrawFn) -> Case:
         new_tokens=draw(st.integers(1, 16)),
         mask=case.mask or (case.embeds and len(set(lengths)) > 1),
         cache="planned",
-        weights=draw(st.sampled_from([None, "model", "packed", "int8"])),
+        weights=draw(st.sampled_from([None, "model", "packed", *ROUNDED])),
         sampling=None,
         update=None,
         only=None,
@@ -68,13 +80,15 @@ def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
     model, prompts = _model_of(case.model, double=double), draw_prompts(case)
     with drafting(drafts):
         texts = decode(case, model, prompts, lossless=True)
-    if case.weights == "int8":
-        return _check_int8(case, model, prompts, texts)
+    if case.weights in ROUNDED:
+        return _check_rounded(case, model, prompts, texts)
     return check(replace(case, schedule=FULL), model, prompts, texts)
 
 
-def _check_int8(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """Full depth's text with the same weights, up to a near tie: what a pass over several columns rounds otherwise."""
+def _check_rounded(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
+    """Full depth's text with the same weights: bit for bit with the kernels; else up to a near tie, as a pass over several
+    columns rounds otherwise.
+    """
     plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
     start = 0 if case.embeds else max(map(len, prompts))
     ties = 0
@@ -82,6 +96,7 @@ def _check_int8(case: Case, model: PreTrainedModel, prompts: list[list[int]], te
         expected = plain.sequences[row, start : start + len(text)].tolist()
         other = next((step for step, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), None)
         if other is not None:
+            assert kernels() is None
             scores = plain.logits[other][row].log_softmax(-1)
             assert float(scores.max() - scores[text[other]]) <= NEAR_TIE_INT8
             ties += 1
