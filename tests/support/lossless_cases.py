@@ -86,8 +86,8 @@ def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
 
 
 def _check_rounded(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """Full depth's text with the same weights: bit for bit with the kernels; else up to a near tie, as a pass over several
-    columns rounds otherwise.
+    """Full depth's text with the same weights: to the bit with the kernels, else up to a near tie, as a pass over
+    several columns rounds otherwise.
     """
     plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
     start = 0 if case.embeds else max(map(len, prompts))
