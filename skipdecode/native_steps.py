@@ -134,12 +134,12 @@ class NativeSteps:
             one_token_a_row=len(set(rows)) == tokens,
         )
         if entered.dim() == 1:
-            alive["token_ids"] = token_ids = entered.contiguous()
+            alive["token_ids"] = token_ids = entered.long().contiguous()
             assert self._embedding is not None
             step.token_ids, step.embedding = token_ids.data_ptr(), self._embedding.data_ptr()
             step.token_count = len(self._embedding)
             if inputs.position_ids is not None:
-                alive["position_ids"] = position_ids = inputs.position_ids.contiguous()
+                alive["position_ids"] = position_ids = inputs.position_ids.long().contiguous()
                 assert self._position_table is not None
                 step.position_ids, step.positions = position_ids.data_ptr(), self._position_table.data_ptr()
                 step.position_count = len(self._position_table)

@@ -206,6 +206,20 @@ def test_what_no_table_has_a_row_for_is_refused_as_by_torch(weights: Any) -> Non
         decoder.prefill(torch.tensor([[5, 6, 7]]), range(6), cache, mask, torch.tensor([[0, 1, 9999]]))
 
 
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_tokens_and_positions_may_be_of_any_integer_type(name: str) -> None:
+    decoder, ids = LeanDecoder(tiny(name), "packed"), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    mask, positions = torch.ones_like(ids), torch.arange(3)[None].expand(2, -1)
+    found = []
+    for kind in (torch.int64, torch.int32):
+        cache = PlannedCache(SkipSchedule.full_depth(6), 2)
+        with torch.inference_mode():
+            prompt = decoder.prefill(ids.to(kind), range(6), cache, mask, positions.to(kind))
+            inputs = decoder.step_inputs(mask, 2, positions.to(kind))
+            found.append((prompt, decoder(ids[:, 0].to(kind), range(6), cache, inputs(0))))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_library_of_other_sources_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     damaged = tmp_path / "kernels.so"
     damaged.write_bytes(b"no library")
