@@ -28,10 +28,8 @@ class Int8Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        weight = weight.detach().float()
-        scale = (weight.abs().amax(dim=1) / 127).clamp(min=_TINY)  # [out]
-        rounded = torch.round(weight / scale[:, None]).to(torch.int8).contiguous()  # packing reads no strides
-        self._weight = pack_int8(rounded)
+        rounded, scale = round_to_8_bits(weight.detach().float())
+        self._weight = pack_int8(rounded.contiguous())  # packing reads no strides
         self._scale = scale
         self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
         self._bias = torch.zeros(1) if bias is None else bias.detach().float()
@@ -66,6 +64,12 @@ class Int8Linear:
         exact = hidden.float()
         scale = torch.linalg.vector_norm(exact, float("inf"), dim=1, keepdim=True).mul_(1 / 127).clamp_(min=_TINY)
         return torch.addcdiv(self._middle, exact, scale).to(torch.uint8), scale
+
+
+def round_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [out, in] in int8, and the scale of each output [out]."""
+    scale = (weight.abs().amax(dim=1) / 127).clamp(min=_TINY)
+    return torch.round(weight / scale[:, None]).to(torch.int8), scale
 
 
 def _round_many(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
 
 extern "C" {  // as skipdecode/native.py declares them
-struct Linear { const void *weight; const float *scale; const float *bias; int32_t inputs, outputs, kind, unused; };
+struct Linear { const void *weight; const float *scale; const float *bias; int32_t inputs, outputs, kind; };
 struct Norm { const float *weight, *bias; float eps; int32_t kind; };
 struct Block {
   Norm attention_norm, mlp_norm, query_norm, key_norm;

@@ -117,7 +117,7 @@ static inline vf activated(vf x, int kind) {
 
 static void norm_row(const Norm &norm, const float *x, float *y, int n) {
   int whole = n / LANES * LANES;
-  float mean = 0, square = 0;
+  float mean = 0;
   if (norm.kind == LAYER_NORM) {
     vf sum = {};
     for (int i = 0; i < whole; i += LANES) sum += load(x + i);
@@ -130,7 +130,7 @@ static void norm_row(const Norm &norm, const float *x, float *y, int n) {
     vf centred = load(x + i) - mean;
     sum += centred * centred;
   }
-  square = total(sum);
+  float square = total(sum);
   for (int i = whole; i < n; i++) square += (x[i] - mean) * (x[i] - mean);
   float factor = 1.0f / __builtin_sqrtf(square / n + norm.eps);
   for (int i = 0; i < whole; i += LANES) {
@@ -205,66 +205,56 @@ static void prepare_row(const Linear &linear, const float *x, const Inputs &inpu
   }
 }
 
-// ---- products of rows of floats: O rows of weights with R rows of inputs
+// ---- products of rows of floats: O rows of weights, 8 or 1, with a row of inputs
 
-template <int O, int R, class W>
-static inline void dot_tile(const W *w, int64_t w_stride, const float *x, int64_t x_stride, int n, float *out) {
-  vf sums[R][O] = {};
+// The totals of sums over the first `whole` inputs, and the products of the rest.
+template <int O, class W, class X>
+static inline void end_dots(const vf *sums, const W *w, int64_t stride, const X *x, int whole, int n, float *out) {
+  float found[8];
+  totals8(sums, found);
+  for (int o = 0; o < O; o++) {
+    for (int i = whole; i < n; i++) found[o] += as_float(w[o * stride + i]) * as_float(x[i]);
+    out[o] = found[o];
+  }
+}
+
+template <int O, class W>
+static inline void dots(const W *w, int64_t stride, const float *x, int n, float *out) {
+  vf sums[8] = {};
   int i = 0;
   for (; i + LANES <= n; i += LANES) {
-    vf weights[O];
+    vf input = load(x + i);
 #pragma GCC unroll 8
-    for (int o = 0; o < O; o++) weights[o] = load(w + o * w_stride + i);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      vf input = load(x + r * x_stride + i);
-#pragma GCC unroll 8
-      for (int o = 0; o < O; o++) sums[r][o] += weights[o] * input;
-    }
+    for (int o = 0; o < O; o++) sums[o] += load(w + o * stride + i) * input;
   }
-  vf flat[(R * O + 7) / 8 * 8] = {};
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) flat[r * O + o] = sums[r][o];
-  float found[(R * O + 7) / 8 * 8];
-  for (int at = 0; at < R * O; at += 8) totals8(flat + at, found + at);
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) {
-      float sum = found[r * O + o];
-      for (int j = i; j < n; j++) sum += as_float(w[o * w_stride + j]) * x[r * x_stride + j];
-      out[r * O + o] = sum;
-    }
+  end_dots<O>(sums, w, stride, x, i, n, out);
 }
 
 #ifdef DOT_BF16
-template <int O, int R>
-static inline void dot_tile(const bf16 *w, int64_t w_stride, const bf16 *x, int64_t x_stride, int n, float *out) {
-  vf sums[R][O] = {};
+template <int O>
+static inline void dots(const bf16 *w, int64_t stride, const bf16 *x, int n, float *out) {
+  vf sums[8] = {};
   int i = 0;
   for (; i + 32 <= n; i += 32) {
-    __m512bh weights[O];
+    __m512bh input, weights;
+    __builtin_memcpy(&input, x + i, 64);
 #pragma GCC unroll 8
-    for (int o = 0; o < O; o++) __builtin_memcpy(&weights[o], w + o * w_stride + i, 64);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      __m512bh input;
-      __builtin_memcpy(&input, x + r * x_stride + i, 64);
-#pragma GCC unroll 8
-      for (int o = 0; o < O; o++) sums[r][o] = (vf)_mm512_dpbf16_ps((__m512)sums[r][o], weights[o], input);
+    for (int o = 0; o < O; o++) {
+      __builtin_memcpy(&weights, w + o * stride + i, 64);
+      sums[o] = (vf)_mm512_dpbf16_ps((__m512)sums[o], weights, input);
     }
   }
-  vf flat[(R * O + 7) / 8 * 8] = {};
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) flat[r * O + o] = sums[r][o];
-  float found[(R * O + 7) / 8 * 8];
-  for (int at = 0; at < R * O; at += 8) totals8(flat + at, found + at);
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) {
-      float sum = found[r * O + o];
-      for (int j = i; j < n; j++) sum += as_float(w[o * w_stride + j]) * as_float(x[r * x_stride + j]);
-      out[r * O + o] = sum;
-    }
+  end_dots<O>(sums, w, stride, x, i, n, out);
 }
 #endif
+
+// Products of x with `count` rows of weights.
+template <class W, class X>
+static inline void all_dots(const W *w, int64_t stride, const X *x, int n, int count, float *out) {
+  int o = 0;
+  for (; o + 8 <= count; o += 8) dots<8>(w + o * stride, stride, x, n, out + o);
+  for (; o < count; o++) dots<1>(w + o * stride, stride, x, n, out + o);
+}
 
 // ---- products of 8-bit rows with blocks of 16 outputs: 4 inputs of each side by side, [16][4] bytes
 
@@ -578,9 +568,7 @@ static void row_unit(const Linear &linear, const X *x, int64_t x_stride, int row
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
   for (int row = 0; row < rows; row++) {
     float found[16];
-    int o = 0;
-    for (; o + 8 <= count; o += 8) dot_tile<8, 1>(w + (int64_t)(first + o) * n, n, x + row * x_stride, x_stride, n, found + o);
-    for (; o < count; o++) dot_tile<1, 1>(w + (int64_t)(first + o) * n, n, x + row * x_stride, x_stride, n, found + o);
+    all_dots(w + (int64_t)first * n, n, x + row * x_stride, n, count, found);
     finish(linear, found, 1, 16, row, first, to);
   }
 }
@@ -632,29 +620,17 @@ static inline void write(bf16 *to, const float *from, int n) {
 template <class T>
 static void attend(const float *query, const T *keys, const T *values, const float *bias, int start, int end, int dim,
                    float *scores, float *out) {
-  int count = end - start, c = 0;
+  int count = end - start;
   keys += (int64_t)start * dim;
   values += (int64_t)start * dim;
 #ifdef DOT_BF16
-  bf16 rounded[MOST_HEAD_DIM];
-  if (sizeof(T) == 2) write(rounded, query, dim);
+  if constexpr (sizeof(T) == 2) {
+    bf16 rounded[MOST_HEAD_DIM];
+    write(rounded, query, dim);
+    all_dots(keys, dim, rounded, dim, count, scores);
+  } else
 #endif
-  for (; c < count; c += 8) {
-    float found[8];
-    int some = count - c < 8 ? count - c : 8;
-    const T *from = keys + (int64_t)c * dim;
-#ifdef DOT_BF16
-    if constexpr (sizeof(T) == 2) {
-      if (some == 8) dot_tile<8, 1>(from, dim, rounded, dim, dim, found);
-      else for (int i = 0; i < some; i++) dot_tile<1, 1>(from + i * dim, dim, rounded, dim, dim, found + i);
-    } else
-#endif
-    {
-      if (some == 8) dot_tile<8, 1>(from, dim, query, dim, dim, found);
-      else for (int i = 0; i < some; i++) dot_tile<1, 1>(from + i * dim, dim, query, dim, dim, found + i);
-    }
-    for (int i = 0; i < some; i++) scores[c + i] = found[i];
-  }
+    all_dots(keys, dim, query, dim, count, scores);
   if (bias)
     for (int i = 0; i < count; i++) scores[i] += bias[start + i];
   for (int i = count; i < (count + LANES - 1) / LANES * LANES; i++) scores[i] = -1e30f;

@@ -123,25 +123,29 @@ def decode_loop(
 
 
 class Endings:
-    """The texts that stopping criteria end, told without a tensor where they ask for a length and end tokens alone."""
+    """The texts that stopping criteria end, told without a tensor where they ask for a length and end tokens alone.
+
+    Attributes:
+        tokens: those that end a text.
+    """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._criteria = criteria
-        self._tokens: set[int] = set()
+        self.tokens: set[int] = set()
         self._columns = math.inf  # from so many on the criteria are asked
         for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self._tokens |= set(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.tokens |= set(criterion.eos_token_id.tolist())
+            if type(criterion) is MaxLengthCriteria:
                 limits = (criterion.max_length, criterion.max_position_embeddings)  # it warns of the second
                 self._columns = min(self._columns, *(limit for limit in limits if limit is not None))
-            else:
+            elif type(criterion) is not EosTokenCriteria:
                 self._columns = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any) -> list[bool]:
         """Whether each text of `input_ids` [batch, columns], which has a new last column, ends with it."""
         if input_ids.shape[1] < self._columns:
-            return [token in self._tokens for token in input_ids[:, -1].tolist()]
+            return [token in self.tokens for token in input_ids[:, -1].tolist()]
         found: list[bool] = self._criteria(input_ids, scores).tolist()
         return found
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -95,12 +94,6 @@ class LosslessLoop:
         self._config = generation_config
         self._streamer = streamer
         self._stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self._end_tokens = {
-            int(token)
-            for criterion in stopping_criteria
-            if isinstance(criterion, EosTokenCriteria)
-            for token in criterion.eos_token_id.tolist()
-        }
         # What ended rows compute is handed out, too: they go on with padding until the last row has ended.
         self._handed_out = any(
             getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
@@ -179,7 +172,7 @@ class LosslessLoop:
             for row, token, sure in zip(drafting, drafted.tolist(), confidence.tolist(), strict=True):
                 self._confidence[row].append(sure)
                 reach[row] *= self._length.reach(sure)
-                if token in self._end_tokens:
+                if token in self._ends.tokens:
                     room[row] = 0  # nothing follows
         return [len(self._confidence[row]) for row in rows]
 
@@ -247,14 +240,14 @@ class LosslessLoop:
             outcomes += zip(self._confidence[row], [True] * agreed + [False], strict=False)
             if self.ended[row]:
                 new = [self.pad]
-            elif ends := [n for n, token in enumerate(new) if token in self._end_tokens]:
+            elif ends := [n for n, token in enumerate(new) if token in self._ends.tokens]:
                 new = new[: ends[0] + 1]
             self._drafts.taken += min(len(new), agreed)
             self.texts[row, start + len(new) - 1] = new[-1]  # those before are the drafts, which stand there
             self.counts[row] += len(new)
             if self._handed_out:
                 self._kept[row] += [(scores[first + n], logits[first + n]) for n in range(len(new))]
-            if new[-1] in self._end_tokens:
+            if new[-1] in self._ends.tokens:
                 self._end(row, self.counts[row])
             first += count + 1
         self._length.learn(outcomes, sum(self.counts[row] for row in rows) - before)

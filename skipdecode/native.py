@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from skipdecode.errors import unknown
+from skipdecode.int8 import round_to_8_bits
 
 # The environment's choice among the instruction sets that kernels are compiled for, or "none".
 CHOICE = "SKIPDECODE_KERNELS"
@@ -33,7 +34,6 @@ class LinearStruct(Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("kind", c_int32),
-        ("unused", c_int32),
     )
 
 
@@ -167,13 +167,13 @@ def _built() -> str | None:
 
 
 class NativeLinear:
-    """A projection by the kernels: with weights of a float type as they are, or with copies in 8 or 4 bits.
+    """A projection by the kernels: weights in float32 in a copy in blocks, in bfloat16 as they are, or in 8 or 4 bits.
 
     In 8 bits each output has a scale, in 4 bits each group of 32 inputs of each output. Rows of inputs are rounded to
     8 bits in each call, with a scale each, so that a row of a batch comes out as it does alone.
 
     Args:
-        weight: [out, in], on CPU; for `kind` None contiguous, float32 or bfloat16, and read in place.
+        weight: [out, in], on CPU; for `kind` None float32, or bfloat16, which is read in place where it is contiguous.
         bias: [out], or None.
         kind: "int8", "int4" or None.
     """
@@ -218,10 +218,10 @@ def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [out, in] in blocks of 16 outputs by 4 inputs, as bytes with zero at 128, and scales [out, padded]."""
-    scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-30)
-    rounded = torch.round(weight / scale[:, None]).add_(128)
-    padded = nn.functional.pad(rounded, (0, -weight.shape[1] % 64, 0, -len(weight) % 16), value=128)
-    blocks = padded.to(torch.uint8).view(len(padded) // 16, 16, -1, 4).transpose(1, 2)
+    rounded, scale = round_to_8_bits(weight)
+    shifted = rounded.view(torch.uint8) ^ 128
+    padded = nn.functional.pad(shifted, (0, -weight.shape[1] % 64, 0, -len(weight) % 16), value=128)
+    blocks = padded.view(len(padded) // 16, 16, -1, 4).transpose(1, 2)
     return blocks.contiguous(), nn.functional.pad(scale, (0, -len(scale) % 16))
 
 

@@ -176,13 +176,14 @@ class NativeSteps:
         block = self._blocks[0]
         one = torch.empty(1, dtype=self._dtype)
         like = one.expand(inputs.batch, block.kv_heads, inputs.column + 1, block.head_dim)
-        for index in layers:
-            if held[index].generated and not held[index].is_initialized:
-                held[index].lazy_initialization(like, like)
-            if held[index].generated and inputs.shown is not None:  # attended to with weight 0, what nobody writes
-                for buffer in held[index].buffers:
+        kept = [held[index] for index in layers if held[index].generated]
+        for layer in kept:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+            if inputs.shown is not None:  # attended to with weight 0, what nobody writes
+                for buffer in layer.buffers:
                     buffer[:, :, : inputs.column].zero_()
-        passing = torch.zeros(2, *like.shape, dtype=self._dtype)
+        passing = torch.zeros(2, *like.shape, dtype=self._dtype) if len(kept) < len(layers) else None
         return self(entered, layers, cache, inputs, last=inputs.last.tolist(), passing=passing)
 
     def _layers(self, layers: Sequence[int], cache: PlannedCache, passing: torch.Tensor | None) -> Any:
@@ -265,8 +266,8 @@ def native_steps(
 
 
 def native_linear(module: Any) -> NativeLinear:
-    """A projection that reads the model's own weights."""
-    return NativeLinear(weight_of(module).contiguous(), module.bias)
+    """A projection with the model's own weights, or a copy of them in the kernels' layout."""
+    return NativeLinear(weight_of(module), module.bias)
 
 
 def _known(block: LeanBlock) -> bool:
