@@ -110,6 +110,28 @@ class PreparedInputs:
         rows = rows if len(self.rotary[0]) > 1 else [0] * len(rows)
         return position_ids, (self.rotary[0][rows, steps], self.rotary[1][rows, steps])
 
+    def of_texts(
+        self, rows: Sequence[int], starts: Sequence[int], steps: int
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Position ids [steps, texts] and rotary [steps, texts or 1, 1, rotated dimensions] of so many steps of texts.
+
+        Each has its row and the number of its first step.
+        """
+        if len(set(starts)) == 1:
+            numbers = torch.arange(starts[0], starts[0] + steps)[:, None]  # [steps, 1]
+        else:
+            numbers = torch.tensor(starts) + torch.arange(steps)[:, None]  # [steps, texts]
+
+        def look_up(table: torch.Tensor) -> torch.Tensor:  # [steps, batch or 1, ...]
+            of_rows = torch.tensor(rows) if table.shape[1] > 1 else torch.zeros(1, dtype=torch.long)
+            return table[numbers.clamp(max=len(table) - 1), of_rows]  # none runs beyond the last
+
+        position_ids = look_up(self.position_ids) if self.position_ids is not None else None
+        if self.rotary is None:
+            return position_ids, None
+        cos, sin = (look_up(part.transpose(0, 1)) for part in self.rotary)
+        return position_ids, (cos, sin)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Prepare for `rows` alone from now on, in their order."""
         kept = list(rows)

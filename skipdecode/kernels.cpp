@@ -55,6 +55,23 @@ struct Step {
   int64_t bias_row_stride, bias_head_stride;
   int32_t layer_count, tokens, hidden_size, threads, cache_type, one_token_a_row, rotated, rotary_stride, last_count;
 };
+// Tokens that are chosen greedily, several of each text one after another; a Step holds what they have in common, and the
+// texts' first ones.
+struct Greedy {
+  const Layer *const *layers;  // of each step
+  const int32_t *layer_counts;
+  const int64_t *position_ids;  // [steps][texts]
+  int64_t rotary_step;          // from a step's cosines and sines to the next one's
+  const int64_t *ends;          // tokens that end a text
+  const int32_t *most;          // tokens of each text at most
+  // What stops drafting, or null: a text's step i runs where the product of its drafts' shares is larger than worth[i].
+  // A draft has the share of the first of the bounds that its probability isn't beyond.
+  const float *worth, *bounds, *shares;
+  int64_t *chosen;      // out: [steps][texts]
+  float *probabilities;  // out: of what is chosen, or null
+  int32_t *counts;      // out: tokens of each text
+  int32_t steps, end_count, kinds;
+};
 }
 
 struct Inputs { void *values; float *scales; int32_t *shifts; int64_t stride, groups; };
@@ -108,8 +125,8 @@ static inline int padded_inputs(const Linear &linear) {
 #define LANES 8
 #include "kernels_isa.h"
 
-struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); };
-#define SET(name) {#name, name::run_step, name::run_linear}
+struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); void (*choose)(const float *, int, int, int, int, int64_t *, float *); };
+#define SET(name) {#name, name::run_step, name::run_linear, name::choose}
 static const Set SETS[] = {
 #if defined(__x86_64__)
     SET(amx_int8), SET(avx512_bf16), SET(avx512_vnni), SET(avx2),
@@ -162,7 +179,7 @@ struct Scratch {
     return at;
   }
 };
-static thread_local Scratch scratch;
+static thread_local Scratch scratch, of_texts;
 
 static void widest(const Linear &linear, Inputs &inputs) {
   int64_t padded = (padded_inputs(linear) + 63) / 64 * 64;
@@ -185,7 +202,7 @@ static void lay_out(Inputs &inputs, int64_t rows) {
 extern "C" {
 
 // What the structs take, for a caller to see that they are the ones that it knows.
-int skipdecode_layout() { return sizeof(Block) * 1000 + sizeof(Step); }
+int skipdecode_layout() { return sizeof(Block) * 1000000 + sizeof(Step) * 1000 + sizeof(Greedy); }
 
 int skipdecode_sets() { return sizeof SETS / sizeof *SETS; }
 const char *skipdecode_set_name(int set) { return SETS[set].name; }
@@ -227,6 +244,65 @@ int skipdecode_step(int set, const Step *step) {
   lay_out(buffers.inputs, rows);
   SETS[set].run_step(*step, buffers);
   return 0;
+}
+
+// The number of steps that were run, until every text had ended; -1 as `skipdecode_step` returns 1.
+int skipdecode_greedy(int set, const Step *first, const Greedy *run) {
+  int texts = first->tokens, vocabulary = first->head->outputs, rotated = first->rotated;
+  of_texts.need(texts * (8 * 3 + 4 * (5 + 2 * (int64_t)rotated + vocabulary)) + 64 * 16);
+  int64_t *token = of_texts.take<int64_t>(texts), *position = of_texts.take<int64_t>(texts);
+  int64_t *found = of_texts.take<int64_t>(texts);
+  int32_t *text = of_texts.take<int32_t>(texts), *row = of_texts.take<int32_t>(texts), *column = of_texts.take<int32_t>(texts);
+  float *reach = of_texts.take<float>(texts), *probability = of_texts.take<float>(texts);
+  float *cos = of_texts.take<float>((int64_t)texts * rotated), *sin = of_texts.take<float>((int64_t)texts * rotated);
+  float *logits = of_texts.take<float>((int64_t)texts * vocabulary);
+  int running = 0;
+  for (int t = 0; t < texts; t++) {
+    run->counts[t] = 0;
+    reach[t] = 1;
+    if (run->most[t] > 0) text[running++] = t;
+  }
+  Step step = *first;
+  step.token_ids = token, step.position_ids = position, step.row = row, step.column = column, step.logits = logits;
+  step.cos = cos, step.sin = sin, step.rotary_stride = rotated, step.one_token_a_row = 1;
+  for (int i = 0; i < run->steps; i++) {
+    int count = 0;
+    for (int r = 0; r < running; r++)
+      if (!run->worth || reach[text[r]] > run->worth[i]) text[count++] = text[r];
+    running = count;
+    if (!running) return i;
+    for (int r = 0; r < running; r++) {
+      int t = text[r];
+      token[r] = i ? run->chosen[(int64_t)(i - 1) * texts + t] : first->token_ids[t];
+      if (run->position_ids) position[r] = run->position_ids[(int64_t)i * texts + t];
+      row[r] = first->row[t];
+      column[r] = first->column[t] + i;
+      int64_t from = i * run->rotary_step + (int64_t)t * first->rotary_stride;
+      __builtin_memcpy(cos + (int64_t)r * rotated, first->cos + from, 4 * rotated);
+      __builtin_memcpy(sin + (int64_t)r * rotated, first->sin + from, 4 * rotated);
+    }
+    step.tokens = running;
+    step.layers = run->layers[i];
+    step.layer_count = run->layer_counts[i];
+    if (skipdecode_step(set, &step)) return -1;
+    SETS[set].choose(logits, running, vocabulary, step.cache_type == BFLOAT16, step.threads, found,
+                     run->probabilities ? probability : 0);
+    count = 0;
+    for (int r = 0; r < running; r++) {
+      int t = text[r], ended = ++run->counts[t] >= run->most[t];
+      run->chosen[(int64_t)i * texts + t] = found[r];
+      for (int e = 0; e < run->end_count; e++) ended |= found[r] == run->ends[e];
+      if (run->probabilities) {
+        run->probabilities[(int64_t)i * texts + t] = probability[r];
+        int kind = 0;
+        while (kind + 1 < run->kinds && probability[r] > run->bounds[kind]) kind++;
+        reach[t] *= run->shares[kind];
+      }
+      if (!ended) text[count++] = t;
+    }
+    running = count;
+  }
+  return run->steps;
 }
 
 void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {

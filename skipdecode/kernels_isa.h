@@ -855,6 +855,53 @@ static void run_step(const Step &step, const Buffers &buffers) {
   }
 }
 
+// For each row of logits the place of the largest, the first of several that the model's type doesn't tell apart, or of the
+// first that is no number; and its probability.
+static void choose(const float *logits, int rows, int n, int rounded, int threads, int64_t *found, float *probability) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
+  for (int row = 0; row < rows; row++) {
+    enum { PART = 16 * LANES };
+    const float *x = logits + (int64_t)row * n;
+    int at = 0;
+    float best = -__builtin_inff();
+    for (int start = 0; start < n; start += PART) {
+      int end = start + PART < n ? start + PART : n, i = start;
+      vf most = all(best);
+      vi odd = {};
+      for (; i + LANES <= end; i += LANES) {
+        vf v = load(x + i);
+        odd |= v != v;
+        most = larger(v, most);
+      }
+      float largest = greatest(most);
+      int strange = 0;
+      for (int j = 0; j < LANES; j++) strange |= odd[j];
+      for (; i < end; i++) {
+        strange |= x[i] != x[i];
+        largest = x[i] > largest ? x[i] : largest;
+      }
+      if (strange) {
+        for (at = start; x[at] == x[at];) at++;
+        best = x[at];
+        break;
+      }
+      if (rounded) largest = as_float(rounded_bf16(largest));
+      if (largest > best) {
+        best = largest;
+        for (at = start; (rounded ? as_float(rounded_bf16(x[at])) : x[at]) != best;) at++;
+      }
+    }
+    found[row] = at;
+    if (!probability) continue;
+    vf sum = {};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) sum += exponential(load(x + i) - best);
+    float rest = total(sum);
+    for (; i < n; i++) rest += exponential(all(x[i] - best))[0];
+    probability[row] = 1.0f / rest;
+  }
+}
+
 static void run_linear(const Linear &linear, const float *x, int rows, int threads, const Buffers &buffers, float *y) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {

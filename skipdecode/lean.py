@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast, get_args
@@ -39,7 +39,7 @@ from skipdecode.internals import (
     version,
 )
 from skipdecode.native import kernels
-from skipdecode.native_steps import native_steps
+from skipdecode.native_steps import ChosenTokens, DraftRule, native_steps
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Weights
 
@@ -152,6 +152,24 @@ class LeanDecoder:
         for index in layers:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
         return self.logits(hidden)
+
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        layers: Sequence[Sequence[int]],
+        cache: PlannedCache,
+        prepared: PreparedInputs,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        most: Sequence[int],
+        ends: Collection[int],
+        rule: DraftRule | None = None,
+    ) -> ChosenTokens | None:
+        """As `NativeSteps.choose`; None where only a step at a time will do."""
+        native = self._native
+        if native is None or not native.embeds or not native.ends_in_logits or len(tokens) > native.most_tokens:
+            return None
+        return native.choose(tokens, layers, cache, prepared, rows, starts, most, ends, rule)
 
     def prefill(
         self,

@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.internals import padding_token
-from skipdecode.loop import Endings
+from skipdecode.endings import Endings
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
@@ -99,7 +99,7 @@ class LosslessLoop:
             getattr(generation_config, name) for name in ("return_dict_in_generate", "output_scores", "output_logits")
         )
         self._unfinished = [True] * batch
-        self._ends = Endings(stopping_criteria)
+        self._ends = Endings(stopping_criteria, batch)
         self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts are drawn from
         self._confidence: dict[int, list[float]] = {row: [] for row in range(batch)}  # largest of these probabilities
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet

@@ -112,6 +112,20 @@ class StepStruct(Structure):
     )
 
 
+class GreedyStruct(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("layer_counts", c_void_p),
+        ("position_ids", c_void_p),
+        ("rotary_step", c_int64),
+        *(
+            (name, c_void_p)
+            for name in ("ends", "most", "worth", "bounds", "shares", "chosen", "probabilities", "counts")
+        ),
+        *((name, c_int32) for name in ("steps", "end_count", "kinds")),
+    )
+
+
 class Kernels:
     """The compiled functions, for one instruction set."""
 
@@ -120,6 +134,9 @@ class Kernels:
         self.step: Any = library.skipdecode_step
         self.step.argtypes = (c_int32, POINTER(StepStruct))
         self.step.restype = c_int32
+        self.greedy: Any = library.skipdecode_greedy
+        self.greedy.argtypes = (c_int32, POINTER(StepStruct), POINTER(GreedyStruct))
+        self.greedy.restype = c_int32
         self.linear: Any = library.skipdecode_linear
         self.linear.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32, c_void_p)
         self.linear.restype = None
@@ -137,7 +154,8 @@ def kernels() -> Kernels | None:
         return None
     try:
         library = ctypes.CDLL(path)
-        known = library.skipdecode_layout() == ctypes.sizeof(BlockStruct) * 1000 + ctypes.sizeof(StepStruct)
+        sizes = [ctypes.sizeof(struct) for struct in (BlockStruct, StepStruct, GreedyStruct)]
+        known = library.skipdecode_layout() == (sizes[0] * 1000 + sizes[1]) * 1000 + sizes[2]
     except (OSError, AttributeError) as error:
         reason = str(error)
     else:

@@ -2,19 +2,20 @@
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from ctypes import c_int32
-from typing import Any, cast
+from collections.abc import Collection, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from skipdecode.block import LeanBlock, Norm, StepInputs
+from skipdecode.block import LeanBlock, Norm, PreparedInputs, StepInputs
 from skipdecode.cache import PlannedCache
 from skipdecode.native import (
     KINDS,
     MOST_HEAD_DIM,
     BlockStruct,
+    GreedyStruct,
     Kernels,
     LayerStruct,
     NativeLinear,
@@ -42,6 +43,34 @@ ACTIVATIONS = {
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
 
 
+class DraftRule(NamedTuple):
+    """What stops drafting a text's next tokens.
+
+    Attributes:
+        worth: for each draft, how likely those before it must all be taken, at least, for it to be made.
+        bounds: probabilities, rising to 1.
+        shares: how likely drafts are taken whose probability is up to each of them.
+    """
+
+    worth: Sequence[float]
+    bounds: Sequence[float]
+    shares: Sequence[float]
+
+
+class ChosenTokens(NamedTuple):
+    """Tokens that were chosen one after another.
+
+    Attributes:
+        tokens: [texts, steps].
+        counts: how many of each text there are; what stands behind them means nothing.
+        probabilities: of the tokens [texts, steps], where there was a rule.
+    """
+
+    tokens: torch.Tensor
+    counts: list[int]
+    probabilities: torch.Tensor | None
+
+
 class NativeSteps:
     """The decode steps of a `LeanDecoder` by the kernels.
 
@@ -55,6 +84,7 @@ class NativeSteps:
 
     Attributes:
         embeds: whether tokens are given, and not their hidden states.
+        ends_in_logits: whether a head comes last.
         most_tokens: for which the kernels are ahead of torch's operators.
     """
 
@@ -79,6 +109,7 @@ class NativeSteps:
         self._addresses = [ctypes.addressof(block) for block in self._blocks]
         self._final_norm = self._norm(final_norm)
         self._head = head
+        self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         self.most_tokens = MOST_TOKENS[self._dtype if weights == "packed" else weights]
@@ -109,10 +140,11 @@ class NativeSteps:
         inputs: StepInputs,
         last: Sequence[int] | None = None,
         passing: torch.Tensor | None = None,
+        places: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> tuple[StepStruct, torch.Tensor | None, dict[str, Any]]:
         """The struct of a call, the logits that it writes, and all else that it points to."""
         tokens = len(entered)
-        places = inputs.places(tokens)
+        places = inputs.places(tokens) if places is None else places
         assert places is not None
         rows, columns = places
         held: list[Any] = cache.layers
@@ -149,10 +181,7 @@ class NativeSteps:
                 hidden.copy_(entered)
             alive["hidden"] = hidden if last is None else hidden[: len(last)]
             step.hidden = hidden.data_ptr()
-        if inputs.rotary is not None:
-            cos, sin = alive["rotary"] = [part.reshape(len(part), -1).float().contiguous() for part in inputs.rotary]
-            step.cos, step.sin, step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-            step.rotary_stride = cos.shape[1] if len(cos) > 1 else 0
+        alive["rotary"] = _set_rotary(step, inputs.rotary)
         if inputs.bias is not None:
             bias = alive["bias"] = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]
             step.bias = bias.data_ptr()
@@ -167,6 +196,71 @@ class NativeSteps:
         step.logits, step.head = logits.data_ptr(), ctypes.addressof(self._head.struct)
         step.final_norm = ctypes.addressof(self._final_norm)
         return step, logits, alive
+
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        layers: Sequence[Sequence[int]],
+        cache: PlannedCache,
+        prepared: PreparedInputs,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        most: Sequence[int],
+        ends: Collection[int],
+        rule: DraftRule | None = None,
+    ) -> ChosenTokens:
+        """Run a token of each text and what is chosen after it, greedily, one after another.
+
+        Args:
+            tokens: [texts].
+            layers: of each step, each among those of the one before.
+            cache: which holds the texts' columns before.
+            prepared: the inputs of all steps.
+            rows: of the cache, one for each text.
+            starts: the number of each text's token among its generated ones.
+            most: tokens to choose for each text.
+            ends: tokens behind which a text has no more.
+            rule: stops a text's drafts earlier.
+        """
+        steps, texts = len(layers), len(tokens)
+        columns = [prepared.prompt_columns + start for start in starts]
+        position_ids, rotary = prepared.of_texts(rows, starts, steps)
+        inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
+        step, _, alive = self._step(tokens, layers[0], cache, inputs, places=(rows, columns))
+        alive["rotary"] = _set_rotary(step, rotary)
+        known = {id(each): self._layers(each, cache, None) for each in layers}
+        chosen = torch.empty(steps, texts, dtype=torch.int64)
+        probabilities = torch.empty(steps, texts) if rule is not None else None
+        counts = (c_int32 * texts)()
+        greedy = GreedyStruct(
+            rotary_step=alive["rotary"][0].stride(0) if rotary is not None else 0,
+            chosen=chosen.data_ptr(),
+            probabilities=address(probabilities),
+            counts=ctypes.addressof(counts),
+            steps=steps,
+            end_count=len(ends),
+            kinds=len(rule.bounds) if rule is not None else 0,
+        )
+        arrays = {
+            "layers": (c_void_p * steps)(*[ctypes.addressof(known[id(each)]) for each in layers]),
+            "layer_counts": (c_int32 * steps)(*map(len, layers)),
+            "ends": (c_int64 * len(ends))(*ends),
+            "most": (c_int32 * texts)(*most),
+            **{name: (c_float * len(part))(*part) for name, part in (rule._asdict() if rule is not None else {}).items()},
+        }
+        for name, array in arrays.items():
+            setattr(greedy, name, ctypes.addressof(array))
+        if inputs.position_ids is not None:
+            greedy.position_ids = step.position_ids
+        if self._kernels.greedy(self._kernels.number, step, greedy) < 0:
+            raise IndexError("a token or a position is not in the model's table of embeddings")
+        held: list[Any] = cache.layers
+        done = max(counts)
+        for n in range(done):
+            if n + 1 == done or layers[n] is not layers[n + 1]:
+                for index in layers[n]:
+                    held[index].length = max(columns) + n + 1
+        return ChosenTokens(chosen[:done].T, list(counts), None if probabilities is None else probabilities[:done].T)
 
     def prefill(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
@@ -263,6 +357,16 @@ def native_steps(
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
     return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
+
+
+def _set_rotary(step: StepStruct, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor]:
+    """Give a step its cosines and sines [..., tokens or 1, 1, rotated dimensions]. Returns what it points to."""
+    if rotary is None:
+        return []
+    cos, sin = found = [part.squeeze(-2).float().contiguous() for part in rotary]
+    step.cos, step.sin, step.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+    step.rotary_stride = cos.shape[-1] if cos.shape[-2] > 1 else 0
+    return found
 
 
 def native_linear(module: Any) -> NativeLinear:

@@ -1,6 +1,6 @@
 """Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
+
+MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
 
 
 class ForwardRunner:
@@ -60,6 +62,12 @@ class ForwardRunner:
         """The cache that `generate` hands out as `past_key_values`."""
         return self._kwargs.get("past_key_values")
 
+    def choose(
+        self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
+    ) -> torch.Tensor | None:
+        """None: a model's own forward pass gives logits alone."""
+        return None
+
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         """None: a model's own forward pass runs every row until the last text has ended."""
         return None
@@ -96,6 +104,21 @@ class LeanRunner(ForwardRunner):
         layers = self._layers[self._schedule.budget(i)]
         return self._decoder(input_ids[:, -1], layers, self.cache, self._step_inputs(i))
 
+    def choose(
+        self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
+    ) -> torch.Tensor | None:
+        steps = int(min(MOST_AHEAD, max(room)))
+        layers = [self._layers[self._schedule.budget(i + n)] for n in range(steps)]
+        most = [int(min(steps, each)) for each in room]
+        starts, rows = [i] * len(most), range(len(most))
+        found = self._decoder.choose(input_ids[:, -1], layers, self.cache, self._step_inputs, rows, starts, most, ends)
+        if found is None:
+            return None
+        if padding is not None:
+            for row, count in enumerate(found.counts):
+                found.tokens[row, count:] = padding
+        return found.tokens
+
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         rows = rows_to_keep(unfinished) if may_leave else None
         if rows is not None:
@@ -119,6 +142,9 @@ class GraphRunner(LeanRunner):
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
         return self._graphs.run(input_ids[:, -1], layers, self._step_inputs(i))
+
+    def choose(self, *_: Any) -> torch.Tensor | None:
+        return None
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         # There is a graph for each number of rows.

@@ -8,12 +8,13 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.agreement import agreeing_tokens
 from skipdecode.clock import StepClock
+from skipdecode.endings import RowLengths
 from skipdecode.families import decoder_layers
 from skipdecode.loop import GenerativeModel
 from skipdecode.lossless import DraftCounts
@@ -89,21 +90,6 @@ class DecodedBatch:
     def seconds(self, over: Over) -> float:
         """Of decoding, or of prefill and decoding together."""
         return self.decode_seconds + (self.prefill_seconds if over == "all" else 0.0)
-
-
-class RowLengths(StoppingCriteria):
-    """A stopping criterion that ends every row after a number of tokens of its own.
-
-    As transformers' criterion for end tokens it has an `eos_token_id`, by which a decoding loop knows that some rows
-    end before others, and pads them.
-    """
-
-    def __init__(self, lengths: Sequence[int], prompt_columns: int, eos_token_id: int, device: torch.device) -> None:
-        self.eos_token_id = eos_token_id
-        self._columns = torch.tensor([prompt_columns + length for length in lengths], device=device)  # [batch]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
-        return self._columns <= input_ids.shape[1]
 
 
 class System(ABC):

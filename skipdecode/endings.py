@@ -1,0 +1,81 @@
+"""The ends of texts: what stopping criteria say, told without a tensor where they ask for no more than is known."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+from skipdecode.clock import StepClock
+
+
+class RowLengths(StoppingCriteria):
+    """A stopping criterion that ends every row after a number of tokens of its own.
+
+    As transformers' criterion for end tokens it has an `eos_token_id`, by which a decoding loop knows that some rows
+    end before others, and pads them.
+
+    Args:
+        lengths: new tokens of each row.
+        prompt_columns: before them.
+        eos_token_id: of the tokenizer.
+        device: of the token ids.
+    """
+
+    def __init__(self, lengths: Sequence[int], prompt_columns: int, eos_token_id: int, device: torch.device) -> None:
+        self.eos_token_id = eos_token_id
+        self.columns = [prompt_columns + length for length in lengths]
+        self._columns = torch.tensor(self.columns, device=device)  # [batch]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
+        return self._columns <= input_ids.shape[1]
+
+
+class Endings:
+    """The texts that stopping criteria end.
+
+    Attributes:
+        tokens: those that end a text.
+        known: whether lengths and end tokens are all that is asked for, so that texts may grow by several tokens before
+            they are looked at.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, batch: int) -> None:
+        self._criteria = criteria
+        self.tokens: set[int] = set()
+        self.known = True
+        self._limits: list[float] = [math.inf] * batch
+        self._clocks: list[StepClock] = []
+        self._warns_from = math.inf
+        for criterion in criteria:
+            self.known &= type(criterion) in (EosTokenCriteria, MaxLengthCriteria) or isinstance(
+                criterion, RowLengths | StepClock
+            )
+            if isinstance(criterion, EosTokenCriteria):
+                self.tokens |= set(criterion.eos_token_id.tolist())
+            elif isinstance(criterion, RowLengths):
+                self._limits = [min(pair) for pair in zip(self._limits, criterion.columns, strict=True)]
+            elif isinstance(criterion, MaxLengthCriteria):
+                self._limits = [min(limit, criterion.max_length) for limit in self._limits]
+                if criterion.max_position_embeddings is not None:
+                    self._warns_from = min(self._warns_from, criterion.max_position_embeddings)
+            elif isinstance(criterion, StepClock):
+                self._clocks.append(criterion)
+
+    def room(self, row: int, columns: int) -> float:
+        """Tokens that a row may grow by, of so many columns."""
+        return self._limits[row] - columns
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, new: int = 1) -> list[bool]:
+        """Whether each text of `input_ids` [batch, columns] ends with one of its last `new` columns; 1 unless `known`."""
+        columns = input_ids.shape[1]
+        if not self.known or columns >= self._warns_from:
+            found: list[bool] = self._criteria(input_ids, scores).tolist()
+            if not self.known:
+                return found
+        else:
+            for clock in self._clocks:
+                clock.look(columns)
+        rows = zip(input_ids[:, columns - new :].tolist(), self._limits, strict=True)
+        return [columns >= limit or not self.tokens.isdisjoint(row) for row, limit in rows]
