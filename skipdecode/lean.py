@@ -193,7 +193,7 @@ class LeanDecoder:
         flat = prompt.flatten(0, 1)
         if inputs.shown is not None:
             flat = flat[inputs.shown]
-        native = self._native if self._native is not None and len(flat) <= self._native.most_tokens else None
+        native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
         if native is not None and native.embeds and prompt.dim() == 2:
             return self._ended(*native.prefill(flat, layers, cache, inputs))
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]

@@ -37,9 +37,9 @@ ACTIVATIONS = {
     "GELUActivation": 4,
 }
 
-# The most tokens of a step or a prompt for which the kernels are ahead of torch's operators. Of more, what stands
-# between two products no longer fits into a processor's caches; and in bfloat16 oneDNN is ahead wherever there is more
-# to compute than to read.
+# The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two products
+# no longer fits into a processor's caches: in float32 several calls are ahead then, in 8 bits oneDNN is, and in bfloat16
+# wherever there is more to compute than to read.
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
 
 
@@ -113,6 +113,7 @@ class NativeSteps:
         self._hidden_size = self._blocks[0].out.outputs
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         self.most_tokens = MOST_TOKENS[self._dtype if weights == "packed" else weights]
+        self._in_parts = weights == "packed" and self._dtype == torch.float32
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
@@ -265,7 +266,10 @@ class NativeSteps:
     def prefill(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a prompt's tokens through `layers` and fill the cache. Returns what a step does, of the last tokens."""
+        """Run a prompt's tokens through `layers` and fill the cache. Returns what a step does, of the last tokens.
+
+        Texts run together up to `most_tokens`.
+        """
         held: list[Any] = cache.layers
         block = self._blocks[0]
         one = torch.empty(1, dtype=self._dtype)
@@ -278,7 +282,34 @@ class NativeSteps:
                 for buffer in layer.buffers:
                     buffer[:, :, : inputs.column].zero_()
         passing = torch.zeros(2, *like.shape, dtype=self._dtype) if len(kept) < len(layers) else None
-        return self(entered, layers, cache, inputs, last=inputs.last.tolist(), passing=passing)
+        places = inputs.places(len(entered))
+        hidden: list[torch.Tensor | None] = []
+        logits: list[torch.Tensor | None] = []
+        first, ends = 0, [end + 1 for end in inputs.last.tolist()]
+        while first < len(entered):
+            fitting = [end for end in ends if first < end <= first + self.most_tokens]
+            part = slice(first, fitting[-1])
+            found = self(
+                entered[part],
+                layers,
+                cache,
+                inputs.part(part),
+                last=[end - 1 - first for end in fitting],
+                passing=passing,
+                places=(places[0][part], places[1][part]),
+            )
+            for parts, new in zip((hidden, logits), found, strict=True):
+                parts.append(new)
+            first = part.stop
+        return _joined(hidden), _joined(logits)
+
+    def takes_prompt(self, inputs: PromptInputs) -> bool:
+        """Whether the kernels are ahead of torch's operators for a prompt."""
+        ends = inputs.last.tolist()
+        if ends[-1] < self.most_tokens:
+            return True
+        longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
+        return self._in_parts and longest <= self.most_tokens
 
     def _layers(self, layers: Sequence[int], cache: PlannedCache, passing: torch.Tensor | None) -> Any:
         """The structs of `layers` with their keys and values, whose buffers a cache allocates once.
@@ -357,6 +388,12 @@ def native_steps(
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
     return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """The rows of all parts, if they are there."""
+    found = [part for part in parts if part is not None]
+    return (found[0] if len(found) == 1 else torch.cat(found)) if found else None
 
 
 def _set_rotary(step: StepStruct, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor]:

@@ -51,6 +51,15 @@ class PromptInputs(StepInputs):
         flat = range(tokens) if self.shown is None else self.shown.tolist()  # in the order of the tokens
         return [place // width for place in flat], [place % width for place in flat]
 
+    def part(self, tokens: slice) -> StepInputs:
+        """Of some of the tokens."""
+        return StepInputs(
+            self.column,
+            self.position_ids[tokens] if self.position_ids is not None else None,
+            (self.rotary[0][tokens], self.rotary[1][tokens]) if self.rotary is not None else None,
+            self.bias,
+        )
+
     def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
