@@ -1,19 +1,29 @@
 """How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
 
+import statistics
 import weakref
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from skipdecode.cost import CostModel
 from skipdecode.lean import LeanDecoder
+from skipdecode.native_steps import DraftRule
 from skipdecode.profile import Profile
 from skipdecode.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
-START, MOST_HELD, MAY_LOSE = 1.0, 4.0, 0.02
+START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
+# How much of what a round took beyond its passes counts towards what rounds are expected to take; and by how many times
+# that a single one may be beyond: the machine did something else then.
+_NEW, _STRAY = 0.1, 3.0
+_PACES = 9  # times of full depth's steps that are remembered
+_PACE_LASTS = 300  # rounds with drafts: what a machine does is not for ever what it did
 # Drafts of like confidence are taken alike: up to each of these probabilities, how often at first guess.
 _GUESSES = {0.3: 0.3, 0.5: 0.5, 0.7: 0.7, 0.9: 0.85, 1.0: 0.95}
+_BOUNDS = tuple(_GUESSES)
 _GUESSED = 4.0  # drafts that a guess counts for
 _REMEMBERED = 256.0  # drafts, beyond which the older ones fade
 
@@ -22,17 +32,31 @@ PassSeconds = Callable[[int, int], float]
 
 
 class DraftRecord:
-    """The drafts of one model and schedule so far: how many were taken, and what drafting may still lose."""
+    """The drafts of one model and schedule so far: how many were taken, what rounds took, and what they may still lose.
+
+    Attributes:
+        may_lose: by drafting, in steps of full depth.
+        pace: seconds of full depth's steps over what was expected of them, lately.
+        beyond: what rounds with drafts take beyond what is expected of their passes, in steps of full depth.
+        rounds: with drafts, since full depth's pace was taken.
+    """
 
     def __init__(self) -> None:
         self._of_all = [0.8 * _GUESSED, _GUESSED]  # taken, of how many
-        self._by_confidence = {most: [guess * _GUESSED, _GUESSED] for most, guess in _GUESSES.items()}
+        self._by_confidence = [[guess * _GUESSED, _GUESSED] for guess in _GUESSES.values()]
         self.may_lose = START
+        self.pace: deque[float] = deque(maxlen=_PACES)
+        self.beyond = 0.0
+        self.rounds = 0
 
     def taken(self, confidence: float | None = None) -> float:
         """The share of drafts that are taken: of all, or of those that had such a probability."""
         taken, count = self._of_all if confidence is None else self._by_confidence[_kind(confidence)]
         return taken / count
+
+    def shares(self) -> list[float]:
+        """The share of drafts that are taken, for each of the bounds of their probabilities."""
+        return [taken / count for taken, count in self._by_confidence]
 
     def add(self, confidence: float, taken: bool) -> None:
         """Count one draft."""
@@ -43,8 +67,8 @@ class DraftRecord:
                 counts[:] = [count / 2 for count in counts]
 
 
-def _kind(confidence: float) -> float:
-    return next(most for most in _GUESSES if confidence <= most or most == 1.0)
+def _kind(confidence: float) -> int:
+    return min(bisect_left(_BOUNDS, confidence), len(_BOUNDS) - 1)
 
 
 class DraftLength:
@@ -53,6 +77,9 @@ class DraftLength:
     A draft is worth its cost where it is likelier to be taken than the same time is to give a token otherwise: at the
     rate of rounds with the best number of drafts g, (1 - a^(g + 1)) / (1 - a) tokens a row for g drafts and a pass of
     g + 1 columns, a being the share that is taken so far.
+
+    What drafting may lose is kept account of: by the clock, where rounds are timed, else by what they are expected to
+    take.
 
     Args:
         record: what drafts have shown.
@@ -65,13 +92,30 @@ class DraftLength:
         self._seconds = seconds
         self._num_layers = num_layers
         self._known: dict[tuple[int, int], float] = {}
-        self._rows, self._rate, self._pays, self._spent = 1, 1.0, False, 0.0
+        self._rows = 1
+        self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
 
-    def start(self, rows: int, budgets: Sequence[int]) -> None:
-        """Begin a round of so many rows, whose drafts would run so many layers each."""
-        self._spent = 0.0
-        self._rate = self.rate(rows, budgets)
-        self._pays = self._rate > rows
+    @property
+    def has_pace(self) -> bool:
+        """Whether it is known what full depth's steps take by now."""
+        return bool(self._record.pace) and self._record.rounds < _PACE_LASTS
+
+    def rule(self, rows: int, budgets: Sequence[int]) -> DraftRule:
+        """What to draft in a round of so many rows, whose drafts would run so many layers each."""
+        rate, spent = self.rate(rows, budgets), self._record.beyond
+        pays = rate > rows
+        self._each = []
+        worth: list[float] = []
+        for done, budget in enumerate(budgets if pays else budgets[:1]):  # one, to see whether it still doesn't
+            columns = rows * (done + 1)
+            verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
+            each = self._cost(budget, rows) / rows + verified
+            spent += each * rows
+            if spent > self._record.may_lose:
+                break
+            self._each.append(each)
+            worth.append(rate * each / self._record.taken() if pays else -1.0)
+        return DraftRule(worth, _BOUNDS, self._record.shares())
 
     def rate(self, rows: int, budgets: Sequence[int]) -> float:
         """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays."""
@@ -82,39 +126,46 @@ class DraftLength:
             share *= self._record.taken()
             tokens += rows * share
             cost += self._cost(budget, rows)
-            rate = tokens / (cost + self._cost(self._num_layers, rows * (done + 1)))
-            if rate <= best:  # each draft gains less than the one before
-                break
-            best = rate
+            whole = cost + self._cost(self._num_layers, rows * (done + 1)) + self._record.beyond
+            best = max(best, tokens / whole)
         return best
 
-    def worth(self, reach: Sequence[float], done: int, budget: int) -> list[bool]:
-        """For each row that has `done` drafts, all of them taken with probability `reach`, whether to draft one more.
+    def learn(
+        self,
+        outcomes: Sequence[tuple[float, bool]],
+        drafts: Sequence[int],
+        tokens: int,
+        seconds: float | None = None,
+    ) -> None:
+        """End a round of full depth's pass.
 
-        A row that is told no isn't asked about again in the round.
+        Args:
+            outcomes: drafts' probabilities and whether they were taken, if that is known.
+            drafts: of each row.
+            tokens: that the round gave, of all rows.
+            seconds: that it took; None where texts mustn't depend on the clock.
         """
-        columns = self._rows * (done + 1)
-        verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
-        each = self._cost(budget, len(reach)) / len(reach) + verified
-        if self._pays:
-            found = [share * self._record.taken() > self._rate * each for share in reach]
-        else:
-            found = [done == 0] * len(reach)  # to see whether it still doesn't
-        if self._spent + each * sum(found) > self._record.may_lose:
-            return [False] * len(reach)
-        self._spent += each * sum(found)
-        return found
-
-    def learn(self, outcomes: Sequence[tuple[float, bool]], tokens: int) -> None:
-        """End a round that gave so many tokens: drafts' probabilities and whether they were taken, if that is known."""
+        record = self._record
         for confidence, taken in outcomes:
-            self._record.add(confidence, taken)
-        won = tokens / self._rows - 1 - self._spent
-        self._record.may_lose = min(MOST_HELD, self._record.may_lose + won + MAY_LOSE * tokens / self._rows)
+            record.add(confidence, taken)
+        took = 1 + sum(sum(self._each[:count]) for count in drafts)
+        if seconds is not None and record.pace and any(drafts):
+            passes = took
+            took = min(seconds / self._pace(), _STRAY * (passes + max(0.0, record.beyond)))
+            record.beyond += _NEW * (took - passes - record.beyond)
+            record.rounds += 1
+        given = tokens / self._rows
+        record.may_lose = min(MOST_HELD, max(-MOST_HELD, record.may_lose + given - took + MAY_LOSE * given))
 
-    def reach(self, confidence: float) -> float:
-        """How likely a draft of such a probability is taken, if those before it are."""
-        return self._record.taken(confidence)
+    def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
+        """End a few steps of so many rows at full depth, without drafts."""
+        self._rows, self._record.rounds = rows, 0
+        self._record.pace.append(seconds / steps / self._pass_seconds(self._num_layers, rows))
+        self._record.may_lose = min(MOST_HELD, self._record.may_lose + MAY_LOSE * steps)
+
+    def _pace(self) -> float:
+        """Seconds of a step of full depth, of the round's rows."""
+        return statistics.median(self._record.pace) * self._pass_seconds(self._num_layers, self._rows)
 
     def _cost(self, layers: int, tokens: int) -> float:
         return self._pass_seconds(layers, tokens) / self._pass_seconds(self._num_layers, self._rows)

@@ -357,13 +357,15 @@ static inline void floats(const Sums &s, float *out) {
 }
 #endif
 
-// R rows with B blocks of outputs from block `first` on: out [R][B * 16]. Weights are [outputs / 16][inputs][16].
+// R rows with B blocks of outputs from block `first` on: out [R][B * 16]; of rows beyond `count` nothing is wanted. Weights
+// are [outputs / 16][inputs][16].
 template <int R, int B>
-static inline void float_tile(const Linear &linear, const float *x, int row, int first, float *out) {
+static inline void float_tile(const Linear &linear, const float *x, int row, int count, int first, float *out) {
   enum { PARTS = 16 / LANES };
   int n = linear.inputs;
   const float *w = (const float *)linear.weight + (int64_t)first * n * 16;
-  x += (int64_t)row * n;
+  const float *at[R];
+  for (int r = 0; r < R; r++) at[r] = x + (int64_t)(row + (r < count ? r : 0)) * n;
   vf sums[R][B][PARTS] = {};
   for (int i = 0; i < n; i++) {
     vf weights[B][PARTS];
@@ -372,7 +374,7 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
       for (int p = 0; p < PARTS; p++) weights[b][p] = load(w + ((int64_t)b * n + i) * 16 + p * LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      float input = x[(int64_t)r * n + i];
+      float input = at[r][i];
 #pragma GCC unroll 4
       for (int b = 0; b < B; b++)
         for (int p = 0; p < PARTS; p++) sums[r][b][p] += weights[b][p] * input;
@@ -385,17 +387,22 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
 
 // The same with 8 bits, [outputs / 16][inputs / 4][16][4].
 template <int R, int B>
-static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int first, float *out) {
+static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
   int steps = padded_inputs(linear) / 4;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64;
-  const int8_t *x = (const int8_t *)inputs.values + (int64_t)row * inputs.stride;
+  int place[R];
+  const int8_t *at[R];
+  for (int r = 0; r < R; r++) {
+    place[r] = row + (r < count ? r : 0);
+    at[r] = (const int8_t *)inputs.values + place[r] * inputs.stride;
+  }
   Sums sums[R][B];
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) {
 #ifdef SHIFTED_BACK
       sums[r][b] = start(0);
 #else
-      sums[r][b] = start(inputs.shifts[(int64_t)(row + r) * inputs.groups]);
+      sums[r][b] = start(inputs.shifts[place[r] * inputs.groups]);
 #endif
     }
   for (int i = 0; i < steps; i++) {
@@ -403,7 +410,7 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
     for (int b = 0; b < B; b++) {
       auto weights = bytes(w + ((int64_t)b * steps + i) * 64);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) add<INT8>(sums[r][b], weights, x + r * inputs.stride + 4 * i);
+      for (int r = 0; r < R; r++) add<INT8>(sums[r][b], weights, at[r] + 4 * i);
     }
   }
   for (int r = 0; r < R; r++)
@@ -411,18 +418,23 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
       float *to = out + (r * B + b) * 16;
       floats(sums[r][b], to);
       const float *scales = linear.scale + (first + b) * 16;
-      float scale = inputs.scales[row + r];
+      float scale = inputs.scales[place[r]];
       for (int o = 0; o < 16; o++) to[o] *= scales[o] * scale;
     }
 }
 
 // The same with 4 bits: groups of 32 inputs have scales of their own.
 template <int R, int B>
-static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int first, float *out) {
+static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
   int groups = padded_inputs(linear) / GROUP;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * groups * 256;
   const bf16 *scales = (const bf16 *)linear.scale + (int64_t)first * groups * 16;
-  const int8_t *x = (const int8_t *)inputs.values + (int64_t)row * inputs.stride;
+  int place[R];
+  const int8_t *rows[R];
+  for (int r = 0; r < R; r++) {
+    place[r] = row + (r < count ? r : 0);
+    rows[r] = (const int8_t *)inputs.values + place[r] * inputs.stride;
+  }
   typedef float v16 __attribute__((vector_size(64)));
   typedef int32_t i16 __attribute__((vector_size(64)));
   typedef uint16_t h16 __attribute__((vector_size(32)));
@@ -433,14 +445,14 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
       const uint8_t *group = w + ((int64_t)b * groups + g) * 256;
       Sums sums[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r] = start(inputs.shifts[(int64_t)(row + r) * inputs.groups + g]);
+      for (int r = 0; r < R; r++) sums[r] = start(inputs.shifts[place[r] * inputs.groups + g]);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         auto both = bytes(group + 64 * i);
         auto low = low_nibbles(both), high = high_nibbles(both);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const int8_t *at = x + r * inputs.stride + g * GROUP + 8 * i;
+          const int8_t *at = rows[r] + g * GROUP + 8 * i;
           add<INT4>(sums[r], low, at);
           add<INT4>(sums[r], high, at + 4);
         }
@@ -457,7 +469,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
     }
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) {
-      v16 v = found[r][b] * inputs.scales[row + r];
+      v16 v = found[r][b] * inputs.scales[place[r]];
       __builtin_memcpy(out + (r * B + b) * 16, &v, 64);
     }
 }
@@ -489,13 +501,13 @@ static void finish(const Linear &linear, const float *found, int R, int width, i
 }
 
 template <int R, int B>
-static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int first,
+static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int count, int first,
                               const Output &to) {
   float found[R * B * 16];
-  if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, first, found);
-  else if (linear.kind == INT8) int8_tile<R, B>(linear, inputs, row, first, found);
-  else int4_tile<R, B>(linear, inputs, row, first, found);
-  finish(linear, found, R, B * 16, row, first * 16, to);
+  if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, count, first, found);
+  else if (linear.kind == INT8) int8_tile<R, B>(linear, inputs, row, count, first, found);
+  else int4_tile<R, B>(linear, inputs, row, count, first, found);
+  finish(linear, found, count, B * 16, row, first * 16, to);
 }
 
 // All rows with B blocks of outputs, as many rows at a time as there are registers for their sums.
@@ -503,12 +515,12 @@ template <int B>
 static void block_unit(const Linear &linear, const float *x, const Inputs &inputs, int rows, int first, const Output &to) {
   int row = 0;
 #if LANES == 16
-  for (; row + 12 <= rows && linear.kind != INT4; row += 12) block_rows<12, B>(linear, x, inputs, row, first, to);
-  for (; row + 8 <= rows; row += 8) block_rows<8, B>(linear, x, inputs, row, first, to);
+  for (; row + 12 <= rows && linear.kind != INT4; row += 12) block_rows<12, B>(linear, x, inputs, row, 12, first, to);
+  for (; row + 4 < rows; row += 8) block_rows<8, B>(linear, x, inputs, row, rows - row < 8 ? rows - row : 8, first, to);
 #endif
-  for (; row + 4 <= rows; row += 4) block_rows<4, B>(linear, x, inputs, row, first, to);
-  for (; row + 2 <= rows; row += 2) block_rows<2, B>(linear, x, inputs, row, first, to);
-  for (; row < rows; row++) block_rows<1, B>(linear, x, inputs, row, first, to);
+  for (; row + 2 < rows; row += 4) block_rows<4, B>(linear, x, inputs, row, rows - row < 4 ? rows - row : 4, first, to);
+  if (row + 2 == rows) block_rows<2, B>(linear, x, inputs, row, 2, first, to);
+  if (row + 1 == rows) block_rows<1, B>(linear, x, inputs, row, 1, first, to);
 }
 
 #ifdef TILES_INT8

@@ -7,6 +7,7 @@ length. Rows go on at their own pace; stopping criteria and the streamer see who
 them.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,8 +29,9 @@ from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.internals import padding_token
 from skipdecode.endings import Endings
+from skipdecode.native_steps import ChosenTokens, DraftRule
 from skipdecode.rows import rows_to_keep
-from skipdecode.runners import ColumnsRunner
+from skipdecode.runners import MOST_AHEAD, ColumnsRunner
 from skipdecode.schedule import SkipSchedule
 
 # Processors that look at no text: all tokens go through them at once.
@@ -100,6 +102,9 @@ class LosslessLoop:
         )
         self._unfinished = [True] * batch
         self._ends = Endings(stopping_criteria, batch)
+        # Whether several tokens may be chosen before anybody sees the first of them: drafts, and full depth's own.
+        self._ahead = not logits_processor and not generation_config.do_sample and not self._handed_out
+        self._plain = self._ahead and streamer is None and self._ends.known
         self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # what drafts are drawn from
         self._confidence: dict[int, list[float]] = {row: [] for row in range(batch)}  # largest of these probabilities
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
@@ -109,18 +114,22 @@ class LosslessLoop:
     def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode every row to its end. Returns what `decode_loop` does."""
         logits = self._runner.prefill(self.texts[:, : self.prompt])
-        self._length.start(len(self.running), [])
-        self._extend(self.running, [0] * len(self.running), logits)
+        self._length.rule(len(self.running), [])
+        self._extend(self.running, [0] * len(self.running), logits, None)
         del logits  # those of a prefill are large
         while not self._show():
             self._let_rows_leave()
             rows = [row for row in self.running if self._goes_on(row)]
-            drafts = self._draft(rows)
+            start = time.perf_counter()
+            drafts = [] if self._plain and not self._length.has_pace else self._draft(rows)
+            if self._plain and not any(drafts) and self._go_on(rows, start):
+                continue
+            drafts = drafts or [0] * len(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
             logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
             self._drafts.rounds += 1
             self._drafts.layers += len(self._runner.all_layers)
-            self._extend(rows, drafts, logits)
+            self._extend(rows, drafts, logits, start if self._ahead else None)
         if self._streamer is not None:
             self._streamer.end()
         texts = self.texts[:, : self.prompt + self.shown]
@@ -136,28 +145,40 @@ class LosslessLoop:
 
     def _goes_on(self, row: int) -> bool:
         """True for a row that needs more tokens."""
-        return self.counts[row] < self.most and (not self.ended[row] or self._handed_out)
+        return self.counts[row] < self._most(row) and (not self.ended[row] or self._handed_out)
+
+    def _most(self, row: int) -> int:
+        """New tokens that a row may have."""
+        return self.most if self._handed_out else int(min(self.most, self._ends.room(row, self.prompt)))
 
     def _draft(self, rows: Sequence[int]) -> list[int]:
         """Draft tokens of `rows` behind their texts. Returns how many each got."""
         self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
-        room = {row: min(MOST_DRAFTS, self.most - self.counts[row] - 1) for row in rows}
+        room = {row: min(MOST_DRAFTS, self._most(row) - self.counts[row] - 1) for row in rows}
         drafting = [row for row in rows if room[row] and not self.ended[row]]
         # Of several rows the earliest says the layers.
         first = min((self.counts[row] for row in drafting), default=1) - 1
         budgets = [self._schedule.budget(first + n) for n in range(max(room.values()))]
-        self._length.start(len(rows), budgets)
+        rule = self._length.rule(len(rows), budgets)
+        layers = [self._schedule.layers_for(budget) for budget in budgets[: len(rule.worth)]]
+        most = [min(room[row], len(layers)) for row in drafting]
+        found = self._choose(drafting, layers, most, rule) if self._ahead and any(most) else None
+        if found is not None:
+            assert found.probabilities is not None
+            for row, count, sure in zip(drafting, found.counts, found.probabilities.tolist(), strict=True):
+                self._confidence[row] = sure[:count]
+            self._drafts.drafted += sum(found.counts)
+            self._drafts.layers += sum(budgets[: max(found.counts)])
+            return [len(self._confidence[row]) for row in rows]
         reach = dict.fromkeys(rows, 1.0)
-        for done, budget in enumerate(budgets):
-            drafting = [row for row in drafting if done < room[row]]
-            worth = self._length.worth([reach[row] for row in drafting], done, budget) if drafting else []
-            drafting = [row for row, yes in zip(drafting, worth, strict=True) if yes]
+        for done, (least, chosen) in enumerate(zip(rule.worth, layers, strict=True)):
+            drafting = [row for row in drafting if done < room[row] and reach[row] > least]
             if not drafting:
                 break
             tokens, starts, counts = self._columns(drafting, [1] * len(drafting), skip=done)
-            logits = self._runner.run(tokens, starts, counts, self._schedule.layers_for(budget))
+            logits = self._runner.run(tokens, starts, counts, chosen)
             self._drafts.drafted += len(drafting)
-            self._drafts.layers += budget
+            self._drafts.layers += len(chosen)
             scores = self._process(drafting, [1] * len(drafting), logits, skip=done)
             probabilities = torch.softmax(scores, dim=-1)
             confidence, drafted = probabilities.max(dim=-1)
@@ -171,10 +192,41 @@ class LosslessLoop:
                 self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
             for row, token, sure in zip(drafting, drafted.tolist(), confidence.tolist(), strict=True):
                 self._confidence[row].append(sure)
-                reach[row] *= self._length.reach(sure)
+                reach[row] *= rule.share(sure)
                 if token in self._ends.tokens:
                     room[row] = 0  # nothing follows
         return [len(self._confidence[row]) for row in rows]
+
+    def _go_on(self, rows: Sequence[int], start: float) -> bool:
+        """Give `rows` full depth's next tokens, several without a draft. Returns False where that can't be."""
+        most = [min(MOST_AHEAD, self._most(row) - self.counts[row]) for row in rows]
+        found = self._choose(rows, [self._runner.all_layers] * max(most), most, None)
+        if found is None:
+            self._plain = False
+            return False
+        steps = max(found.counts)
+        self._drafts.rounds += steps
+        self._drafts.layers += steps * len(self._runner.all_layers)
+        for row, count in zip(rows, found.counts, strict=True):
+            self.counts[row] += count
+            if int(self.texts[row, self.prompt + self.counts[row] - 1]) in self._ends.tokens:
+                self._end(row, self.counts[row])
+        self._length.learn_pace(len(rows), steps, time.perf_counter() - start)
+        return True
+
+    def _choose(
+        self, rows: Sequence[int], layers: Sequence[Sequence[int]], most: Sequence[int], rule: DraftRule | None
+    ) -> ChosenTokens | None:
+        """Choose tokens of `rows` behind their texts, and write them there; None where only a step at a time will do."""
+        last = [self.prompt + self.counts[row] - 1 for row in rows]
+        tokens = self.texts[rows, last] if len(rows) > 1 else self.texts[rows[0], last[0] : last[0] + 1]
+        places = [self.running.index(row) for row in rows]
+        starts = [self.counts[row] - 1 for row in rows]
+        found = self._runner.choose(tokens, places, starts, layers, most, self._ends.tokens, rule)
+        if found is not None:
+            for row, at, count, new in zip(rows, last, found.counts, found.tokens, strict=True):
+                self.texts[row, at + 1 : at + 1 + count] = new[:count]
+        return found
 
     def _columns(
         self, rows: Sequence[int], counts: Sequence[int], skip: int = 0
@@ -219,10 +271,13 @@ class LosslessLoop:
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
         return scores
 
-    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> None:
+    def _extend(
+        self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor, since: float | None
+    ) -> None:
         """Give `rows` the drafts that full depth takes, so many at most, and its own next token.
 
-        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts.
+        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts; `since` is the time when
+        the round began, where it counts.
         """
         scores = self._process(rows, [1 + count for count in counts], logits)
         starts = [self.prompt + self.counts[row] for row in rows]
@@ -250,7 +305,8 @@ class LosslessLoop:
             if new[-1] in self._ends.tokens:
                 self._end(row, self.counts[row])
             first += count + 1
-        self._length.learn(outcomes, sum(self.counts[row] for row in rows) - before)
+        given = sum(self.counts[row] for row in rows) - before
+        self._length.learn(outcomes, counts, given, None if since is None else time.perf_counter() - since)
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""

@@ -1,9 +1,11 @@
 """The decode steps of a lean decoder by the compiled kernels: their structs of a model, a step and its cache."""
 
 import ctypes
+import functools
 import weakref
+from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,7 +49,7 @@ class DraftRule(NamedTuple):
     """What stops drafting a text's next tokens.
 
     Attributes:
-        worth: for each draft, how likely those before it must all be taken, at least, for it to be made.
+        worth: for each draft, how likely those before it must all be taken for it to be made: likelier than that.
         bounds: probabilities, rising to 1.
         shares: how likely drafts are taken whose probability is up to each of them.
     """
@@ -55,6 +57,10 @@ class DraftRule(NamedTuple):
     worth: Sequence[float]
     bounds: Sequence[float]
     shares: Sequence[float]
+
+    def share(self, probability: float) -> float:
+        """How likely a draft of such a probability is taken."""
+        return self.shares[min(bisect_left(self.bounds, probability), len(self.shares) - 1)]
 
 
 class ChosenTokens(NamedTuple):
@@ -154,11 +160,11 @@ class NativeSteps:
             held[index].length = end if held[index].generated else 0
         alive: dict[str, Any] = {
             "layers": self._layers(layers, cache, passing),
-            "row": (c_int32 * tokens)(*rows),
-            "column": (c_int32 * tokens)(*columns),
+            "row": array("i", rows),
+            "column": array("i", columns),
         }
         step = StepStruct(
-            **{name: ctypes.addressof(value) for name, value in alive.items()},
+            **{name: _place_of(value) for name, value in alive.items()},
             layer_count=len(layers),
             tokens=tokens,
             hidden_size=self._hidden_size,
@@ -189,8 +195,8 @@ class NativeSteps:
             step.bias_row_stride = bias.stride(0) if len(bias) > 1 else 0
             step.bias_head_stride = bias.stride(1) if bias.shape[1] > 1 else 0
         if last is not None:
-            alive["last"] = (c_int32 * len(last))(*last)
-            step.last, step.last_count = ctypes.addressof(alive["last"]), len(last)
+            alive["last"] = array("i", last)
+            step.last, step.last_count = _place_of(alive["last"]), len(last)
         if self._head is None:
             return step, None, alive
         logits = torch.empty(tokens if last is None else len(last), self._head.struct.outputs)
@@ -232,25 +238,26 @@ class NativeSteps:
         known = {id(each): self._layers(each, cache, None) for each in layers}
         chosen = torch.empty(steps, texts, dtype=torch.int64)
         probabilities = torch.empty(steps, texts) if rule is not None else None
-        counts = (c_int32 * texts)()
+        counts = array("i", [0] * texts)
         greedy = GreedyStruct(
             rotary_step=alive["rotary"][0].stride(0) if rotary is not None else 0,
             chosen=chosen.data_ptr(),
             probabilities=address(probabilities),
-            counts=ctypes.addressof(counts),
+            counts=_place_of(counts),
             steps=steps,
             end_count=len(ends),
             kinds=len(rule.bounds) if rule is not None else 0,
         )
         arrays = {
-            "layers": (c_void_p * steps)(*[ctypes.addressof(known[id(each)]) for each in layers]),
-            "layer_counts": (c_int32 * steps)(*map(len, layers)),
-            "ends": (c_int64 * len(ends))(*ends),
-            "most": (c_int32 * texts)(*most),
-            **{name: (c_float * len(part))(*part) for name, part in (rule._asdict() if rule is not None else {}).items()},
+            "layers": array("Q", [_place_of(known[id(each)]) for each in layers]),
+            "layer_counts": array("i", map(len, layers)),
+            "ends": array("q", ends),
+            "most": array("i", most),
         }
-        for name, array in arrays.items():
-            setattr(greedy, name, ctypes.addressof(array))
+        if rule is not None:
+            arrays |= {name: array("f", values) for name, values in rule._asdict().items()}
+        for name, values in arrays.items():
+            setattr(greedy, name, _place_of(values))
         if inputs.position_ids is not None:
             greedy.position_ids = step.position_ids
         if self._kernels.greedy(self._kernels.number, step, greedy) < 0:
@@ -320,7 +327,7 @@ class NativeSteps:
         key = tuple(layers)
         if key in known and passing is None:
             return known[key]
-        structs = (LayerStruct * len(layers))()
+        structs = _layer_structs(len(layers))()
         for struct, index in zip(structs, layers, strict=True):
             layer = cast(Any, cache.layers[index])
             keys, values = passing if passing is not None and not layer.generated else layer.buffers
@@ -388,6 +395,17 @@ def native_steps(
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
     return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
+
+
+@functools.cache
+def _layer_structs(count: int) -> Any:
+    """The type of so many structs: one that nobody holds is a cycle, which Python's collector has to find."""
+    return LayerStruct * count
+
+
+def _place_of(held: Any) -> int:
+    """The address of an array's values, or of a ctypes object."""
+    return held.buffer_info()[0] if isinstance(held, array) else ctypes.addressof(held)
 
 
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

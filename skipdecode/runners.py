@@ -17,6 +17,7 @@ from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
+from skipdecode.native_steps import ChosenTokens, DraftRule
 from skipdecode.projections import Weights
 from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
@@ -239,6 +240,19 @@ class ColumnsRunner:
         else:
             inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
         return self.decoder(tokens, layers, self.cache, inputs)
+
+    def choose(
+        self,
+        tokens: torch.Tensor,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        layers: Sequence[Sequence[int]],
+        most: Sequence[int],
+        ends: Collection[int],
+        rule: DraftRule | None,
+    ) -> ChosenTokens | None:
+        """Run a token of each of `rows` and what is chosen behind it, as `NativeSteps.choose`; None where that can't be."""
+        return self.decoder.choose(tokens, layers, self.cache, self._step_inputs, rows, starts, most, ends, rule)
 
     def roll_back(self, steps: int) -> None:
         """Hold the columns of the prompt and of so many generated tokens alone."""

@@ -17,10 +17,19 @@ from skipdecode.profile import Profile, TimedBatch
 LAYERS = 12
 
 
-def speed(taken: float, draft: int, column: float, tokens: int, record: DraftRecord, rows: int = 1) -> float:
+def speed(
+    taken: float,
+    draft: int,
+    column: float,
+    tokens: int,
+    record: DraftRecord,
+    rows: int = 1,
+    between: float | None = None,
+) -> float:
     """Times that a text is faster than at full depth: a draft runs so many layers and is taken with one probability.
 
-    `column` is what another column of a verification costs, in steps.
+    `column` is what another column of a verification costs, in steps. With `between`, rounds are timed, and each with
+    drafts takes so much more than is expected of its passes.
     """
 
     def seconds(layers: int, passed: int) -> float:
@@ -29,25 +38,40 @@ def speed(taken: float, draft: int, column: float, tokens: int, record: DraftRec
     length = DraftLength(record, seconds, LAYERS)
     cost = given = 0.0
     while given < tokens * rows:
-        length.start(rows, [draft] * MOST_DRAFTS)
-        drafts, drafting = [0] * rows, list(range(rows))
-        for done in range(MOST_DRAFTS):
-            worth = length.worth([record.taken(0.8) ** done] * len(drafting), done, draft) if drafting else []
-            drafting = [row for row, yes in zip(drafting, worth, strict=True) if yes]
-            if drafting:
-                cost += seconds(draft, len(drafting))
+        if between is not None and not length.has_pace:
+            length.learn_pace(rows, 16, 16 * seconds(LAYERS, rows))
+            cost += 16 * seconds(LAYERS, rows)
+            given += 16 * rows
+            continue
+        rule = length.rule(rows, [draft] * MOST_DRAFTS)
+        drafts, reach, took = [0] * rows, [1.0] * rows, 0.0
+        for least in rule.worth:
+            drafting = [row for row in range(rows) if drafts[row] == max(drafts) and reach[row] > least]
+            took += seconds(draft, len(drafting)) if drafting else 0.0
             for row in drafting:
                 drafts[row] += 1
-        cost += seconds(LAYERS, rows + sum(drafts))
+                reach[row] *= rule.share(0.8)
+        took += seconds(LAYERS, rows + sum(drafts)) + (between or 0.0) * any(drafts)
         outcomes = []
         for count in drafts:
             found = [random.random() < taken for _ in range(count)]
             known = [*found, False].index(False)
             outcomes += [(0.8, True)] * known + [(0.8, False)] * (known < count)
         new = rows + sum(right for _, right in outcomes)
-        length.learn(outcomes, new)
+        length.learn(outcomes, drafts, new, None if between is None else took)
+        cost += took
         given += new
     return given / rows * seconds(LAYERS, rows) / cost
+
+
+def best_speed(taken: float, draft: int, column: float, rows: int, between: float = 0.0) -> float:
+    """That of the best number of drafts, always the same."""
+    step, best = 1 + column * (rows - 1), 1.0
+    for drafts in range(1, MOST_DRAFTS + 1):
+        given = sum(taken**n for n in range(drafts + 1))
+        whole = drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1) + between
+        best = max(best, given * step / whole)
+    return best
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -57,14 +81,42 @@ def test_the_speed_is_near_the_best_and_hardly_ever_below_full_depths(
     taken: float, draft: int, column: float, rows: int
 ) -> None:
     random.seed(1)
-    step = 1 + column * (rows - 1)
-    best = 1.0
-    for drafts in range(1, MOST_DRAFTS + 1):
-        given = sum(taken**n for n in range(drafts + 1))
-        whole = drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1)
-        best = max(best, given * step / whole)
-    assert speed(taken, draft, column, 2000, DraftRecord(), rows) > 0.94 * best
+    assert speed(taken, draft, column, 2000, DraftRecord(), rows) > 0.94 * best_speed(taken, draft, column, rows)
     assert all(speed(0, draft, column, 32, DraftRecord(), rows) > 0.94 for _ in range(9))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("between", [0, 0.5, 0.8])
+@pytest.mark.parametrize("taken", [0, 0.3, 0.6, 0.85, 0.95])
+def test_what_the_clock_says_counts_where_rounds_take_longer_than_their_passes(
+    taken: float, between: float, rows: int
+) -> None:
+    random.seed(1)
+    best = best_speed(taken, 3, 0.03, rows, between)
+    assert speed(taken, 3, 0.03, 4000, DraftRecord(), rows, between) > 0.9 * best
+    assert speed(taken, 3, 0.03, 4000, DraftRecord(), rows, 4 * between) > 0.97, "whatever comes between"
+
+
+def test_a_round_that_the_machine_interrupted_does_not_end_drafting() -> None:
+    record = DraftRecord()
+    length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
+    length.learn_pace(1, 16, 16.0)
+    for seconds in [1.5] * 20 + [500.0] + [1.5] * 20:
+        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
+        length.learn([(0.95, True)] * count, [count], 1 + count, seconds)
+    assert count > 3
+
+
+def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
+    length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
+    assert not length.has_pace
+    length.learn_pace(1, 16, 16.0)
+    rounds = 0
+    while length.has_pace:
+        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
+        length.learn([(0.95, True)] * count, [count], 1 + count, 1.5)
+        rounds += 1
+    assert rounds == 300
 
 
 def test_an_unsure_draft_is_the_last() -> None:
@@ -74,9 +126,9 @@ def test_an_unsure_draft_is_the_last() -> None:
         record.add(0.95, True)
     length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
     record.may_lose = 9
-    length.start(2, [3] * MOST_DRAFTS)
-    assert length.worth([1, 1], 0, 3) == [True, True]
-    assert length.worth([record.taken(0.2), record.taken(0.95)], 1, 3) == [False, True]
+    rule = length.rule(2, [3] * MOST_DRAFTS)
+    assert rule.worth[0] < 1
+    assert rule.share(0.2) == record.taken(0.2) < rule.worth[1] < rule.share(0.95) == record.taken(0.95)
 
 
 def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:

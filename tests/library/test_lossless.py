@@ -121,13 +121,21 @@ def test_processors_see_each_row_at_its_own_length(request_: dict[str, Any]) -> 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Of each pass behind the prompt, how many layers it ran, and how many columns of each row."""
     found: list[tuple[int, list[int]]] = []
-    run = ColumnsRunner.run
+    run, choose = ColumnsRunner.run, ColumnsRunner.choose
 
     def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
         found.append((len(layers), list(counts)))
         return run(self, tokens, starts, counts, layers)
 
+    def noted_one_by_one(self: Any, tokens: Any, rows: Any, starts: Any, layers: Any, *rest: Any) -> Any:
+        chosen = choose(self, tokens, rows, starts, layers, *rest)
+        if chosen is not None:
+            for n in range(max(chosen.counts)):
+                found.append((len(layers[n]), [int(count > n) for count in chosen.counts]))
+        return chosen
+
     monkeypatch.setattr(ColumnsRunner, "run", noted)
+    monkeypatch.setattr(ColumnsRunner, "choose", noted_one_by_one)
     return found
 
 
@@ -151,6 +159,7 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
         return logits if len(layers) == LAYERS else -logits
 
     monkeypatch.setattr(ColumnsRunner, "run", wrong)
+    monkeypatch.setattr(ColumnsRunner, "choose", lambda *_: None)
     (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
     assert torch.equal(ours, theirs)
     assert sum(layers == LAYERS for layers, _ in passes) == 19

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from skipdecode import SkipSchedule
 from skipdecode.draft_length import DraftLength
 from skipdecode.native import kernels
+from skipdecode.native_steps import DraftRule
 
 FULL = SkipSchedule.full_depth(LAYERS)
 
@@ -38,11 +39,16 @@ DRAFTS = [1, 3, 12, "ragged", "as it pays"]
 def drafting(drafts: int | str) -> Iterator[None]:
     """Draft as one of `DRAFTS` says: the models of tests are random, so that it hardly ever pays."""
 
-    def worth(_: DraftLength, reach: list[float], done: int, budget: int) -> list[bool]:
-        return [done < drafts if isinstance(drafts, int) else (row + done) % 3 > 0 for row in range(len(reach))]
+    def rule(_: DraftLength, rows: int, budgets: list[int]) -> DraftRule:
+        if isinstance(drafts, int):
+            return DraftRule([-1.0] * min(drafts, len(budgets)), [1.0], [1.0])
+        bounds = [n / 300 for n in range(1, 301)]  # probabilities of random models are small and unlike one another
+        return DraftRule([0.5] * len(budgets), bounds, [float(n % 3 > 0) for n in range(300)])
 
-    own: Any = DraftLength.worth
-    with mock.patch.object(DraftLength, "worth", own if drafts == "as it pays" else worth):
+    if drafts == "as it pays":
+        yield
+        return
+    with mock.patch.object(DraftLength, "rule", rule), mock.patch.object(DraftLength, "has_pace", True):
         yield
 
 
