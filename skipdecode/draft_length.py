@@ -13,6 +13,7 @@ from skipdecode.profile import Profile
 from skipdecode.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
+MOST_ROUNDS = 4  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
 START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
@@ -117,6 +118,12 @@ class DraftLength:
             worth.append(rate * each / self._record.taken() if pays else -1.0)
         return DraftRule(worth, _BOUNDS, self._record.shares())
 
+    @property
+    def rounds(self) -> int:
+        """Rounds with what `rule` said last that may be run before it is asked again."""
+        spent = self._record.beyond + self._rows * sum(self._each)
+        return max(1, int(min(MOST_ROUNDS, self._record.may_lose / max(spent, 1e-9))))
+
     def rate(self, rows: int, budgets: Sequence[int]) -> float:
         """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays."""
         self._rows = rows
@@ -135,6 +142,7 @@ class DraftLength:
         outcomes: Sequence[tuple[float, bool]],
         drafts: Sequence[int],
         tokens: int,
+        rows: int,
         seconds: float | None = None,
     ) -> None:
         """End a round of full depth's pass.
@@ -143,9 +151,10 @@ class DraftLength:
             outcomes: drafts' probabilities and whether they were taken, if that is known.
             drafts: of each row.
             tokens: that the round gave, of all rows.
+            rows: that it ran.
             seconds: that it took; None where texts mustn't depend on the clock.
         """
-        record = self._record
+        record, self._rows = self._record, rows
         for confidence, taken in outcomes:
             record.add(confidence, taken)
         took = 1 + sum(sum(self._each[:count]) for count in drafts)

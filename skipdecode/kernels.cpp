@@ -60,17 +60,23 @@ struct Step {
 struct Greedy {
   const Layer *const *layers;  // of each step
   const int32_t *layer_counts;
-  const int64_t *position_ids;  // [steps][texts]
-  int64_t rotary_step;          // from a step's cosines and sines to the next one's
+  const int64_t *position_ids;  // [tokens][texts]
+  int64_t rotary_token;         // from a token's cosines and sines to those of its text's next one
   const int64_t *ends;          // tokens that end a text
   const int32_t *most;          // tokens of each text at most
-  // What stops drafting, or null: a text's step i runs where the product of its drafts' shares is larger than worth[i].
-  // A draft has the share of the first of the bounds that its probability isn't beyond.
+  int64_t *chosen;              // out: [tokens][texts]
+  int32_t *counts;              // out: tokens of each text
+  int32_t steps, end_count;
+};
+// Rounds of drafts, which run a round's steps each.
+struct Drafts {
+  const Layer *all_layers;
+  // What stops drafting: a text's step i runs where the product of its drafts' shares is larger than worth[i]. A draft has
+  // the share of the first of the bounds that its probability isn't beyond.
   const float *worth, *bounds, *shares;
-  int64_t *chosen;      // out: [steps][texts]
-  float *probabilities;  // out: of what is chosen, or null
-  int32_t *counts;      // out: tokens of each text
-  int32_t steps, end_count, kinds;
+  float *probabilities;         // out: of the drafts [rounds][steps][texts]
+  int32_t *drafted, *agreed;    // out: of each text [rounds][texts]; agreed -1 where it had ended
+  int32_t all_count, kinds, rounds;
 };
 }
 
@@ -179,7 +185,7 @@ struct Scratch {
     return at;
   }
 };
-static thread_local Scratch scratch, of_texts;
+static thread_local Scratch scratch, of_texts, of_drafts;
 
 static void widest(const Linear &linear, Inputs &inputs) {
   int64_t padded = (padded_inputs(linear) + 63) / 64 * 64;
@@ -198,11 +204,64 @@ static void lay_out(Inputs &inputs, int64_t rows) {
   inputs.shifts = scratch.take<int32_t>(rows * inputs.groups);
 }
 
+extern "C" int skipdecode_step(int set, const Step *step);
+
+static bool ends(const Greedy &run, int64_t token) {
+  for (int e = 0; e < run.end_count; e++)
+    if (token == run.ends[e]) return true;
+  return false;
+}
+
+// The tokens of a pass, each of a text and at a place among those that follow the text's first one.
+struct Tokens {
+  int set, count = 0;
+  const Step &first;
+  const Greedy &run;
+  int32_t *text, *row, *column;
+  int64_t *token, *position, *found;
+  float *probability, *cos, *sin, *logits;
+
+  Tokens(int set, const Step &first, const Greedy &run, int64_t most) : set(set), first(first), run(run) {
+    int64_t vocabulary = first.head->outputs;
+    of_texts.need(most * (3 * 4 + 3 * 8 + 4 * (1 + 2 * first.rotated + vocabulary)) + 64 * 10);
+    text = of_texts.take<int32_t>(most), row = of_texts.take<int32_t>(most), column = of_texts.take<int32_t>(most);
+    token = of_texts.take<int64_t>(most), position = of_texts.take<int64_t>(most), found = of_texts.take<int64_t>(most);
+    probability = of_texts.take<float>(most);
+    cos = of_texts.take<float>(most * first.rotated), sin = of_texts.take<float>(most * first.rotated);
+    logits = of_texts.take<float>(most * vocabulary);
+  }
+  void add(int t, int place, int64_t id) {
+    int r = count++;
+    text[r] = t;
+    row[r] = first.row[t];
+    column[r] = first.column[t] + place;
+    token[r] = id;
+    if (run.position_ids) position[r] = run.position_ids[(int64_t)place * first.tokens + t];
+    int64_t from = place * run.rotary_token + (int64_t)t * first.rotary_stride;
+    if (!first.rotated) return;
+    __builtin_memcpy(cos + (int64_t)r * first.rotated, first.cos + from, 4 * first.rotated);
+    __builtin_memcpy(sin + (int64_t)r * first.rotated, first.sin + from, 4 * first.rotated);
+  }
+  // Run them and find what follows each. Returns as `skipdecode_step` does.
+  int choose(const Layer *layers, int layer_count, int with_probability) {
+    Step step = first;
+    step.layers = layers, step.layer_count = layer_count, step.tokens = count;
+    step.token_ids = token, step.position_ids = position, step.row = row, step.column = column, step.logits = logits;
+    step.cos = cos, step.sin = sin, step.rotary_stride = first.rotated;
+    step.one_token_a_row = 1;
+    for (int r = 1; r < count; r++) step.one_token_a_row &= text[r] != text[r - 1];
+    if (skipdecode_step(set, &step)) return 1;
+    SETS[set].choose(logits, count, first.head->outputs, step.cache_type == BFLOAT16, step.threads, found,
+                     with_probability ? probability : 0);
+    return 0;
+  }
+};
+
 #pragma GCC visibility push(default)
 extern "C" {
 
 // What the structs take, for a caller to see that they are the ones that it knows.
-int skipdecode_layout() { return sizeof(Block) * 1000000 + sizeof(Step) * 1000 + sizeof(Greedy); }
+int skipdecode_layout() { return sizeof(Block) * 1000000 + sizeof(Step) * 1000 + sizeof(Greedy) + sizeof(Drafts); }
 
 int skipdecode_sets() { return sizeof SETS / sizeof *SETS; }
 const char *skipdecode_set_name(int set) { return SETS[set].name; }
@@ -246,63 +305,89 @@ int skipdecode_step(int set, const Step *step) {
   return 0;
 }
 
-// The number of steps that were run, until every text had ended; -1 as `skipdecode_step` returns 1.
+// The number of tokens of the text that got most, once every text has ended; -1 as `skipdecode_step` returns 1.
 int skipdecode_greedy(int set, const Step *first, const Greedy *run) {
-  int texts = first->tokens, vocabulary = first->head->outputs, rotated = first->rotated;
-  of_texts.need(texts * (8 * 3 + 4 * (5 + 2 * (int64_t)rotated + vocabulary)) + 64 * 16);
-  int64_t *token = of_texts.take<int64_t>(texts), *position = of_texts.take<int64_t>(texts);
-  int64_t *found = of_texts.take<int64_t>(texts);
-  int32_t *text = of_texts.take<int32_t>(texts), *row = of_texts.take<int32_t>(texts), *column = of_texts.take<int32_t>(texts);
-  float *reach = of_texts.take<float>(texts), *probability = of_texts.take<float>(texts);
-  float *cos = of_texts.take<float>((int64_t)texts * rotated), *sin = of_texts.take<float>((int64_t)texts * rotated);
-  float *logits = of_texts.take<float>((int64_t)texts * vocabulary);
-  int running = 0;
+  int texts = first->tokens, most = 0;
+  Tokens tokens(set, *first, *run, texts);
   for (int t = 0; t < texts; t++) {
     run->counts[t] = 0;
-    reach[t] = 1;
-    if (run->most[t] > 0) text[running++] = t;
+    if (run->most[t] > 0) tokens.add(t, 0, first->token_ids[t]);
   }
-  Step step = *first;
-  step.token_ids = token, step.position_ids = position, step.row = row, step.column = column, step.logits = logits;
-  step.cos = cos, step.sin = sin, step.rotary_stride = rotated, step.one_token_a_row = 1;
-  for (int i = 0; i < run->steps; i++) {
-    int count = 0;
-    for (int r = 0; r < running; r++)
-      if (!run->worth || reach[text[r]] > run->worth[i]) text[count++] = text[r];
-    running = count;
-    if (!running) return i;
-    for (int r = 0; r < running; r++) {
-      int t = text[r];
-      token[r] = i ? run->chosen[(int64_t)(i - 1) * texts + t] : first->token_ids[t];
-      if (run->position_ids) position[r] = run->position_ids[(int64_t)i * texts + t];
-      row[r] = first->row[t];
-      column[r] = first->column[t] + i;
-      int64_t from = i * run->rotary_step + (int64_t)t * first->rotary_stride;
-      __builtin_memcpy(cos + (int64_t)r * rotated, first->cos + from, 4 * rotated);
-      __builtin_memcpy(sin + (int64_t)r * rotated, first->sin + from, 4 * rotated);
+  for (int i = 0; i < run->steps && tokens.count; i++) {
+    if (tokens.choose(run->layers[i], run->layer_counts[i], 0)) return -1;
+    most = i + 1;
+    int going = tokens.count;
+    tokens.count = 0;
+    for (int r = 0; r < going; r++) {
+      int t = tokens.text[r];
+      int64_t found = run->chosen[(int64_t)i * texts + t] = tokens.found[r];
+      if (++run->counts[t] < run->most[t] && !ends(*run, found)) tokens.add(t, i + 1, found);
     }
-    step.tokens = running;
-    step.layers = run->layers[i];
-    step.layer_count = run->layer_counts[i];
-    if (skipdecode_step(set, &step)) return -1;
-    SETS[set].choose(logits, running, vocabulary, step.cache_type == BFLOAT16, step.threads, found,
-                     run->probabilities ? probability : 0);
-    count = 0;
-    for (int r = 0; r < running; r++) {
-      int t = text[r], ended = ++run->counts[t] >= run->most[t];
-      run->chosen[(int64_t)i * texts + t] = found[r];
-      for (int e = 0; e < run->end_count; e++) ended |= found[r] == run->ends[e];
-      if (run->probabilities) {
-        run->probabilities[(int64_t)i * texts + t] = probability[r];
-        int kind = 0;
-        while (kind + 1 < run->kinds && probability[r] > run->bounds[kind]) kind++;
-        reach[t] *= run->shares[kind];
+  }
+  return most;
+}
+
+// Rounds of drafts under a schedule, which one pass of all layers verifies. Returns as `skipdecode_greedy` does.
+int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Drafts *rule) {
+  int texts = first->tokens, steps = run->steps, most = 0, running = texts;
+  Tokens tokens(set, *first, *run, (int64_t)texts * (steps + 1));
+  of_drafts.need(texts * (8 * (steps + 2) + 4) + 64 * 3);
+  int64_t *drafts = of_drafts.take<int64_t>((int64_t)texts * (steps + 1));  // of each text its last token, and its drafts
+  int64_t *last = of_drafts.take<int64_t>(texts);
+  float *reach = of_drafts.take<float>(texts);
+  for (int t = 0; t < texts; t++) {
+    run->counts[t] = 0;
+    last[t] = run->most[t] > 0 ? first->token_ids[t] : -1;
+  }
+  for (int round = 0; round < rule->rounds; round++) {
+    int32_t *drafted = rule->drafted + (int64_t)round * texts, *agreed = rule->agreed + (int64_t)round * texts;
+    float *probabilities = rule->probabilities + (int64_t)round * steps * texts;
+    tokens.count = running = 0;
+    for (int t = 0; t < texts; t++) {
+      drafted[t] = 0;
+      agreed[t] = -1;
+      reach[t] = 1;
+      drafts[(int64_t)t * (steps + 1)] = last[t];
+      if (last[t] < 0) continue;
+      running++;
+      if (run->most[t] > run->counts[t] + 1 && steps && reach[t] > rule->worth[0]) tokens.add(t, run->counts[t], last[t]);
+    }
+    if (!running) break;
+    for (int i = 0; i < steps && tokens.count; i++) {
+      if (tokens.choose(run->layers[i], run->layer_counts[i], 1)) return -1;
+      int going = tokens.count;
+      tokens.count = 0;
+      for (int r = 0; r < going; r++) {
+        int t = tokens.text[r], kind = 0;
+        int64_t found = drafts[(int64_t)t * (steps + 1) + ++drafted[t]] = tokens.found[r];
+        float probability = probabilities[(int64_t)i * texts + t] = tokens.probability[r];
+        while (kind + 1 < rule->kinds && probability > rule->bounds[kind]) kind++;
+        reach[t] *= rule->shares[kind];
+        int room = run->most[t] - run->counts[t] - 1 - drafted[t];
+        if (i + 1 < steps && room > 0 && !ends(*run, found) && reach[t] > rule->worth[i + 1])
+          tokens.add(t, run->counts[t] + i + 1, found);
       }
-      if (!ended) text[count++] = t;
     }
-    running = count;
+    for (int t = 0; t < texts; t++)
+      for (int i = 0; last[t] >= 0 && i <= drafted[t]; i++)
+        tokens.add(t, run->counts[t] + i, drafts[(int64_t)t * (steps + 1) + i]);
+    if (tokens.choose(rule->all_layers, rule->all_count, 0)) return -1;
+    for (int r = 0; r < tokens.count;) {
+      int t = tokens.text[r];
+      const int64_t *mine = drafts + (int64_t)t * (steps + 1) + 1, *theirs = tokens.found + r;
+      int same = 0, ended = 0;
+      while (same < drafted[t] && mine[same] == theirs[same]) same++;
+      agreed[t] = same;
+      for (int i = 0; i <= same && !ended; i++) {
+        run->chosen[(int64_t)run->counts[t] * texts + t] = theirs[i];
+        ended = ++run->counts[t] >= run->most[t] || ends(*run, theirs[i]);
+      }
+      last[t] = ended ? -1 : theirs[same];
+      if (run->counts[t] > most) most = run->counts[t];
+      r += drafted[t] + 1;
+    }
   }
-  return run->steps;
+  return most;
 }
 
 void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {

@@ -39,7 +39,7 @@ from skipdecode.internals import (
     version,
 )
 from skipdecode.native import kernels
-from skipdecode.native_steps import ChosenTokens, DraftRule, native_steps
+from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, NativeSteps, TextsAtHand, native_steps
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Weights
 
@@ -154,22 +154,31 @@ class LeanDecoder:
         return self.logits(hidden)
 
     def choose(
-        self,
-        tokens: torch.Tensor,
-        layers: Sequence[Sequence[int]],
-        cache: PlannedCache,
-        prepared: PreparedInputs,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        most: Sequence[int],
-        ends: Collection[int],
-        rule: DraftRule | None = None,
+        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], cache: PlannedCache, prepared: PreparedInputs
     ) -> ChosenTokens | None:
         """As `NativeSteps.choose`; None where only a step at a time will do."""
+        native = self._choosing(len(texts.tokens))
+        return native.choose(texts, layers, cache, prepared) if native is not None else None
+
+    def draft(
+        self,
+        texts: TextsAtHand,
+        layers: Sequence[Sequence[int]],
+        all_layers: Sequence[int],
+        cache: PlannedCache,
+        prepared: PreparedInputs,
+        rule: DraftRule,
+        rounds: int,
+    ) -> DraftedRounds | None:
+        """As `NativeSteps.draft`; None where only a step at a time will do."""
+        native = self._choosing(len(texts.tokens) * (1 + len(layers)))
+        return native.draft(texts, layers, all_layers, cache, prepared, rule, rounds) if native is not None else None
+
+    def _choosing(self, tokens: int) -> NativeSteps | None:
         native = self._native
-        if native is None or not native.embeds or not native.ends_in_logits or len(tokens) > native.most_tokens:
+        if native is None or not native.embeds or not native.ends_in_logits or tokens > native.most_tokens:
             return None
-        return native.choose(tokens, layers, cache, prepared, rows, starts, most, ends, rule)
+        return native
 
     def prefill(
         self,

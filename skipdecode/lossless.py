@@ -29,7 +29,7 @@ from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.internals import padding_token
 from skipdecode.endings import Endings
-from skipdecode.native_steps import ChosenTokens, DraftRule
+from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import MOST_AHEAD, ColumnsRunner
 from skipdecode.schedule import SkipSchedule
@@ -115,21 +115,19 @@ class LosslessLoop:
         """Decode every row to its end. Returns what `decode_loop` does."""
         logits = self._runner.prefill(self.texts[:, : self.prompt])
         self._length.rule(len(self.running), [])
-        self._extend(self.running, [0] * len(self.running), logits, None)
+        self._extend(self.running, [0] * len(self.running), logits)
         del logits  # those of a prefill are large
         while not self._show():
             self._let_rows_leave()
             rows = [row for row in self.running if self._goes_on(row)]
-            start = time.perf_counter()
-            drafts = [] if self._plain and not self._length.has_pace else self._draft(rows)
-            if self._plain and not any(drafts) and self._go_on(rows, start):
+            if self._ahead and self._run_ahead(rows):
                 continue
-            drafts = drafts or [0] * len(rows)
+            drafts = self._draft(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
             logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
             self._drafts.rounds += 1
             self._drafts.layers += len(self._runner.all_layers)
-            self._extend(rows, drafts, logits, start if self._ahead else None)
+            self._extend(rows, drafts, logits)
         if self._streamer is not None:
             self._streamer.end()
         texts = self.texts[:, : self.prompt + self.shown]
@@ -156,20 +154,7 @@ class LosslessLoop:
         self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
         room = {row: min(MOST_DRAFTS, self._most(row) - self.counts[row] - 1) for row in rows}
         drafting = [row for row in rows if room[row] and not self.ended[row]]
-        # Of several rows the earliest says the layers.
-        first = min((self.counts[row] for row in drafting), default=1) - 1
-        budgets = [self._schedule.budget(first + n) for n in range(max(room.values()))]
-        rule = self._length.rule(len(rows), budgets)
-        layers = [self._schedule.layers_for(budget) for budget in budgets[: len(rule.worth)]]
-        most = [min(room[row], len(layers)) for row in drafting]
-        found = self._choose(drafting, layers, most, rule) if self._ahead and any(most) else None
-        if found is not None:
-            assert found.probabilities is not None
-            for row, count, sure in zip(drafting, found.counts, found.probabilities.tolist(), strict=True):
-                self._confidence[row] = sure[:count]
-            self._drafts.drafted += sum(found.counts)
-            self._drafts.layers += sum(budgets[: max(found.counts)])
-            return [len(self._confidence[row]) for row in rows]
+        rule, layers = self._rule(rows, max(room.values()))
         reach = dict.fromkeys(rows, 1.0)
         for done, (least, chosen) in enumerate(zip(rule.worth, layers, strict=True)):
             drafting = [row for row in drafting if done < room[row] and reach[row] > least]
@@ -197,36 +182,74 @@ class LosslessLoop:
                     room[row] = 0  # nothing follows
         return [len(self._confidence[row]) for row in rows]
 
-    def _go_on(self, rows: Sequence[int], start: float) -> bool:
-        """Give `rows` full depth's next tokens, several without a draft. Returns False where that can't be."""
-        most = [min(MOST_AHEAD, self._most(row) - self.counts[row]) for row in rows]
-        found = self._choose(rows, [self._runner.all_layers] * max(most), most, None)
-        if found is None:
-            self._plain = False
+    def _rule(self, rows: Sequence[int], most: int) -> tuple[DraftRule, list[Sequence[int]]]:
+        """What to draft of `rows`, so many at most, and the layers of each draft."""
+        first = min(self.counts[row] for row in rows) - 1  # of several rows the earliest says the layers
+        budgets = [self._schedule.budget(first + n) for n in range(most)]
+        rule = self._length.rule(len(rows), budgets)
+        return rule, [self._schedule.layers_for(budget) for budget in budgets[: len(rule.worth)]]
+
+    def _run_ahead(self, rows: Sequence[int]) -> bool:
+        """Give `rows` tokens of full depth, several before anybody looks. Returns False where that can't be."""
+        start = time.perf_counter()
+        texts = self._at_hand(rows)
+        rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.most) - 1))
+        if self._plain and not (layers and self._length.has_pace):
+            steps = min(MOST_AHEAD, max(texts.most))
+            found = self._runner.choose(texts, steps)
+            if found is None:
+                return False
+            self._take(rows, found)
+            done = max(found.counts)
+            self._drafts.rounds += done
+            self._drafts.layers += done * len(self._runner.all_layers)
+            self._length.learn_pace(len(rows), done, time.perf_counter() - start)
+            return True
+        rounds = self._length.rounds if self._plain else 1
+        drafted = self._runner.draft(texts, layers, rule, rounds) if layers else None
+        if drafted is None:
             return False
-        steps = max(found.counts)
-        self._drafts.rounds += steps
-        self._drafts.layers += steps * len(self._runner.all_layers)
-        for row, count in zip(rows, found.counts, strict=True):
-            self.counts[row] += count
-            if int(self.texts[row, self.prompt + self.counts[row] - 1]) in self._ends.tokens:
-                self._end(row, self.counts[row])
-        self._length.learn_pace(len(rows), steps, time.perf_counter() - start)
+        self._take(rows, drafted.chosen)
+        self._count(drafted, [len(each) for each in layers])
+        seconds = (time.perf_counter() - start) / len(drafted.drafted)
+        for counts, agreed, probabilities in zip(*drafted[1:], strict=True):
+            outcomes = [
+                (probabilities[n][text], n < same)
+                for text, (count, same) in enumerate(zip(counts, agreed, strict=True))
+                for n in range(min(count, same + 1))
+            ]
+            going = [same + 1 for same in agreed if same >= 0]
+            self._length.learn(outcomes, counts, sum(going), len(going), seconds)
         return True
 
-    def _choose(
-        self, rows: Sequence[int], layers: Sequence[Sequence[int]], most: Sequence[int], rule: DraftRule | None
-    ) -> ChosenTokens | None:
-        """Choose tokens of `rows` behind their texts, and write them there; None where only a step at a time will do."""
+    def _at_hand(self, rows: Sequence[int]) -> TextsAtHand:
         last = [self.prompt + self.counts[row] - 1 for row in rows]
+        # Of one row without the making of indices, which takes a while beside a small model's step.
         tokens = self.texts[rows, last] if len(rows) > 1 else self.texts[rows[0], last[0] : last[0] + 1]
         places = [self.running.index(row) for row in rows]
         starts = [self.counts[row] - 1 for row in rows]
-        found = self._runner.choose(tokens, places, starts, layers, most, self._ends.tokens, rule)
-        if found is not None:
-            for row, at, count, new in zip(rows, last, found.counts, found.tokens, strict=True):
-                self.texts[row, at + 1 : at + 1 + count] = new[:count]
-        return found
+        most = [self._most(row) - self.counts[row] for row in rows]
+        return TextsAtHand(tokens, places, starts, most, self._ends.tokens)
+
+    def _take(self, rows: Sequence[int], found: ChosenTokens) -> None:
+        """Write tokens of full depth behind the texts of `rows`."""
+        for row, count, new in zip(rows, found.counts, found.tokens, strict=True):
+            start = self.prompt + self.counts[row]
+            self.texts[row, start : start + count] = new[:count]
+            self.counts[row] += count
+            if int(new[count - 1]) in self._ends.tokens:
+                self._end(row, self.counts[row])
+
+    def _count(self, found: DraftedRounds, layers: Sequence[int]) -> None:
+        """Add rounds, whose drafts ran so many layers each."""
+        left = list(found.chosen.counts)
+        for counts, agreed in zip(found.drafted, found.agreed, strict=True):
+            self._drafts.rounds += 1
+            self._drafts.drafted += sum(counts)
+            self._drafts.layers += sum(layers[: max(counts)]) + len(self._runner.all_layers)
+            for text, same in enumerate(agreed):  # an end token among the drafts is the last
+                self._drafts.taken += min(left[text], max(0, same))
+                left[text] -= same + 1
 
     def _columns(
         self, rows: Sequence[int], counts: Sequence[int], skip: int = 0
@@ -271,13 +294,10 @@ class LosslessLoop:
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
         return scores
 
-    def _extend(
-        self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor, since: float | None
-    ) -> None:
+    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> None:
         """Give `rows` the drafts that full depth takes, so many at most, and its own next token.
 
-        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts; `since` is the time when
-        the round began, where it counts.
+        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts.
         """
         scores = self._process(rows, [1 + count for count in counts], logits)
         starts = [self.prompt + self.counts[row] for row in rows]
@@ -305,8 +325,7 @@ class LosslessLoop:
             if new[-1] in self._ends.tokens:
                 self._end(row, self.counts[row])
             first += count + 1
-        given = sum(self.counts[row] for row in rows) - before
-        self._length.learn(outcomes, counts, given, None if since is None else time.perf_counter() - since)
+        self._length.learn(outcomes, counts, sum(self.counts[row] for row in rows) - before, len(rows))
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""

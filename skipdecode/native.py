@@ -117,12 +117,19 @@ class GreedyStruct(Structure):
         ("layers", c_void_p),
         ("layer_counts", c_void_p),
         ("position_ids", c_void_p),
-        ("rotary_step", c_int64),
+        ("rotary_token", c_int64),
+        *((name, c_void_p) for name in ("ends", "most", "chosen", "counts")),
+        *((name, c_int32) for name in ("steps", "end_count")),
+    )
+
+
+class DraftsStruct(Structure):
+    _fields_ = (
         *(
             (name, c_void_p)
-            for name in ("ends", "most", "worth", "bounds", "shares", "chosen", "probabilities", "counts")
+            for name in ("all_layers", "worth", "bounds", "shares", "probabilities", "drafted", "agreed")
         ),
-        *((name, c_int32) for name in ("steps", "end_count", "kinds")),
+        *((name, c_int32) for name in ("all_count", "kinds", "rounds")),
     )
 
 
@@ -137,6 +144,9 @@ class Kernels:
         self.greedy: Any = library.skipdecode_greedy
         self.greedy.argtypes = (c_int32, POINTER(StepStruct), POINTER(GreedyStruct))
         self.greedy.restype = c_int32
+        self.lossless: Any = library.skipdecode_lossless
+        self.lossless.argtypes = (c_int32, POINTER(StepStruct), POINTER(GreedyStruct), POINTER(DraftsStruct))
+        self.lossless.restype = c_int32
         self.linear: Any = library.skipdecode_linear
         self.linear.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32, c_void_p)
         self.linear.restype = None
@@ -154,8 +164,8 @@ def kernels() -> Kernels | None:
         return None
     try:
         library = ctypes.CDLL(path)
-        sizes = [ctypes.sizeof(struct) for struct in (BlockStruct, StepStruct, GreedyStruct)]
-        known = library.skipdecode_layout() == (sizes[0] * 1000 + sizes[1]) * 1000 + sizes[2]
+        block, step, *rest = map(ctypes.sizeof, (BlockStruct, StepStruct, GreedyStruct, DraftsStruct))
+        known = library.skipdecode_layout() == (block * 1000 + step) * 1000 + sum(rest)
     except (OSError, AttributeError) as error:
         reason = str(error)
     else:

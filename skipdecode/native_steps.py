@@ -17,6 +17,7 @@ from skipdecode.native import (
     KINDS,
     MOST_HEAD_DIM,
     BlockStruct,
+    DraftsStruct,
     GreedyStruct,
     Kernels,
     LayerStruct,
@@ -63,18 +64,50 @@ class DraftRule(NamedTuple):
         return self.shares[min(bisect_left(self.bounds, probability), len(self.shares) - 1)]
 
 
+class TextsAtHand(NamedTuple):
+    """Texts that go on from a token each.
+
+    Attributes:
+        tokens: [texts], which haven't run yet.
+        rows: of the cache, one for each text.
+        starts: the number of each text's token among its generated ones.
+        most: tokens that each may grow by.
+        ends: tokens behind which a text has no more.
+    """
+
+    tokens: torch.Tensor
+    rows: Sequence[int]
+    starts: Sequence[int]
+    most: Sequence[int]
+    ends: Collection[int]
+
+
 class ChosenTokens(NamedTuple):
     """Tokens that were chosen one after another.
 
     Attributes:
         tokens: [texts, steps].
         counts: how many of each text there are; what stands behind them means nothing.
-        probabilities: of the tokens [texts, steps], where there was a rule.
     """
 
     tokens: torch.Tensor
     counts: list[int]
-    probabilities: torch.Tensor | None
+
+
+class DraftedRounds(NamedTuple):
+    """Tokens of full depth, and the rounds of drafts that gave them.
+
+    Attributes:
+        chosen: the tokens.
+        drafted: of each round and text, drafts.
+        agreed: those of them that full depth chose too; -1 where the text had ended before.
+        probabilities: of the drafts, [rounds, drafts, texts].
+    """
+
+    chosen: ChosenTokens
+    drafted: list[list[int]]
+    agreed: list[list[int]]
+    probabilities: list[list[list[float]]]
 
 
 class NativeSteps:
@@ -135,8 +168,7 @@ class NativeSteps:
             The output in float32 and no logits where there is no head, else no output and logits.
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
-        if self._kernels.step(self._kernels.number, step):
-            raise IndexError("a token or a position is not in the model's table of embeddings")  # torch raises the same
+        _checked(-self._kernels.step(self._kernels.number, step))
         return alive["hidden"] if logits is None else None, logits
 
     def _step(
@@ -205,70 +237,107 @@ class NativeSteps:
         return step, logits, alive
 
     def choose(
-        self,
-        tokens: torch.Tensor,
-        layers: Sequence[Sequence[int]],
-        cache: PlannedCache,
-        prepared: PreparedInputs,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        most: Sequence[int],
-        ends: Collection[int],
-        rule: DraftRule | None = None,
+        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], cache: PlannedCache, prepared: PreparedInputs
     ) -> ChosenTokens:
-        """Run a token of each text and what is chosen after it, greedily, one after another.
+        """Run each text's token and what is chosen after it, greedily, one after another.
 
         Args:
-            tokens: [texts].
+            texts: that the cache holds the columns before of.
             layers: of each step, each among those of the one before.
-            cache: which holds the texts' columns before.
+            cache: of them.
             prepared: the inputs of all steps.
-            rows: of the cache, one for each text.
-            starts: the number of each text's token among its generated ones.
-            most: tokens to choose for each text.
-            ends: tokens behind which a text has no more.
-            rule: stops a text's drafts earlier.
         """
-        steps, texts = len(layers), len(tokens)
-        columns = [prepared.prompt_columns + start for start in starts]
-        position_ids, rotary = prepared.of_texts(rows, starts, steps)
-        inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
-        step, _, alive = self._step(tokens, layers[0], cache, inputs, places=(rows, columns))
-        alive["rotary"] = _set_rotary(step, rotary)
-        known = {id(each): self._layers(each, cache, None) for each in layers}
-        chosen = torch.empty(steps, texts, dtype=torch.int64)
-        probabilities = torch.empty(steps, texts) if rule is not None else None
-        counts = array("i", [0] * texts)
-        greedy = GreedyStruct(
-            rotary_step=alive["rotary"][0].stride(0) if rotary is not None else 0,
-            chosen=chosen.data_ptr(),
-            probabilities=address(probabilities),
-            counts=_place_of(counts),
-            steps=steps,
-            end_count=len(ends),
-            kinds=len(rule.bounds) if rule is not None else 0,
+        step, greedy, chosen, counts, alive = self._greedy(texts, layers, len(layers), cache, prepared)
+        done = self._kernels.greedy(self._kernels.number, step, greedy)
+        del alive
+        for n in range(_checked(done)):
+            if n + 1 == done or layers[n] is not layers[n + 1]:
+                self._set_length(cache, layers[n], prepared.prompt_columns + max(texts.starts) + n + 1)
+        return ChosenTokens(chosen[:done].T, list(counts))
+
+    def draft(
+        self,
+        texts: TextsAtHand,
+        layers: Sequence[Sequence[int]],
+        all_layers: Sequence[int],
+        cache: PlannedCache,
+        prepared: PreparedInputs,
+        rule: DraftRule,
+        rounds: int,
+    ) -> DraftedRounds:
+        """Draft tokens of each text, run them through `all_layers` and take those that these choose too, greedily.
+
+        Args:
+            texts, cache, prepared: as of `choose`.
+            layers: of each draft of a round.
+            all_layers: of the model.
+            rule: of each round.
+            rounds: at most.
+        """
+        count, steps = len(texts.tokens), len(layers)
+        most = min(max(texts.most), rounds * (steps + 1))
+        step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
+        drafted, agreed = (array("i", [-1] * rounds * count) for _ in range(2))
+        probabilities = torch.empty(rounds, steps, count)
+        arrays = {name: array("f", values) for name, values in rule._asdict().items()}
+        drafts = DraftsStruct(
+            all_layers=_place_of(self._layers(all_layers, cache, None)),
+            probabilities=probabilities.data_ptr(),
+            drafted=_place_of(drafted),
+            agreed=_place_of(agreed),
+            all_count=len(all_layers),
+            kinds=len(rule.bounds),
+            rounds=rounds,
+            **{name: _place_of(values) for name, values in arrays.items()},
         )
+        done = _checked(self._kernels.lossless(self._kernels.number, step, greedy, drafts))
+        del alive
+        self._set_length(cache, all_layers, prepared.prompt_columns + max(texts.starts) + done)
+        parts = [
+            [each[n : n + count] for n in range(0, len(each), count)] for each in (drafted.tolist(), agreed.tolist())
+        ]
+        ran = sum(any(text >= 0 for text in of_round) for of_round in parts[1])
+        found = ChosenTokens(chosen[:done].T, list(counts))
+        return DraftedRounds(found, parts[0][:ran], parts[1][:ran], probabilities[:ran].tolist())
+
+    def _greedy(
+        self,
+        texts: TextsAtHand,
+        layers: Sequence[Sequence[int]],
+        tokens: int,
+        cache: PlannedCache,
+        prepared: PreparedInputs,
+    ) -> tuple[StepStruct, GreedyStruct, torch.Tensor, "array[int]", list[Any]]:
+        """The structs of a call, the tokens [tokens, texts] and counts that it writes, and all else that it points to."""
+        columns = [prepared.prompt_columns + start for start in texts.starts]
+        position_ids, rotary = prepared.of_texts(texts.rows, texts.starts, tokens)
+        inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
+        step, _, alive = self._step(texts.tokens, layers[0], cache, inputs, places=(texts.rows, columns))
+        alive["rotary"] = _set_rotary(step, rotary)
+        chosen = torch.empty(tokens, len(texts.tokens), dtype=torch.int64)
+        counts = array("i", [0] * len(texts.tokens))
+        known = {id(each): self._layers(each, cache, None) for each in layers}
         arrays = {
             "layers": array("Q", [_place_of(known[id(each)]) for each in layers]),
             "layer_counts": array("i", map(len, layers)),
-            "ends": array("q", ends),
-            "most": array("i", most),
+            "ends": array("q", texts.ends),
+            "most": array("i", texts.most),
         }
-        if rule is not None:
-            arrays |= {name: array("f", values) for name, values in rule._asdict().items()}
-        for name, values in arrays.items():
-            setattr(greedy, name, _place_of(values))
-        if inputs.position_ids is not None:
-            greedy.position_ids = step.position_ids
-        if self._kernels.greedy(self._kernels.number, step, greedy) < 0:
-            raise IndexError("a token or a position is not in the model's table of embeddings")
+        greedy = GreedyStruct(
+            position_ids=step.position_ids,
+            rotary_token=alive["rotary"][0].stride(0) if rotary is not None else 0,
+            chosen=chosen.data_ptr(),
+            counts=_place_of(counts),
+            steps=len(layers),
+            end_count=len(texts.ends),
+            **{name: _place_of(values) for name, values in arrays.items()},
+        )
+        return step, greedy, chosen, counts, [alive, arrays]
+
+    def _set_length(self, cache: PlannedCache, layers: Sequence[int], columns: int) -> None:
         held: list[Any] = cache.layers
-        done = max(counts)
-        for n in range(done):
-            if n + 1 == done or layers[n] is not layers[n + 1]:
-                for index in layers[n]:
-                    held[index].length = max(columns) + n + 1
-        return ChosenTokens(chosen[:done].T, list(counts), None if probabilities is None else probabilities[:done].T)
+        for index in layers:
+            held[index].length = columns
 
     def prefill(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
@@ -395,6 +464,13 @@ def native_steps(
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
     return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
+
+
+def _checked(returned: int) -> int:
+    """What a function of the kernels returned. Raises IndexError, as torch does, where that isn't a number of tokens."""
+    if returned < 0:
+        raise IndexError("a token or a position is not in the model's table of embeddings")
+    return returned
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
 from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
-from skipdecode.native_steps import ChosenTokens, DraftRule
+from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.projections import Weights
 from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
@@ -111,8 +111,8 @@ class LeanRunner(ForwardRunner):
         steps = int(min(MOST_AHEAD, max(room)))
         layers = [self._layers[self._schedule.budget(i + n)] for n in range(steps)]
         most = [int(min(steps, each)) for each in room]
-        starts, rows = [i] * len(most), range(len(most))
-        found = self._decoder.choose(input_ids[:, -1], layers, self.cache, self._step_inputs, rows, starts, most, ends)
+        texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
+        found = self._decoder.choose(texts, layers, self.cache, self._step_inputs)
         if found is None:
             return None
         if padding is not None:
@@ -241,18 +241,15 @@ class ColumnsRunner:
             inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
         return self.decoder(tokens, layers, self.cache, inputs)
 
-    def choose(
-        self,
-        tokens: torch.Tensor,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        layers: Sequence[Sequence[int]],
-        most: Sequence[int],
-        ends: Collection[int],
-        rule: DraftRule | None,
-    ) -> ChosenTokens | None:
-        """Run a token of each of `rows` and what is chosen behind it, as `NativeSteps.choose`; None where that can't be."""
-        return self.decoder.choose(tokens, layers, self.cache, self._step_inputs, rows, starts, most, ends, rule)
+    def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
+        """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
+        return self.decoder.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
+
+    def draft(
+        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
+    ) -> DraftedRounds | None:
+        """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
+        return self.decoder.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds)
 
     def roll_back(self, steps: int) -> None:
         """Hold the columns of the prompt and of so many generated tokens alone."""

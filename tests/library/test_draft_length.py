@@ -58,7 +58,7 @@ def speed(
             known = [*found, False].index(False)
             outcomes += [(0.8, True)] * known + [(0.8, False)] * (known < count)
         new = rows + sum(right for _, right in outcomes)
-        length.learn(outcomes, drafts, new, None if between is None else took)
+        length.learn(outcomes, drafts, new, rows, None if between is None else took)
         cost += took
         given += new
     return given / rows * seconds(LAYERS, rows) / cost
@@ -103,7 +103,7 @@ def test_a_round_that_the_machine_interrupted_does_not_end_drafting() -> None:
     length.learn_pace(1, 16, 16.0)
     for seconds in [1.5] * 20 + [500.0] + [1.5] * 20:
         count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
-        length.learn([(0.95, True)] * count, [count], 1 + count, seconds)
+        length.learn([(0.95, True)] * count, [count], 1 + count, 1, seconds)
     assert count > 3
 
 
@@ -114,7 +114,7 @@ def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
     rounds = 0
     while length.has_pace:
         count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
-        length.learn([(0.95, True)] * count, [count], 1 + count, 1.5)
+        length.learn([(0.95, True)] * count, [count], 1 + count, 1, 1.5)
         rounds += 1
     assert rounds == 300
 

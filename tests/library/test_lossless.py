@@ -121,21 +121,29 @@ def test_processors_see_each_row_at_its_own_length(request_: dict[str, Any]) -> 
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Of each pass behind the prompt, how many layers it ran, and how many columns of each row."""
     found: list[tuple[int, list[int]]] = []
-    run, choose = ColumnsRunner.run, ColumnsRunner.choose
+    run, choose, draft = ColumnsRunner.run, ColumnsRunner.choose, ColumnsRunner.draft
 
     def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
         found.append((len(layers), list(counts)))
         return run(self, tokens, starts, counts, layers)
 
-    def noted_one_by_one(self: Any, tokens: Any, rows: Any, starts: Any, layers: Any, *rest: Any) -> Any:
-        chosen = choose(self, tokens, rows, starts, layers, *rest)
-        if chosen is not None:
-            for n in range(max(chosen.counts)):
-                found.append((len(layers[n]), [int(count > n) for count in chosen.counts]))
+    def noted_steps(self: Any, texts: Any, steps: int) -> Any:
+        chosen = choose(self, texts, steps)
+        for n in range(max(chosen.counts) if chosen is not None else 0):
+            found.append((LAYERS, [int(count > n) for count in chosen.counts]))
         return chosen
 
+    def noted_rounds(self: Any, texts: Any, layers: Any, *rest: Any) -> Any:
+        drafted = draft(self, texts, layers, *rest)
+        for counts, agreed in zip(*drafted[1:3], strict=True) if drafted is not None else ():
+            for n in range(max(counts)):
+                found.append((len(layers[n]), [int(count > n) for count in counts]))
+            found.append((LAYERS, [0 if same < 0 else 1 + count for count, same in zip(counts, agreed, strict=True)]))
+        return drafted
+
     monkeypatch.setattr(ColumnsRunner, "run", noted)
-    monkeypatch.setattr(ColumnsRunner, "choose", noted_one_by_one)
+    monkeypatch.setattr(ColumnsRunner, "choose", noted_steps)
+    monkeypatch.setattr(ColumnsRunner, "draft", noted_rounds)
     return found
 
 
@@ -159,7 +167,8 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
         return logits if len(layers) == LAYERS else -logits
 
     monkeypatch.setattr(ColumnsRunner, "run", wrong)
-    monkeypatch.setattr(ColumnsRunner, "choose", lambda *_: None)
+    for name in ("choose", "draft"):
+        monkeypatch.setattr(ColumnsRunner, name, lambda *_: None)
     (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
     assert torch.equal(ours, theirs)
     assert sum(layers == LAYERS for layers, _ in passes) == 19

@@ -48,7 +48,11 @@ def drafting(drafts: int | str) -> Iterator[None]:
     if drafts == "as it pays":
         yield
         return
-    with mock.patch.object(DraftLength, "rule", rule), mock.patch.object(DraftLength, "has_pace", True):
+    with (
+        mock.patch.object(DraftLength, "rule", rule),
+        mock.patch.object(DraftLength, "has_pace", True),
+        mock.patch.object(DraftLength, "rounds", 3),
+    ):
         yield
 
 
