@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import check_speedup
 
 MOST_SOLVED = 1000  # schedules that are kept of a model
-DRAFTS = 4  # trained speedups, evenly spread, that may draft where none is named
+DRAFTS = 4  # depths that may draft where none is named: so many multiples of a twelfth of the layers
 _SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 
 
@@ -90,8 +91,8 @@ def skip_generate(
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
             in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
-            distribution. Prompts run every layer. With neither a schedule nor a speedup, the trained speedup drafts
-            that is expected to give the most, by what drafts cost and how often those of earlier calls were taken.
+            distribution. Prompts run every layer. With neither a schedule nor a speedup, so many layers draft as
+            are expected to give the most, by what drafts cost and how often those of earlier calls were taken.
         draft_counts: what a lossless call adds its passes and drafts to (`skipdecode.lossless.DraftCounts`).
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
@@ -108,7 +109,7 @@ def skip_generate(
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)
     if lossless is True and prompts is not None and speedup is None:
-        speedup = choose_draft(model, prompts, over=over, weights=weights, do_sample=do_sample)
+        schedule = choose_draft(model, prompts, weights=weights, do_sample=do_sample)
     schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
@@ -196,36 +197,35 @@ def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profi
 
 
 def choose_draft(
-    model: GenerativeModel,
-    prompts: Sequence[int],
-    *,
-    over: Over | None = None,
-    weights: Weights | None = None,
-    do_sample: bool = False,
-) -> float:
-    """The speedup that drafts for a lossless batch, among DRAFTS of those that the model was trained for.
+    model: GenerativeModel, prompts: Sequence[int], *, weights: Weights | None = None, do_sample: bool = False
+) -> SkipSchedule:
+    """The schedule that drafts for a lossless batch: of those of a few layers that stay, the one expected to give most.
 
-    Raises ConfigError where its config names none.
+    Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are those of the fastest
+    speed that the model was trained for.
+
+    Raises ConfigError where its config names no speed above 1.
     """
     solved = _solved(unwrap(model))
-    trained = sorted(speedup for speedup in (solved.config.schedules if solved.config else ()) if speedup > 1)
-    if not trained:
+    trained = solved.config.schedules if solved.config else {}
+    if max(trained, default=1) <= 1:
         raise ConfigError(
             "lossless is True without a schedule or a speedup, and this model's config names no speed above 1 that it "
             "was trained for: pass schedule=..., which drafts"
         )
+    fastest = trained[max(trained)]
+    step = max(fastest.min_layers, round(fastest.num_layers / 12))
+    depths = [min(step * (n + 1), fastest.num_layers) for n in range(DRAFTS)]
+    candidates = [replace(fastest, max_layers=depth, min_layers=depth) for depth in dict.fromkeys(depths)]
     if why_not_lean(model) is not None:
-        return trained[-1]  # refused later, with the reason
-    decoder, profile = lean_decoder(unwrap(model), weights), profile_for(model, weights)
+        return candidates[0]  # refused later, with the reason
+    decoder = lean_decoder(unwrap(model), weights)
 
-    def rate(speedup: float) -> float:
-        schedule = solved.schedule(speedup, over, prompts, profile)
+    def rate(schedule: SkipSchedule) -> float:
         length = _draft_length(model, decoder, schedule, weights, max(prompts), do_sample=do_sample)
-        budgets = [schedule.budget(schedule.horizon // 2 + n) for n in range(MOST_DRAFTS)]
-        return length.rate(len(prompts), budgets)
+        return length.rate(len(prompts), [schedule.min_layers] * MOST_DRAFTS)
 
-    candidates = [trained[max(0, round(n * len(trained) / DRAFTS) - 1)] for n in range(1, DRAFTS + 1)]
-    return max(dict.fromkeys(candidates), key=rate)
+    return max(candidates, key=rate)
 
 
 def _draft_length(

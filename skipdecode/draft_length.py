@@ -17,11 +17,11 @@ MOST_ROUNDS = 4  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
 START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
-# How much of what a round took beyond its passes counts towards what rounds are expected to take; and by how many times
-# that a single one may be beyond: the machine did something else then.
+# How much of what a round took beyond its passes counts towards what rounds are expected to take: a single one that the
+# machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
 _PACES = 9  # times of full depth's steps that are remembered
-_PACE_LASTS = 300  # rounds with drafts: what a machine does is not for ever what it did
+_PACE_LASTS = 40  # rounds with drafts: what a machine does is not for ever what it did
 # Drafts of like confidence are taken alike: up to each of these probabilities, how often at first guess.
 _GUESSES = {0.3: 0.3, 0.5: 0.5, 0.7: 0.7, 0.9: 0.85, 1.0: 0.95}
 _BOUNDS = tuple(_GUESSES)
@@ -79,8 +79,8 @@ class DraftLength:
     rate of rounds with the best number of drafts g, (1 - a^(g + 1)) / (1 - a) tokens a row for g drafts and a pass of
     g + 1 columns, a being the share that is taken so far.
 
-    What drafting may lose is kept account of: by the clock, where rounds are timed, else by what they are expected to
-    take.
+    What drafting may lose is kept account of, by what rounds are expected to take; where they are timed, by the clock's
+    word of how far that is off.
 
     Args:
         record: what drafts have shown.
@@ -158,13 +158,14 @@ class DraftLength:
         for confidence, taken in outcomes:
             record.add(confidence, taken)
         took = 1 + sum(sum(self._each[:count]) for count in drafts)
-        if seconds is not None and record.pace and any(drafts):
-            passes = took
-            took = min(seconds / self._pace(), _STRAY * (passes + max(0.0, record.beyond)))
-            record.beyond += _NEW * (took - passes - record.beyond)
-            record.rounds += 1
-        given = tokens / self._rows
-        record.may_lose = min(MOST_HELD, max(-MOST_HELD, record.may_lose + given - took + MAY_LOSE * given))
+        if any(drafts):
+            if seconds is not None and record.pace:
+                beyond = min(seconds / self._pace() - took, record.beyond + _STRAY)
+                record.beyond += _NEW * (beyond - record.beyond)
+                record.rounds += 1
+            took += record.beyond
+        given = tokens / rows
+        record.may_lose = min(MOST_HELD, max(-START, record.may_lose + given - took + MAY_LOSE * given))
 
     def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
         """End a few steps of so many rows at full depth, without drafts."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from skipdecode.clock import StepClock
-
 
 class RowLengths(StoppingCriteria):
     """A stopping criterion that ends every row after a number of tokens of its own.
@@ -46,12 +44,12 @@ class Endings:
         self.tokens: set[int] = set()
         self.known = True
         self._limits: list[float] = [math.inf] * batch
-        self._clocks: list[StepClock] = []
+        # Those that only watch (`skipdecode.clock`) say how by this method.
+        self._looks = [criterion.look for criterion in criteria if hasattr(criterion, "look")]
         self._warns_from = math.inf
         for criterion in criteria:
-            self.known &= type(criterion) in (EosTokenCriteria, MaxLengthCriteria) or isinstance(
-                criterion, RowLengths | StepClock
-            )
+            understood = type(criterion) in (EosTokenCriteria, MaxLengthCriteria, RowLengths)
+            self.known &= understood or hasattr(criterion, "look")
             if isinstance(criterion, EosTokenCriteria):
                 self.tokens |= set(criterion.eos_token_id.tolist())
             elif isinstance(criterion, RowLengths):
@@ -60,22 +58,23 @@ class Endings:
                 self._limits = [min(limit, criterion.max_length) for limit in self._limits]
                 if criterion.max_position_embeddings is not None:
                     self._warns_from = min(self._warns_from, criterion.max_position_embeddings)
-            elif isinstance(criterion, StepClock):
-                self._clocks.append(criterion)
 
     def room(self, row: int, columns: int) -> float:
         """Tokens that a row may grow by, of so many columns."""
         return self._limits[row] - columns
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, new: int = 1) -> list[bool]:
-        """Whether each text of `input_ids` [batch, columns] ends with one of its last `new` columns; 1 unless `known`."""
+        """Whether each text of `input_ids` [batch, columns] ends with one of its last `new` columns.
+
+        Several new columns are for what is `known` alone.
+        """
         columns = input_ids.shape[1]
         if not self.known or columns >= self._warns_from:
             found: list[bool] = self._criteria(input_ids, scores).tolist()
             if not self.known:
                 return found
         else:
-            for clock in self._clocks:
-                clock.look(columns)
+            for look in self._looks:
+                look(columns)
         rows = zip(input_ids[:, columns - new :].tolist(), self._limits, strict=True)
         return [columns >= limit or not self.tokens.isdisjoint(row) for row, limit in rows]

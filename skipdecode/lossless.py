@@ -27,13 +27,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
-from skipdecode.internals import padding_token
 from skipdecode.endings import Endings
+from skipdecode.internals import padding_token
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import MOST_AHEAD, ColumnsRunner
 from skipdecode.schedule import SkipSchedule
 
+PACE_STEPS = 4  # of full depth, whose time is taken
 # Processors that look at no text: all tokens go through them at once.
 _OF_SCORES_ALONE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -195,7 +196,7 @@ class LosslessLoop:
         texts = self._at_hand(rows)
         rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.most) - 1))
         if self._plain and not (layers and self._length.has_pace):
-            steps = min(MOST_AHEAD, max(texts.most))
+            steps = min(PACE_STEPS if layers else MOST_AHEAD, max(texts.most))
             found = self._runner.choose(texts, steps)
             if found is None:
                 return False

@@ -40,9 +40,9 @@ ACTIVATIONS = {
     "GELUActivation": 4,
 }
 
-# The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two products
-# no longer fits into a processor's caches: in float32 several calls are ahead then, in 8 bits oneDNN is, and in bfloat16
-# wherever there is more to compute than to read.
+# The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
+# products no longer fits into a processor's caches: in float32 several calls are ahead then, in 8 bits oneDNN is. In
+# bfloat16 oneDNN is ahead wherever there is more to compute than to read.
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
 
 
@@ -279,7 +279,7 @@ class NativeSteps:
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
         drafted, agreed = (array("i", [-1] * rounds * count) for _ in range(2))
         probabilities = torch.empty(rounds, steps, count)
-        arrays = {name: array("f", values) for name, values in rule._asdict().items()}
+        arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
         drafts = DraftsStruct(
             all_layers=_place_of(self._layers(all_layers, cache, None)),
             probabilities=probabilities.data_ptr(),
@@ -308,7 +308,7 @@ class NativeSteps:
         cache: PlannedCache,
         prepared: PreparedInputs,
     ) -> tuple[StepStruct, GreedyStruct, torch.Tensor, "array[int]", list[Any]]:
-        """The structs of a call, the tokens [tokens, texts] and counts that it writes, and all else that it points to."""
+        """The structs of a call, the tokens [tokens, texts] and counts that it writes, and what else it points to."""
         columns = [prepared.prompt_columns + start for start in texts.starts]
         position_ids, rotary = prepared.of_texts(texts.rows, texts.starts, tokens)
         inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
@@ -467,7 +467,7 @@ def native_steps(
 
 
 def _checked(returned: int) -> int:
-    """What a function of the kernels returned. Raises IndexError, as torch does, where that isn't a number of tokens."""
+    """The tokens that a call of the kernels says. Raises IndexError, as torch does, where it says that it can't run."""
     if returned < 0:
         raise IndexError("a token or a position is not in the model's table of embeddings")
     return returned

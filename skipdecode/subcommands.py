@@ -50,8 +50,8 @@ def generate(options: argparse.Namespace) -> int:
     chosen = options.lossless and schedule is None and options.speedup == 1
     for at in range(0, len(prompts), size):
         batch = prompts[at : at + size]
-        speedup = decoder.draft_speedup(batch, options.over) if chosen else options.speedup
-        solved = schedule or decoder.schedule_of(batch, speedup, options.over)
+        named = decoder.draft_schedule(batch) if chosen else schedule
+        solved = named or decoder.schedule_of(batch, options.speedup, options.over)
         decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():
             line = completion.text

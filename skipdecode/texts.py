@@ -136,13 +136,13 @@ class Decoder:
         """The same for prompts that are decoded together."""
         return self.schedule(speedup, over, self._tokens(prompts))
 
-    def draft_speedup(self, prompts: Sequence[str], over: Over | None = None) -> float:
-        """The trained speedup that drafts for lossless texts of prompts that are decoded together.
+    def draft_schedule(self, prompts: Sequence[str]) -> SkipSchedule:
+        """What drafts for lossless texts of prompts that are decoded together, where no speedup is named.
 
-        Raises ConfigError where there is none.
+        Raises ConfigError where the checkpoint wasn't trained for one.
         """
         do_sample = bool(self._request["do_sample"])
-        return choose_draft(self.model, self._tokens(prompts), over=over, weights=self.weights, do_sample=do_sample)
+        return choose_draft(self.model, self._tokens(prompts), weights=self.weights, do_sample=do_sample)
 
     def _tokens(self, prompts: Sequence[str]) -> list[int]:
         """Tokens of each prompt."""

@@ -163,6 +163,9 @@ class _CalmRunner:
         nothing = torch.zeros_like(next(iter(answers.values())))  # for rows that have ended: generate pads them
         return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
 
+    def choose(self, *_: Any) -> None:
+        """None: how deep a token goes is known from its hidden states."""
+
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         """Take note of rows whose texts have ended, and let them leave where they may and that pays."""
         rows = rows_to_keep(unfinished) if may_leave else None

@@ -39,9 +39,9 @@ def speed(
     cost = given = 0.0
     while given < tokens * rows:
         if between is not None and not length.has_pace:
-            length.learn_pace(rows, 16, 16 * seconds(LAYERS, rows))
-            cost += 16 * seconds(LAYERS, rows)
-            given += 16 * rows
+            length.learn_pace(rows, 4, 4 * seconds(LAYERS, rows))
+            cost += 4 * seconds(LAYERS, rows)
+            given += 4 * rows
             continue
         rule = length.rule(rows, [draft] * MOST_DRAFTS)
         drafts, reach, took = [0] * rows, [1.0] * rows, 0.0
@@ -86,7 +86,7 @@ def test_the_speed_is_near_the_best_and_hardly_ever_below_full_depths(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("between", [0, 0.5, 0.8])
+@pytest.mark.parametrize("between", [0, 0.3, 0.6])
 @pytest.mark.parametrize("taken", [0, 0.3, 0.6, 0.85, 0.95])
 def test_what_the_clock_says_counts_where_rounds_take_longer_than_their_passes(
     taken: float, between: float, rows: int
@@ -116,7 +116,7 @@ def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
         count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
         length.learn([(0.95, True)] * count, [count], 1 + count, 1, 1.5)
         rounds += 1
-    assert rounds == 300
+    assert rounds == 40
 
 
 def test_an_unsure_draft_is_the_last() -> None:
@@ -141,25 +141,23 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
 
 
-def test_the_trained_speedup_drafts_that_is_expected_to_give_the_most() -> None:
+def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
     model, prompts = fresh("opt"), [5, 7]
     with pytest.raises(ConfigError, match="lossless is True without a schedule or a speedup"):
         choose_draft(model, prompts)
-    trained = {
-        1.0: SkipSchedule.full_depth(6),
-        2.0: SkipSchedule(6, 3, 2, horizon=8),
-        3.0: SkipSchedule(6, 2, 1, horizon=8),
-    }
+    fastest = SkipSchedule(6, 3, 1, horizon=8)
+    trained = {1.0: SkipSchedule.full_depth(6), 2.0: SkipSchedule(6, 5, 2, horizon=8), 3.0: fastest}
     model.config.skipdecode = SkipConfig(trained, solver={"horizon": 8}).to_dict()
-    records = {n: draft_record(lean_decoder(model), trained[n], do_sample=False) for n in (2.0, 3.0)}
-    assert choose_draft(model, prompts) == 3.0, "the cheapest while nothing is known"
-    for taken, chosen in ((False, 2.0), (True, 3.0)):
+    one, two = (replace(fastest, max_layers=n, min_layers=n) for n in (1, 2))
+    record = draft_record(lean_decoder(model), one, do_sample=False)
+    assert choose_draft(model, prompts) == one, "the cheapest while nothing is known"
+    for taken, chosen in ((False, two), (True, one)):
         for _ in range(500):
-            records[3.0].add(0.8, taken)
+            record.add(0.8, taken)
         assert choose_draft(model, prompts) == chosen
     for _ in range(500):
-        records[3.0].add(0.8, False)
-    assert choose_draft(model, prompts, do_sample=True) == 3.0, "a seed gives one text, whatever was decoded before"
+        record.add(0.8, False)
+    assert choose_draft(model, prompts, do_sample=True) == one, "a seed gives one text, whatever was decoded before"
 
 
 def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 from unittest import mock
 
 from decoding_cases import (
