@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS, SCHEDULES, generate, tiny
+from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import ragged_prompts, tiny_opt
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, native
 from skipdecode.int8 import Int8Linear
@@ -182,6 +183,72 @@ def test_columns_that_are_verified_together_are_bit_for_bit_steps_of_one(
         single = [one.run(drafts[:, n], [n, n], [1, 1], one.all_layers) for n in range(3)]
         together = several.run(drafts.flatten(), [0, 0], [3, 3], several.all_layers)
     assert torch.equal(together.view(2, 3, -1), torch.stack(single, dim=1))
+
+
+class OneByOne(StoppingCriteria):
+    """A criterion that a decoding loop has to show every token to; it ends nothing."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def one_by_one(*case: Any, **request: Any) -> torch.Tensor:
+    return generate(*case, stopping_criteria=StoppingCriteriaList([OneByOne()]), **request)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "mistral", "bloom"])
+def test_tokens_that_are_chosen_several_in_a_call_are_those_of_single_steps(
+    name: str, weights: Any, instructions: str
+) -> None:
+    for lengths in ([6], [6, 6], [3, 9, 5, 9, 2, 4, 7, 8]):
+        for schedule in SCHEDULES:
+            case, request = (tiny(name), lengths, schedule), {"weights": weights, "max_new_tokens": 40}
+            texts = generate(*case, **request)
+            assert torch.equal(texts, one_by_one(*case, **request))
+            # Rows end at many places; the first has the end token that stands latest.
+            new = texts[:, max(lengths) :].tolist()
+            ends = sorted({int(row[3 + 5 * n]) for n, row in enumerate(new) if 3 + 5 * n < len(row)})
+            request |= {"eos_token_id": ends, "pad_token_id": 0}
+            ended = generate(*case, **request)
+            assert torch.equal(ended, one_by_one(*case, **request))
+            for row, text in zip(new, ended[:, max(lengths) :].tolist(), strict=True):
+                end = next((n for n, token in enumerate(row) if token in ends), len(row) - 1)
+                assert text[: end + 1] == row[: end + 1]
+                assert set(text[end + 1 :]) <= {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_chosen_among_equals_is_what_torch_chooses(dtype: torch.dtype, instructions: str) -> None:
+    model = fresh("llama").to(dtype)
+    head = model.get_output_embeddings().weight.data
+    head[7::3] = head[7]  # every third token scores alike
+    case = (model, [4, 4], SCHEDULES[1])
+    texts = generate(*case, weights="packed")
+    assert torch.equal(texts, one_by_one(*case, weights="packed"))
+    chosen_anew = texts[:, 4:]
+    assert not bool(((chosen_anew > 7) & (chosen_anew % 3 == 1)).any()), "the first of them is chosen"
+    head[50] = float("nan")
+    assert generate(*case, weights="packed")[:, 4:].unique().tolist() == [50], "as torch.argmax takes it"
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, instructions: str) -> None:
+    with torch.inference_mode():
+        decoder, (ids, mask) = LeanDecoder(tiny(name), "packed"), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
+        assert decoder._native is not None
+        found = []
+        for most in (512, 13, 9, 8):  # texts together, in pairs, one by one, and one that doesn't fit
+            decoder._native.most_tokens = most
+            cache = PlannedCache(SCHEDULES[0], 3)
+            logits = decoder.prefill(ids, range(6), cache, mask)
+            step = decoder(ids[:, -1], SCHEDULES[0].layers_at(0), cache, decoder.step_inputs(mask, 3)(0))
+            found.append((logits, step))
+        for logits, step in found[1:3]:
+            assert torch.equal(logits, found[0][0])
+            assert torch.equal(step, found[0][1])
+        for ours, theirs in zip(found[3], found[0], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
