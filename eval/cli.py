@@ -36,6 +36,10 @@ def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
     return named
 
 
+def _draft(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     """Each option's `dest` is a field of eval.request.Request."""
     parser = argparse.ArgumentParser(
@@ -114,10 +118,10 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lossless",
         nargs="+",
-        type=float,
+        type=_draft,
         default=[],
-        metavar="X",
-        help="full depth's own texts, drafted at these speedups and verified",
+        metavar="X|auto",
+        help="full depth's own texts, drafted at these speedups and verified; auto: drafted by as many layers as pay",
     )
     group.add_argument(
         "--agreement",

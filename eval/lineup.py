@@ -106,7 +106,7 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
         at_hand: Any = {"over": request.over, "prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
         schedules[size] = {
             speedup: config.schedule_for(checkpoint.cost, speedup, **at_hand)
-            for speedup in dict.fromkeys((*speedups, *request.lossless))
+            for speedup in dict.fromkeys((*speedups, *filter(None, request.lossless)))
         }
     return Plan(weights, schedules, describe_clock(profile))
 
@@ -200,8 +200,11 @@ def _take_part(
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup))
-    for speedup in request.lossless:
-        systems.append(LosslessSystem(f"lossless-{speedup:g}x", checkpoint, schedules[speedup]))
+    for drafts in request.lossless:
+        if drafts is None:
+            systems.append(LosslessSystem("lossless", checkpoint, None))
+        else:
+            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, schedules[drafts]))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

@@ -28,7 +28,7 @@ class Request:
     speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
     over: Over | None = None  # what targets are of; None: what the checkpoint was trained for
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
-    lossless: tuple[float, ...] = ()  # speedups that draft for full depth
+    lossless: tuple[float | None, ...] = ()  # speedups that draft for full depth; None: as many layers as pay
     agreement: bool = False  # whether to count the tokens that full depth would have chosen
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
@@ -62,8 +62,9 @@ class Request:
         speedups = self.speedups
         if _repeats(speedups) or not all(1 <= speedup < math.inf for speedup in speedups):
             raise ConfigError(f"--speedup is {list(speedups)}: name different targets of 1 or more, such as 1 2 4")
-        if _repeats(self.lossless) or not all(1 < speedup < math.inf for speedup in self.lossless):
-            raise ConfigError(f"--lossless is {list(self.lossless)}: name different speedups above 1, such as 3 4")
+        if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
+            asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
+            raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
         self._check_system()
         if not speedups:
             alone = self.reference is not None or self.calm_thresholds
@@ -88,5 +89,5 @@ class Request:
             raise ConfigError(f"--output {self.output} already holds a report: name another folder, or remove it")
 
 
-def _repeats(values: Sequence[float]) -> bool:
+def _repeats(values: Sequence[float | None]) -> bool:
     return len(set(values)) != len(values)

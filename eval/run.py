@@ -27,7 +27,7 @@ from eval.results import Report, Row, Timing
 from eval.score.predictions import write_predictions
 from eval.score.registry import headline
 from eval.score.scores import Scores, choose_metrics, score
-from eval.systems.base import SkipSystem, System
+from eval.systems.base import LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
 from skipdecode.decode import profile_for
@@ -263,7 +263,8 @@ def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timin
 
 def _fields(system: System) -> dict[str, Any] | None:
     """Those of a system's schedule; None of one that follows none."""
-    return system.schedule.to_dict() if isinstance(system, SkipSystem) else None
+    schedule = system.schedule if isinstance(system, SkipSystem | LosslessSystem) else None
+    return schedule.to_dict() if schedule is not None else None
 
 
 def _write(

@@ -203,16 +203,20 @@ class SkipSystem(System):
         return output, [[self.schedule.budget(i)] * batch for i in range(steps)]
 
 
-class LosslessSystem(SkipSystem):
-    """A checkpoint at full depth, drafted under a schedule. Layers are those of all passes, over its steps."""
+class LosslessSystem(System):
+    """A checkpoint at full depth, drafted under a schedule, or by as many layers as pay where there is none.
 
-    def __init__(self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule) -> None:
-        super().__init__(label, checkpoint, schedule)
+    Layers are those of all passes, over its steps.
+    """
+
+    def __init__(self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule | None) -> None:
+        super().__init__(label, checkpoint)
         self.kind = "lossless"
+        self.schedule = schedule
 
     @property
     def cached(self) -> SkipSchedule:
-        return SkipSchedule.full_depth(self.schedule.num_layers)
+        return SkipSchedule.full_depth(self.checkpoint.num_layers)
 
     def _continue(
         self, model: GenerativeModel, request: dict[str, Any]
