@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,6 +39,7 @@ from skipdecode.command import run_command
 from skipdecode.cost import interpolated
 from skipdecode.draft_length import lossless_speed
 from skipdecode.lean import lean_decoder
+from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
 from skipdecode.runners import ColumnsRunner
@@ -63,11 +66,20 @@ class Drafted(SkipDecode):
                 at += len(drafted) + 1
             return found
 
-        original, lossless.accept_chosen = lossless.accept_chosen, simulated
-        try:
+        def draft(runner: ColumnsRunner, texts: TextsAtHand, *rest: Any) -> DraftedRounds | None:
+            """One round of the kernels, of which so many drafts are taken as is drawn."""
+            found = own(runner, texts, *rest[:-1], 1)
+            if found is None:
+                return None
+            (drafted,) = found.drafted
+            agreed = [next((n for n in range(count) if draw.random() >= self._acceptance), count) for count in drafted]
+            counts = [min(most, same + 1) for most, same in zip(texts.most, agreed, strict=True)]
+            tokens = texts.tokens[:, None].repeat(1, max(counts))  # whatever they are
+            return found._replace(chosen=ChosenTokens(tokens, counts), agreed=[agreed])
+
+        own = ColumnsRunner.draft
+        with mock.patch.object(lossless, "accept_chosen", simulated), mock.patch.object(ColumnsRunner, "draft", draft):
             return super().run(ids, new_tokens)
-        finally:
-            lossless.accept_chosen = original
 
 
 def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
@@ -89,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="opt-small", help="a name in configs/model/, or a YAML file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--weights", nargs="+", choices=["model", "packed", "int8"], default=["packed"])
+    parser.add_argument("--weights", nargs="+", choices=["model", "packed", "int8", "int4"], default=["packed"])
     parser.add_argument("--speedup", type=float, default=4, help="that drafts (default 4)")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.85, 0.9, 0.95, 0.98])
     parser.add_argument("--prompt-length", type=int, default=64)
