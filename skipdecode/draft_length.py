@@ -17,9 +17,10 @@ MOST_ROUNDS = 4  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
 START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
-# How much of what a round took beyond its passes counts towards what rounds are expected to take: a single one that the
-# machine interrupted says little, and may say no more than that it took so many steps more.
+# How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one that
+# the machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
+_CHEAPEST = 0.3  # of what drafts are expected to cost
 _PACES = 9  # times of full depth's steps that are remembered
 _PACE_LASTS = 40  # rounds with drafts: what a machine does is not for ever what it did
 # Drafts of like confidence are taken alike: up to each of these probabilities, how often at first guess.
@@ -38,7 +39,8 @@ class DraftRecord:
     Attributes:
         may_lose: by drafting, in steps of full depth.
         pace: seconds of full depth's steps over what was expected of them, lately.
-        beyond: what rounds with drafts take beyond what is expected of their passes, in steps of full depth.
+        beyond: what rounds with drafts take beyond their passes, in steps of full depth.
+        scale: what drafts and the columns that verify them cost, over what is expected of them; 1 at most.
         rounds: with drafts, since full depth's pace was taken.
     """
 
@@ -48,6 +50,7 @@ class DraftRecord:
         self.may_lose = START
         self.pace: deque[float] = deque(maxlen=_PACES)
         self.beyond = 0.0
+        self.scale = 1.0
         self.rounds = 0
 
     def taken(self, confidence: float | None = None) -> float:
@@ -104,18 +107,21 @@ class DraftLength:
     def rule(self, rows: int, budgets: Sequence[int]) -> DraftRule:
         """What to draft in a round of so many rows, whose drafts would run so many layers each."""
         rate, spent = self.rate(rows, budgets), self._record.beyond
-        pays = rate > rows
         self._each = []
         worth: list[float] = []
-        for done, budget in enumerate(budgets if pays else budgets[:1]):  # one, to see whether it still doesn't
+        for done, budget in enumerate(budgets):
             columns = rows * (done + 1)
             verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
-            each = self._cost(budget, rows) / rows + verified
+            each = self._record.scale * (self._cost(budget, rows) / rows + verified)
+            least = rate * each / self._record.taken()
             spent += each * rows
             if spent > self._record.may_lose:
                 break
             self._each.append(each)
-            worth.append(rate * each / self._record.taken() if pays else -1.0)
+            if rate <= rows or (done == 0 and least >= 1):  # one draft, to see whether it still doesn't pay
+                worth.append(-1.0)
+                break
+            worth.append(least)
         return DraftRule(worth, _BOUNDS, self._record.shares())
 
     @property
@@ -133,7 +139,8 @@ class DraftLength:
             share *= self._record.taken()
             tokens += rows * share
             cost += self._cost(budget, rows)
-            whole = cost + self._cost(self._num_layers, rows * (done + 1)) + self._record.beyond
+            drafted = cost + self._cost(self._num_layers, rows * (done + 1)) - 1
+            whole = 1 + self._record.scale * drafted + self._record.beyond
             best = max(best, tokens / whole)
         return best
 
@@ -160,12 +167,20 @@ class DraftLength:
         took = 1 + sum(sum(self._each[:count]) for count in drafts)
         if any(drafts):
             if seconds is not None and record.pace:
-                beyond = min(seconds / self._pace() - took, record.beyond + _STRAY)
-                record.beyond += _NEW * (beyond - record.beyond)
+                self._correct(
+                    _NEW * min(seconds / self._pace() - took - record.beyond, _STRAY), (took - 1) / record.scale
+                )
                 record.rounds += 1
             took += record.beyond
         given = tokens / rows
         record.may_lose = min(MOST_HELD, max(-START, record.may_lose + given - took + MAY_LOSE * given))
+
+    def _correct(self, error: float, drafted: float) -> None:
+        """Take note that a round whose drafts should have cost so much took so many steps more than was expected."""
+        record = self._record
+        fixed = max(error, -record.beyond) if record.scale == 1 or error < 0 else 0.0
+        record.beyond += fixed
+        record.scale = min(1.0, max(_CHEAPEST, record.scale + (error - fixed) / drafted))
 
     def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
         """End a few steps of so many rows at full depth, without drafts."""

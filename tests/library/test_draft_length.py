@@ -25,17 +25,25 @@ def speed(
     record: DraftRecord,
     rows: int = 1,
     between: float | None = None,
+    expected: float = 1.0,
 ) -> float:
     """Times that a text is faster than at full depth: a draft runs so many layers and is taken with one probability.
 
     `column` is what another column of a verification costs, in steps. With `between`, rounds are timed, and each with
-    drafts takes so much more than is expected of its passes.
+    drafts takes so much more than its passes; what is expected of drafts and columns is `expected` times what they cost.
     """
 
     def seconds(layers: int, passed: int) -> float:
         return layers / LAYERS + column * (passed - 1)
 
-    length = DraftLength(record, seconds, LAYERS)
+    def guessed(layers: int, passed: int) -> float:
+        return (
+            seconds(layers, passed)
+            if layers == LAYERS and passed == rows
+            else (expected * layers / LAYERS if layers < LAYERS else 1) + expected * column * (passed - 1)
+        )
+
+    length = DraftLength(record, guessed, LAYERS)
     cost = given = 0.0
     while given < tokens * rows:
         if between is not None and not length.has_pace:
@@ -95,6 +103,19 @@ def test_what_the_clock_says_counts_where_rounds_take_longer_than_their_passes(
     best = best_speed(taken, 3, 0.03, rows, between)
     assert speed(taken, 3, 0.03, 4000, DraftRecord(), rows, between) > 0.9 * best
     assert speed(taken, 3, 0.03, 4000, DraftRecord(), rows, 4 * between) > 0.97, "whatever comes between"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("expected", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize("taken", [0.6, 0.85, 0.95, 1])
+def test_what_the_clock_says_counts_where_passes_are_cheaper_or_dearer_than_expected(
+    taken: float, expected: float, rows: int
+) -> None:
+    random.seed(1)
+    best = best_speed(taken, 3, 0.05, rows)
+    found = speed(taken, 3, 0.05, 4000, DraftRecord(), rows, between=0, expected=expected)
+    assert found > 0.97
+    assert found > 0.7 * best
 
 
 def test_a_round_that_the_machine_interrupted_does_not_end_drafting() -> None:
