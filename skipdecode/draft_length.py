@@ -17,8 +17,8 @@ MOST_ROUNDS = 4  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
 START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
-# How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one that
-# the machine interrupted says little, and may say no more than that it took so many steps more.
+# How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one
+# that the machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
 _CHEAPEST = 0.3  # of what drafts are expected to cost
 _PACES = 9  # times of full depth's steps that are remembered

@@ -30,7 +30,7 @@ def speed(
     """Times that a text is faster than at full depth: a draft runs so many layers and is taken with one probability.
 
     `column` is what another column of a verification costs, in steps. With `between`, rounds are timed, and each with
-    drafts takes so much more than its passes; what is expected of drafts and columns is `expected` times what they cost.
+    drafts takes so much more than its passes; `expected` times what drafts and columns cost is expected of them.
     """
 
     def seconds(layers: int, passed: int) -> float:
