@@ -3,7 +3,7 @@
 import datetime
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
 from skipdecode.schedule import SkipSchedule
 
-# Depths that are timed, evenly spaced from all layers down to one.
-DEPTHS = 4
+# Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
+# a processor's caches and cost less each.
+DEPTHS = (1 / 6, 1 / 3, 2 / 3, 1)
 
 
 def measure_cost(
@@ -35,9 +36,8 @@ def measure_cost(
 ) -> MeasuredCost:
     """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
-    Each repeat is a generation at each depth, over the same columns. A step runs a number of equal layers and what is
-    outside of them, so its time is a straight line in that number; `share_outside_layers` finds it. Outside is also
-    what a loop does that looks for an end token, which never comes here.
+    Each repeat is a generation at each depth, over the same columns. Depths are told from one another within a repeat
+    (`relative_times`).
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
@@ -67,8 +67,7 @@ def _measure(
     num_layers = len(decoder_layers(model))
     if num_layers < 2:
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
-    count = min(DEPTHS, num_layers)
-    depths = [1 + round(n * (num_layers - 1) / (count - 1)) for n in range(count)]
+    depths = sorted({1, *(max(1, round(share * num_layers)) for share in DEPTHS)})
     inner: Any = unwrap(model)
     timed: list[list[dict[int, tuple[float, float]]]] = [[] for _ in batches]
     training = inner.training
@@ -113,15 +112,13 @@ def _time_depth(
 
 def _cost(rows: int, timed: Sequence[Mapping[int, tuple[float, float]]], num_layers: int) -> MeasuredCost:
     """The cost of a batch: in each repeat depth -> the seconds of its prompts' pass and of a step."""
-    prefills, stairs = ([{depth: both[at] for depth, both in times.items()} for times in timed] for at in (0, 1))
-    full, whole = (statistics.median(times[num_layers] for times in each) for each in (stairs, prefills))
-    outside = share_outside_layers(stairs, num_layers)
-    return MeasuredCost(
-        num_layers,
-        {1: full * (outside + (1 - outside) / num_layers), num_layers: full},
-        rows,
-        prefill={n: whole * statistics.median(times[n] / times[num_layers] for times in prefills) for n in prefills[0]},
-    )
+
+    def medians(at: int) -> dict[int, float]:
+        times = [{depth: both[at] for depth, both in repeat.items()} for repeat in timed]
+        whole = statistics.median(repeat[num_layers] for repeat in times)
+        return {depth: whole * share for depth, share in relative_times(times, num_layers).items()}
+
+    return MeasuredCost(num_layers, medians(1), rows, prefill=medians(0))
 
 
 def measure_profile(
@@ -158,24 +155,16 @@ def measure_profile(
     return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
 
 
-def share_outside_layers(stairs: Sequence[Mapping[int, float]], num_layers: int) -> float:
-    """The share of a step at full depth that isn't layers: the LM head, the embeddings, what comes between two tokens.
+def relative_times(repeats: Sequence[Mapping[int, float]], num_layers: int) -> dict[int, float]:
+    """The time of each depth over that of all layers, medians over repeats; more layers take no less.
 
-    Any two depths of one repeat give a line, and so a share; the median over all pairs of all repeats is taken.
     Two times count together only where they were taken within seconds, so a machine whose speed drifts treats both
-    alike, and where it was busy for one of them the pair is an outlier, which a median leaves out. (Theil and Sen's
-    estimator, for the share in place of the slope.)
+    alike, and where it was busy for one of them the ratio is an outlier, which a median leaves out.
 
     Args:
-        stairs: for each repeat, layers -> seconds of a step that runs so many; of two depths or more.
+        repeats: of each, layers -> seconds.
         num_layers: those of full depth.
     """
-    shares = []
-    for times in stairs:
-        for (few, short), (many, long) in combinations(sorted(times.items()), 2):
-            layer = (long - short) / (many - few)
-            outside = short - few * layer
-            full = outside + num_layers * layer
-            if full > 0:
-                shares.append(outside / full)
-    return min(max(statistics.median(shares), 0.0), 1.0)
+    depths = sorted(repeats[0])
+    shares = [statistics.median(times[depth] / times[num_layers] for times in repeats) for depth in depths]
+    return dict(zip(depths, accumulate(shares, max), strict=True))
