@@ -3,7 +3,8 @@
     python scripts/benchmark_ended_rows.py --checkpoint outputs/e2e-tiny --data-dir E2E_FOLDER
 
 Batches hold prompts of like length, as in `python -m eval`, or with --shuffle of any. On each batch every speed takes
-turns with and without leaving, which must give the same texts.
+turns with and without leaving, which must give the same texts. Without, every step runs every row; with, a row runs no
+more once it has ended, in steps that the kernels run several of at a time too.
 """
 
 import argparse
@@ -11,7 +12,9 @@ import random
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,8 +28,11 @@ from eval.systems.base import SkipSystem
 from skipdecode import rows
 from skipdecode.command import run_command
 from skipdecode.decode import resolve_schedule
+from skipdecode.projections import Weights
+from skipdecode.runners import LeanRunner
 
 SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
+CHOOSE = {"without": lambda *_: None, "with": LeanRunner.choose}
 
 
 def main() -> int:
@@ -38,14 +44,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shuffle", action="store_true")
+    parser.add_argument("--weights", choices=get_args(Weights), default="packed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as output:
         request = Request(options.checkpoint, Path(output), data_dir=options.data_dir, limit=options.limit)
         loaded = load_request(request)
+    checkpoint = replace(loaded.checkpoint, weights=options.weights)
     systems = {
-        speedup: SkipSystem(
-            f"{speedup:g}x", loaded.checkpoint, resolve_schedule(loaded.checkpoint.model, None, speedup)
-        )
+        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_schedule(checkpoint.model, None, speedup))
         for speedup in options.speedup
     }
     prompts = sorted(loaded.prompt_ids, key=len)
@@ -64,7 +70,7 @@ def main() -> int:
                 keys = list(found)
                 first = (number + repeat) % len(keys)
                 for speedup, side in [*keys[first:], *keys[:first]]:
-                    rows.WORTH_LEAVING = SHARES[side]
+                    rows.WORTH_LEAVING, LeanRunner.choose = SHARES[side], CHOOSE[side]
                     found[speedup, side].append(systems[speedup].decode(batch, loaded.max_new_tokens))
             for key, decoded in found.items():
                 if repeat:  # the first warms up
