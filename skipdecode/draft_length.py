@@ -2,13 +2,12 @@
 
 import statistics
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from skipdecode.cost import CostModel
 from skipdecode.lean import LeanDecoder
-from skipdecode.native_steps import DraftRule
+from skipdecode.native_steps import DraftRule, kind_of
 from skipdecode.profile import Profile
 from skipdecode.schedule import SkipSchedule
 
@@ -55,7 +54,7 @@ class DraftRecord:
 
     def taken(self, confidence: float | None = None) -> float:
         """The share of drafts that are taken: of all, or of those that had such a probability."""
-        taken, count = self._of_all if confidence is None else self._by_confidence[_kind(confidence)]
+        taken, count = self._of_all if confidence is None else self._by_confidence[kind_of(_BOUNDS, confidence)]
         return taken / count
 
     def shares(self) -> list[float]:
@@ -64,15 +63,11 @@ class DraftRecord:
 
     def add(self, confidence: float, taken: bool) -> None:
         """Count one draft."""
-        for counts in (self._by_confidence[_kind(confidence)], self._of_all):
+        for counts in (self._by_confidence[kind_of(_BOUNDS, confidence)], self._of_all):
             counts[0] += taken
             counts[1] += 1
             if counts[1] > _REMEMBERED:
                 counts[:] = [count / 2 for count in counts]
-
-
-def _kind(confidence: float) -> int:
-    return min(bisect_left(_BOUNDS, confidence), len(_BOUNDS) - 1)
 
 
 class DraftLength:

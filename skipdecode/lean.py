@@ -39,7 +39,7 @@ from skipdecode.internals import (
     version,
 )
 from skipdecode.native import kernels
-from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, NativeSteps, TextsAtHand, native_steps
+from skipdecode.native_steps import NativeSteps, native_steps
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Weights
 
@@ -153,28 +153,8 @@ class LeanDecoder:
             hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
         return self.logits(hidden)
 
-    def choose(
-        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], cache: PlannedCache, prepared: PreparedInputs
-    ) -> ChosenTokens | None:
-        """As `NativeSteps.choose`; None where only a step at a time will do."""
-        native = self._choosing(len(texts.tokens))
-        return native.choose(texts, layers, cache, prepared) if native is not None else None
-
-    def draft(
-        self,
-        texts: TextsAtHand,
-        layers: Sequence[Sequence[int]],
-        all_layers: Sequence[int],
-        cache: PlannedCache,
-        prepared: PreparedInputs,
-        rule: DraftRule,
-        rounds: int,
-    ) -> DraftedRounds | None:
-        """As `NativeSteps.draft`; None where only a step at a time will do."""
-        native = self._choosing(len(texts.tokens) * (1 + len(layers)))
-        return native.draft(texts, layers, all_layers, cache, prepared, rule, rounds) if native is not None else None
-
-    def _choosing(self, tokens: int) -> NativeSteps | None:
+    def choosing(self, tokens: int) -> NativeSteps | None:
+        """What chooses tokens several in a call, in passes of so many; None where only a step at a time will do."""
         native = self._native
         if native is None or not native.embeds or not native.ends_in_logits or tokens > native.most_tokens:
             return None

@@ -115,7 +115,6 @@ class LosslessLoop:
     def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode every row to its end. Returns what `decode_loop` does."""
         logits = self._runner.prefill(self.texts[:, : self.prompt])
-        self._length.rule(len(self.running), [])
         self._extend(self.running, [0] * len(self.running), logits)
         del logits  # those of a prefill are large
         while not self._show():

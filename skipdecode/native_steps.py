@@ -46,6 +46,11 @@ ACTIVATIONS = {
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
 
 
+def kind_of(bounds: Sequence[float], probability: float) -> int:
+    """The place of the first of rising bounds that a probability isn't beyond; of the last where there is none."""
+    return min(bisect_left(bounds, probability), len(bounds) - 1)
+
+
 class DraftRule(NamedTuple):
     """What stops drafting a text's next tokens.
 
@@ -61,7 +66,7 @@ class DraftRule(NamedTuple):
 
     def share(self, probability: float) -> float:
         """How likely a draft of such a probability is taken."""
-        return self.shares[min(bisect_left(self.bounds, probability), len(self.shares) - 1)]
+        return self.shares[kind_of(self.bounds, probability)]
 
 
 class TextsAtHand(NamedTuple):

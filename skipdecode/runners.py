@@ -108,13 +108,14 @@ class LeanRunner(ForwardRunner):
     def choose(
         self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
     ) -> torch.Tensor | None:
+        native = self._decoder.choosing(len(room))
+        if native is None:
+            return None
         steps = int(min(MOST_AHEAD, max(room)))
         layers = [self._layers[self._schedule.budget(i + n)] for n in range(steps)]
         most = [int(min(steps, each)) for each in room]
         texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
-        found = self._decoder.choose(texts, layers, self.cache, self._step_inputs)
-        if found is None:
-            return None
+        found = native.choose(texts, layers, self.cache, self._step_inputs)
         if padding is not None:
             for row, count in enumerate(found.counts):
                 found.tokens[row, count:] = padding
@@ -243,13 +244,19 @@ class ColumnsRunner:
 
     def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
         """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
-        return self.decoder.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
+        native = self.decoder.choosing(len(texts.tokens))
+        if native is None:
+            return None
+        return native.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
 
     def draft(
         self, texts: TextsAtHand, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
     ) -> DraftedRounds | None:
         """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
-        return self.decoder.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds)
+        native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
+        if native is None:
+            return None
+        return native.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds)
 
     def roll_back(self, steps: int) -> None:
         """Hold the columns of the prompt and of so many generated tokens alone."""

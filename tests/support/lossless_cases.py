@@ -38,7 +38,8 @@ DRAFTS = [1, 3, 12, "ragged", "as it pays"]
 def drafting(drafts: int | str) -> Iterator[None]:
     """Draft as one of `DRAFTS` says: the models of tests are random, so that it hardly ever pays."""
 
-    def rule(_: DraftLength, rows: int, budgets: list[int]) -> DraftRule:
+    def rule(length: DraftLength, rows: int, budgets: list[int]) -> DraftRule:
+        length._each = [0.1] * len(budgets)
         if isinstance(drafts, int):
             return DraftRule([-1.0] * min(drafts, len(budgets)), [1.0], [1.0])
         bounds = [n / 300 for n in range(1, 301)]  # probabilities of random models are small and unlike one another
