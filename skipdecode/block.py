@@ -117,14 +117,14 @@ class PreparedInputs:
 
         Each has its row and the number of its first step.
         """
-        if len(set(starts)) == 1:
-            numbers = torch.arange(starts[0], starts[0] + steps)[:, None]  # [steps, 1]
-        else:
-            numbers = torch.tensor(starts) + torch.arange(steps)[:, None]  # [steps, texts]
+        together = len(set(starts)) == 1
 
-        def look_up(table: torch.Tensor) -> torch.Tensor:  # [steps, batch or 1, ...]
-            of_rows = torch.tensor(rows) if table.shape[1] > 1 else torch.zeros(1, dtype=torch.long)
-            return table[numbers.clamp(max=len(table) - 1), of_rows]  # none runs beyond the last
+        def look_up(table: torch.Tensor) -> torch.Tensor:  # [steps, batch or 1, ...]; no text runs beyond the last
+            batch = table.shape[1]
+            if together and (batch == 1 or list(rows) == list(range(batch))):
+                return table[starts[0] : starts[0] + steps]
+            numbers = torch.tensor(starts) + torch.arange(steps)[:, None]
+            return table[numbers.clamp(max=len(table) - 1), torch.tensor(rows) if batch > 1 else 0]
 
         position_ids = look_up(self.position_ids) if self.position_ids is not None else None
         if self.rotary is None:

@@ -4,7 +4,7 @@ import datetime
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.lean import usual_weights
 from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
-from skipdecode.schedule import SkipSchedule
+from skipdecode.schedule import PromptPolicy, SkipSchedule
 
 # Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
-# a processor's caches and cost less each.
-DEPTHS = (1 / 6, 1 / 3, 2 / 3, 1)
+# a processor's caches and cost less each, up to some number of them.
+DEPTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
+SHORT = 4  # steps of a text of which most of the time may be what it takes once
 
 
 def measure_cost(
@@ -36,8 +37,8 @@ def measure_cost(
 ) -> MeasuredCost:
     """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
-    Each repeat is a generation at each depth, over the same columns. Depths are told from one another within a repeat
-    (`relative_times`).
+    Each repeat is two texts at each depth, a short one and one of `steps` more, so that what a text takes once is told
+    from what each of its steps takes. Depths are told from one another within a repeat (`relative_times`).
 
     Args:
         model: a causal language model, on the device and in the type that it will decode in.
@@ -45,7 +46,7 @@ def measure_cost(
         prompt_length: columns in the cache when decoding starts; fewer where the model hasn't the positions.
         weights: what decode steps compute with, as in `skip_generate`.
         repeats: of the generations, after one that warms up.
-        steps: of each; the first of them, which may find caches cold, isn't counted.
+        steps: that are timed, behind those of the short text.
 
     Raises:
         ConfigError: for a family that isn't known, a model of one layer, and counts below 1.
@@ -69,25 +70,67 @@ def _measure(
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
     depths = sorted({1, *(max(1, round(share * num_layers)) for share in DEPTHS)})
     inner: Any = unwrap(model)
-    timed: list[list[dict[int, tuple[float, float]]]] = [[] for _ in batches]
+    timed: dict[tuple[int, int], list[dict[int, _Times]]] = {batch: [] for batch in batches}
     training = inner.training
     inner.eval()
     try:
         for repeat in range(repeats + 1):
-            for (rows, columns), found in zip(batches, timed, strict=True):
-                times = {depth: _time_depth(inner, depth, rows, columns, weights, steps) for depth in depths}
+            starts: dict[int, dict[int, tuple[float, float]]] = {}  # rows -> layers -> after a warm prompt, after any
+            for rows, columns in sorted(timed):
+                long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in depths}
+                if rows not in starts:  # behind the shortest prompts alone
+                    starts[rows] = _time_starts(inner, rows, columns, weights, long, steps)
+                times = {}
+                for depth, (prefill, seconds) in long.items():
+                    warm, start = starts[rows][depth]
+                    times[depth] = _Times(prefill, (seconds - min(warm, seconds / 2)) / (SHORT + steps), start)
                 if repeat:  # the first warms up
-                    found.append(times)
+                    timed[rows, columns].append(times)
             advance()
     finally:
         inner.train(training)
-    return [_cost(rows, found, num_layers) for (rows, _), found in zip(batches, timed, strict=True)]
+    return [_cost(batch[0], timed[batch], num_layers) for batch in batches]
 
 
-def _time_depth(
-    inner: Any, depth: int, rows: int, columns: int, weights: Weights | None, steps: int
+class _Times(NamedTuple):
+    """Seconds of a batch: of its prompts' pass, of a step, and what its texts take once."""
+
+    prefill: float
+    step: float
+    start: float
+
+
+def _time_starts(
+    inner: Any,
+    rows: int,
+    columns: int,
+    weights: Weights | None,
+    long: Mapping[int, tuple[float, float]],
+    steps: int,
+) -> dict[int, tuple[float, float]]:
+    """By layers, what decoding takes once, of the times of longer texts: behind prompts of as many layers, and of all.
+
+    What a prompt runs of other layers, its text's first step finds in the processor's caches in place of its own.
+    """
+    short = {n: _time_text(inner, n, rows, columns, weights, SHORT)[1] for n in long}
+    cold = max(0.0, _time_text(inner, 1, rows, columns, weights, SHORT, prompt="full")[1] - short[1])
+    most, found = max(long), {}
+    for n, (_, seconds) in long.items():
+        warm = max(0.0, short[n] - SHORT * (seconds - short[n]) / steps)
+        found[n] = warm, warm + cold * (most - n) / (most - 1)
+    return found
+
+
+def _time_text(
+    inner: Any,
+    depth: int,
+    rows: int,
+    columns: int,
+    weights: Weights | None,
+    steps: int,
+    prompt: PromptPolicy = "max",
 ) -> tuple[float, float]:
-    """The seconds of the prompts' pass and of a step, both through so many layers."""
+    """The seconds of the prompts' pass and of so many steps, all through so many layers."""
     config = text_config(inner.config)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:
@@ -99,7 +142,7 @@ def _time_depth(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         custom_generate=skip_generate,
-        schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt="max"),
+        schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt),
         weights=weights,
         max_new_tokens=steps + 1,
         do_sample=False,
@@ -107,18 +150,20 @@ def _time_depth(
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    return clock.prefill_seconds, statistics.median(clock.step_seconds[1:] or clock.step_seconds)
+    return clock.prefill_seconds, clock.decode_seconds
 
 
-def _cost(rows: int, timed: Sequence[Mapping[int, tuple[float, float]]], num_layers: int) -> MeasuredCost:
-    """The cost of a batch: in each repeat depth -> the seconds of its prompts' pass and of a step."""
+def _cost(rows: int, timed: Sequence[Mapping[int, _Times]], num_layers: int) -> MeasuredCost:
+    """The cost of a batch, of its times by depth in each repeat."""
 
-    def medians(at: int) -> dict[int, float]:
-        times = [{depth: both[at] for depth, both in repeat.items()} for repeat in timed]
-        whole = statistics.median(repeat[num_layers] for repeat in times)
-        return {depth: whole * share for depth, share in relative_times(times, num_layers).items()}
+    def medians(name: str, unit: str) -> dict[int, float]:
+        repeats = [{depth: getattr(times, name) for depth, times in repeat.items()} for repeat in timed]
+        units = [getattr(repeat[num_layers], unit) for repeat in timed]
+        whole = statistics.median(units)
+        return {depth: whole * share for depth, share in relative_times(repeats, units).items()}
 
-    return MeasuredCost(num_layers, medians(1), rows, prefill=medians(0))
+    prefill, step, start = medians("prefill", "prefill"), medians("step", "step"), medians("start", "step")
+    return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start)
 
 
 def measure_profile(
@@ -149,22 +194,22 @@ def measure_profile(
     weights = weights or usual_weights(inner)
     sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
     costs = _measure(model, sized, weights, repeats, advance=advance)
-    batches = [TimedBatch(*size, c.seconds_by_layers, c.prefill) for size, c in zip(sized, costs, strict=True)]
+    batches = [TimedBatch(*size, c.seconds_by_layers, c.prefill, c.start) for size, c in zip(sized, costs, strict=True)]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()
     return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
 
 
-def relative_times(repeats: Sequence[Mapping[int, float]], num_layers: int) -> dict[int, float]:
-    """The time of each depth over that of all layers, medians over repeats; more layers take no less.
+def relative_times(repeats: Sequence[Mapping[int, float]], units: Sequence[float]) -> dict[int, float]:
+    """The time of each depth over a time of full depth's, medians over repeats; more layers take no less.
 
     Two times count together only where they were taken within seconds, so a machine whose speed drifts treats both
     alike, and where it was busy for one of them the ratio is an outlier, which a median leaves out.
 
     Args:
         repeats: of each, layers -> seconds.
-        num_layers: those of full depth.
+        units: of each, the seconds that they are told in.
     """
     depths = sorted(repeats[0])
-    shares = [statistics.median(times[depth] / times[num_layers] for times in repeats) for depth in depths]
+    shares = [statistics.median(times[n] / unit for times, unit in zip(repeats, units, strict=True)) for n in depths]
     return dict(zip(depths, accumulate(shares, max), strict=True))

@@ -135,6 +135,13 @@ class SkipConfig:
         return self.solver.get("horizon")
 
     @property
+    def timed_lengths(self) -> list[int]:
+        """The prompts' lengths that a profile of this machine is best measured behind: as long as usual, and as what
+        decoding has when a text of usual length ends.
+        """
+        return [self.prompt_length, *([self.prompt_length + self.horizon] if self.horizon else [])]
+
+    @property
     def trained_range(self) -> tuple[float, float] | None:
         """The slowest and the fastest speedup that training drew; None where it drew none."""
         return (min(self.schedules), max(self.schedules)) if self.schedules else None

@@ -50,13 +50,20 @@ class Cost(ABC):
         """The time of the prompts' pass through `layers` layers. Raises ConfigError where that isn't known."""
         raise ConfigError("over is 'all': this cost doesn't know what prompts take; expected over='decode'")
 
+    def start_seconds(self, layers: int) -> float:
+        """What a batch's decoding takes once, beyond its steps, where the first of them runs `layers` layers."""
+        return 0.0
+
     def decode_seconds(self, schedule: SkipSchedule, steps: int | None = None) -> float:
         """The time of a batch's first `steps` decode steps under `schedule`, all rows alive; None: of whole texts."""
         whole = self.expected_steps if steps is None else None
         count = len(whole) if whole is not None else steps or schedule.horizon
         budgets = [schedule.budget(i) for i in range(count)]
+        if not budgets:
+            return 0.0
         tables = {layers: self._seconds_by_step(layers, count, whole) for layers in set(budgets)}
-        return sum([tables[layers][i] for i, layers in enumerate(budgets)])
+        start = self.start_seconds(budgets[0]) * (1 if whole is None else whole[0][0])
+        return start + sum([tables[layers][i] for i, layers in enumerate(budgets)])
 
     def _seconds_by_step(self, layers: int, steps: int, whole: Steps | None) -> list[float]:
         """The time of each step that runs so many layers; of `whole` texts, times how likely it is run."""
@@ -118,7 +125,11 @@ class MeasuredCost(Cost):
         batch_size: rows of the batch.
         expected_steps: that texts take; None where each is as long as the schedule's horizon.
         prefill: the same of the prompts' pass; empty where it wasn't timed.
+        start: the same of what decoding takes once beyond its steps: the first of them finds caches cold, and what
+            every call of the kernels needs is made ready; empty where it wasn't timed.
         fewer_rows: rows -> layers -> seconds of a step, of fewer rows than the batch's.
+        later: the cost of the steps that come so many steps later, whose cache is longer; between, time is taken to be
+            a straight line. None where that makes no difference.
     """
 
     num_layers: int
@@ -126,10 +137,21 @@ class MeasuredCost(Cost):
     batch_size: int = 1
     expected_steps: Steps | None = None
     prefill: Mapping[int, float] = field(default_factory=dict)
+    start: Mapping[int, float] = field(default_factory=dict)
     fewer_rows: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    later: "tuple[int, MeasuredCost] | None" = None
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
-        """The time of a step that runs `layers` layers; the same for every step."""
+        """The time of a step that runs `layers` layers."""
+        if self.later is None or step == 0:
+            return self._first_seconds(layers, rows)
+        steps, cost = self.later
+        if step >= steps:
+            return cost.step_seconds(layers, step - steps, rows)
+        share = step / steps
+        return self._first_seconds(layers, rows) * (1 - share) + cost.step_seconds(layers, 0, rows) * share
+
+    def _first_seconds(self, layers: int, rows: float | None) -> float:
         by_rows = {count: interpolated(times, layers) for count, times in self.fewer_rows.items()}
         by_rows[self.batch_size] = interpolated(self.seconds_by_layers, layers)
         return interpolated(by_rows, min(max(rows or self.batch_size, min(by_rows)), self.batch_size))
@@ -137,6 +159,10 @@ class MeasuredCost(Cost):
     def prefill_seconds(self, layers: int) -> float:
         """The time of the prompts' pass through `layers` layers. Raises ConfigError where it wasn't timed."""
         return interpolated(self.prefill, layers) if self.prefill else super().prefill_seconds(layers)
+
+    def start_seconds(self, layers: int) -> float:
+        """What decoding takes once; nothing where that wasn't timed."""
+        return interpolated(self.start, layers) if self.start else 0.0
 
 
 def interpolated(times: Mapping[int, float], at: float) -> float:

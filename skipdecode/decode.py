@@ -267,7 +267,7 @@ class _Solved:
         batches = None if prompts is None else [prompts]
         conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
         at_hand = [conditions.get(name) for name in ("batch_size", "prompt_length", "expected_steps")]
-        key = (speedup, over, *at_hand, repr(profile))
+        key = (speedup, over, *at_hand, profile)
         found = self._schedules.get(key)
         if found is None:
             if len(self._schedules) >= MOST_SOLVED:

@@ -43,7 +43,8 @@ struct Block {
 };
 struct Layer { const Block *block; void *keys, *values; int64_t row_stride, head_stride; };
 struct Step {
-  const Layer *layers;
+  const Layer *layers;     // of the model
+  const int32_t *running;  // those of them that run, ascending
   const Norm *final_norm;
   const Linear *head;
   float *hidden, *logits;
@@ -58,7 +59,7 @@ struct Step {
 // Tokens that are chosen greedily, several of each text one after another; a Step holds what they have in common, and the
 // texts' first ones.
 struct Greedy {
-  const Layer *const *layers;  // of each step
+  const int32_t *const *running;  // of each step
   const int32_t *layer_counts;
   const int64_t *position_ids;  // [tokens][texts]
   int64_t rotary_token;         // from a token's cosines and sines to those of its text's next one
@@ -70,7 +71,7 @@ struct Greedy {
 };
 // Rounds of drafts, which run a round's steps each.
 struct Drafts {
-  const Layer *all_layers;
+  const int32_t *all_running;
   // What stops drafting: a text's step i runs where the product of its drafts' shares is larger than worth[i]. A draft has
   // the share of the first of the bounds that its probability isn't beyond.
   const float *worth, *bounds, *shares;
@@ -243,9 +244,9 @@ struct Tokens {
     __builtin_memcpy(sin + (int64_t)r * first.rotated, first.sin + from, 4 * first.rotated);
   }
   // Run them and find what follows each. Returns as `skipdecode_step` does.
-  int choose(const Layer *layers, int layer_count, int with_probability) {
+  int choose(const int32_t *running, int layer_count, int with_probability) {
     Step step = first;
-    step.layers = layers, step.layer_count = layer_count, step.tokens = count;
+    step.running = running, step.layer_count = layer_count, step.tokens = count;
     step.token_ids = token, step.position_ids = position, step.row = row, step.column = column, step.logits = logits;
     step.cos = cos, step.sin = sin, step.rotary_stride = first.rotated;
     step.one_token_a_row = 1;
@@ -276,7 +277,7 @@ int skipdecode_step(int set, const Step *step) {
   int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0;
   Buffers buffers = {};
   for (int i = 0; i < step->layer_count; i++) {
-    const Block &block = *step->layers[i].block;
+    const Block &block = *step->layers[step->running[i]].block;
     int64_t width = 0;
     for (int p = 0; p < block.projections; p++) width += block.qkv[p].outputs;
     if (width > qkv) qkv = width;
@@ -314,7 +315,7 @@ int skipdecode_greedy(int set, const Step *first, const Greedy *run) {
     if (run->most[t] > 0) tokens.add(t, 0, first->token_ids[t]);
   }
   for (int i = 0; i < run->steps && tokens.count; i++) {
-    if (tokens.choose(run->layers[i], run->layer_counts[i], 0)) return -1;
+    if (tokens.choose(run->running[i], run->layer_counts[i], 0)) return -1;
     most = i + 1;
     int going = tokens.count;
     tokens.count = 0;
@@ -354,7 +355,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
     }
     if (!running) break;
     for (int i = 0; i < steps && tokens.count; i++) {
-      if (tokens.choose(run->layers[i], run->layer_counts[i], 1)) return -1;
+      if (tokens.choose(run->running[i], run->layer_counts[i], 1)) return -1;
       int going = tokens.count;
       tokens.count = 0;
       for (int r = 0; r < going; r++) {
@@ -371,7 +372,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
     for (int t = 0; t < texts; t++)
       for (int i = 0; last[t] >= 0 && i <= drafted[t]; i++)
         tokens.add(t, run->counts[t] + i, drafts[(int64_t)t * (steps + 1) + i]);
-    if (tokens.choose(rule->all_layers, rule->all_count, 0)) return -1;
+    if (tokens.choose(rule->all_running, rule->all_count, 0)) return -1;
     for (int r = 0; r < tokens.count;) {
       int t = tokens.text[r];
       const int64_t *mine = drafts + (int64_t)t * (steps + 1) + 1, *theirs = tokens.found + r;

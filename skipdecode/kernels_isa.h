@@ -851,8 +851,10 @@ static void run_step(const Step &step, const Buffers &buffers) {
     begin_team();
     if (step.token_ids) embed(step, buffers.hidden);
     float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.scores_stride;
-    for (int i = 0; i < step.layer_count; i++)
-      run_layer(*step.layers[i].block, step, step.layers[i], buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
+    for (int i = 0; i < step.layer_count; i++) {
+      const Layer &layer = step.layers[step.running[i]];
+      run_layer(*layer.block, step, layer, buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
+    }
     int rows = step.last ? step.last_count : step.tokens;
     if (step.logits) {
       const float *read = buffers.hidden;

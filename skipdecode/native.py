@@ -77,6 +77,7 @@ class LayerStruct(Structure):
 class StepStruct(Structure):
     _fields_ = (
         ("layers", c_void_p),
+        ("running", c_void_p),
         ("final_norm", c_void_p),
         ("head", c_void_p),
         ("hidden", c_void_p),
@@ -114,7 +115,7 @@ class StepStruct(Structure):
 
 class GreedyStruct(Structure):
     _fields_ = (
-        ("layers", c_void_p),
+        ("running", c_void_p),
         ("layer_counts", c_void_p),
         ("position_ids", c_void_p),
         ("rotary_token", c_int64),
@@ -127,7 +128,7 @@ class DraftsStruct(Structure):
     _fields_ = (
         *(
             (name, c_void_p)
-            for name in ("all_layers", "worth", "bounds", "shares", "probabilities", "drafted", "agreed")
+            for name in ("all_running", "worth", "bounds", "shares", "probabilities", "drafted", "agreed")
         ),
         *((name, c_int32) for name in ("all_count", "kinds", "rounds")),
     )

@@ -148,7 +148,7 @@ class NativeSteps:
             self._embedding, self._position_table = tables
         self.embeds = tables is not None
         self._alive: list[Any] = []  # what the structs point to
-        self._caches: weakref.WeakKeyDictionary[PlannedCache, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakKeyDictionary[PlannedCache, Any] = weakref.WeakKeyDictionary()
         self._blocks = [self._block(block) for block in blocks]
         self._addresses = [ctypes.addressof(block) for block in self._blocks]
         self._final_norm = self._norm(final_norm)
@@ -185,8 +185,10 @@ class NativeSteps:
         last: Sequence[int] | None = None,
         passing: torch.Tensor | None = None,
         places: tuple[Sequence[int], Sequence[int]] | None = None,
+        *,
+        chooses: bool = False,
     ) -> tuple[StepStruct, torch.Tensor | None, dict[str, Any]]:
-        """The struct of a call, the logits that it writes, and all else that it points to."""
+        """The struct of a call, the logits that it writes unless it chooses tokens, and all else that it points to."""
         tokens = len(entered)
         places = inputs.places(tokens) if places is None else places
         assert places is not None
@@ -196,7 +198,8 @@ class NativeSteps:
         for index in layers:
             held[index].length = end if held[index].generated else 0
         alive: dict[str, Any] = {
-            "layers": self._layers(layers, cache, passing),
+            "layers": self._layers(cache, passing),
+            "running": _numbers(tuple(layers)),
             "row": array("i", rows),
             "column": array("i", columns),
         }
@@ -236,9 +239,11 @@ class NativeSteps:
             step.last, step.last_count = _place_of(alive["last"]), len(last)
         if self._head is None:
             return step, None, alive
+        step.head, step.final_norm = ctypes.addressof(self._head.struct), ctypes.addressof(self._final_norm)
+        if chooses:
+            return step, None, alive
         logits = torch.empty(tokens if last is None else len(last), self._head.struct.outputs)
-        step.logits, step.head = logits.data_ptr(), ctypes.addressof(self._head.struct)
-        step.final_norm = ctypes.addressof(self._final_norm)
+        step.logits = logits.data_ptr()
         return step, logits, alive
 
     def choose(
@@ -285,8 +290,9 @@ class NativeSteps:
         drafted, agreed = (array("i", [-1] * rounds * count) for _ in range(2))
         probabilities = torch.empty(rounds, steps, count)
         arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
+        all_running = _numbers(tuple(all_layers))
         drafts = DraftsStruct(
-            all_layers=_place_of(self._layers(all_layers, cache, None)),
+            all_running=_place_of(all_running),
             probabilities=probabilities.data_ptr(),
             drafted=_place_of(drafted),
             agreed=_place_of(agreed),
@@ -317,13 +323,14 @@ class NativeSteps:
         columns = [prepared.prompt_columns + start for start in texts.starts]
         position_ids, rotary = prepared.of_texts(texts.rows, texts.starts, tokens)
         inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
-        step, _, alive = self._step(texts.tokens, layers[0], cache, inputs, places=(texts.rows, columns))
+        places = (texts.rows, columns)
+        step, _, alive = self._step(texts.tokens, layers[0], cache, inputs, places=places, chooses=True)
         alive["rotary"] = _set_rotary(step, rotary)
         chosen = torch.empty(tokens, len(texts.tokens), dtype=torch.int64)
         counts = array("i", [0] * len(texts.tokens))
-        known = {id(each): self._layers(each, cache, None) for each in layers}
+        running = [_numbers(tuple(each)) for each in layers]
         arrays = {
-            "layers": array("Q", [_place_of(known[id(each)]) for each in layers]),
+            "running": array("Q", map(_place_of, running)),
             "layer_counts": array("i", map(len, layers)),
             "ends": array("q", texts.ends),
             "most": array("i", texts.most),
@@ -337,7 +344,7 @@ class NativeSteps:
             end_count=len(texts.ends),
             **{name: _place_of(values) for name, values in arrays.items()},
         )
-        return step, greedy, chosen, counts, [alive, arrays]
+        return step, greedy, chosen, counts, [alive, running, arrays]
 
     def _set_length(self, cache: PlannedCache, layers: Sequence[int], columns: int) -> None:
         held: list[Any] = cache.layers
@@ -392,23 +399,25 @@ class NativeSteps:
         longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
         return self._in_parts and longest <= self.most_tokens
 
-    def _layers(self, layers: Sequence[int], cache: PlannedCache, passing: torch.Tensor | None) -> Any:
-        """The structs of `layers` with their keys and values, whose buffers a cache allocates once.
+    def _layers(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
+        """The structs of all layers with their keys and values, whose buffers a cache allocates once.
 
         Those of a prompt that no token attends to later stand in `passing` [2, batch, heads, columns, head_dim].
         """
-        known = self._caches.setdefault(cache, {})
-        key = tuple(layers)
-        if key in known and passing is None:
-            return known[key]
-        structs = _layer_structs(len(layers))()
-        for struct, index in zip(structs, layers, strict=True):
-            layer = cast(Any, cache.layers[index])
-            keys, values = passing if passing is not None and not layer.generated else layer.buffers
-            struct.block, struct.keys, struct.values = self._addresses[index], keys.data_ptr(), values.data_ptr()
+        known = self._caches.get(cache)
+        if known is not None and passing is None:
+            return known
+        structs = _layer_structs(len(cache.layers))()
+        held: list[Any] = cache.layers
+        for struct, block, layer in zip(structs, self._addresses, held, strict=True):
+            kept = layer.buffers if layer.is_initialized else passing
+            if kept is None:
+                continue  # no token of this cache's runs the layer
+            keys, values = kept
+            struct.block, struct.keys, struct.values = block, keys.data_ptr(), values.data_ptr()
             struct.row_stride, struct.head_stride = keys.stride(0), keys.stride(1)
         if passing is None:
-            known[key] = structs
+            self._caches[cache] = structs
         return structs
 
     def _norm(self, norm: Norm | None) -> NormStruct:
@@ -482,6 +491,12 @@ def _checked(returned: int) -> int:
 def _layer_structs(count: int) -> Any:
     """The type of so many structs: one that nobody holds is a cycle, which Python's collector has to find."""
     return LayerStruct * count
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(layers: tuple[int, ...]) -> "array[int]":
+    """The numbers of layers as the kernels take them, made once for each set of layers."""
+    return array("i", layers)
 
 
 def _place_of(held: Any) -> int:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,7 +21,8 @@ from skipdecode.lengths import Steps
 from skipdecode.native import kernels
 from skipdecode.projections import Weights
 
-_PROFILE_FORMAT = 1
+_PROFILE_FORMAT = 2
+_LEAST = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # seconds of a file that wasn't damaged
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class TimedBatch:
         prompt_length: columns of their prompts.
         step: layers -> seconds of a decode step.
         prefill: layers -> seconds of the prompts' pass.
+        start: layers -> seconds that decoding takes once beyond its steps.
     """
 
     batch_size: int
     prompt_length: int
     step: Mapping[int, float]
     prefill: Mapping[int, float]
+    start: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -57,26 +60,41 @@ class Profile:
     batches: tuple[TimedBatch, ...]
     date: str
 
-    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
-        """The cost of a batch: between the sizes that were timed, time is taken to be a straight line in its rows.
+    def __hash__(self) -> int:
+        return hash((self.date, self.num_layers, len(self.batches)))
 
-        Steps are those behind the prompts that were timed whose length is nearest.
-        """
-        nearest = min((abs(math.log(b.prompt_length / prompt_length)), b.prompt_length) for b in self.batches)[1]
-        near = sorted((b for b in self.batches if b.prompt_length == nearest), key=lambda b: b.batch_size)
-        sizes = [batch.batch_size for batch in near]
-        rows = min(max(batch_size, sizes[0]), sizes[-1])
-        columns = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
+    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
+        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns."""
+        timed: dict[int, dict[int, TimedBatch]] = {}  # rows -> columns -> batch
+        for batch in self.batches:
+            timed.setdefault(batch.batch_size, {})[batch.prompt_length] = batch
+        rows = min(max(batch_size, min(timed)), max(timed))
+        depths = list(self.batches[0].step)
+
+        def behind(columns: int, times: Callable[[TimedBatch], Mapping[int, float]]) -> dict[int, dict[int, float]]:
+            """Rows -> layers -> seconds behind so many columns."""
+            return {
+                count: {n: within({c: times(b)[n] for c, b in by_columns.items()}, columns) for n in depths}
+                for count, by_columns in timed.items()
+            }
+
+        def of_batch(by_rows: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+            return {n: within({count: times[n] for count, times in by_rows.items()}, rows) for n in depths}
+
+        prefill = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
+        tokens = batch_size * prompt_length
+        longer = min((b.prompt_length for b in self.batches if b.prompt_length > prompt_length), default=None)
+        later = None if longer is None else self.at(batch_size=batch_size, prompt_length=longer)
+        step = behind(prompt_length, lambda batch: batch.step)
         return MeasuredCost(
             self.num_layers,
-            {n: interpolated({b.batch_size: b.step[n] for b in near}, rows) for n in near[0].step},
+            of_batch(step),
             rows,
             expected_steps,
-            {
-                n: proportional({count: times[n] for count, times in columns.items()}, batch_size * prompt_length)
-                for n in near[0].prefill
-            },
-            {batch.batch_size: batch.step for batch in near if batch.batch_size < rows},
+            {n: proportional({count: times[n] for count, times in prefill.items()}, tokens) for n in depths},
+            of_batch(behind(prompt_length, lambda batch: batch.start)),
+            {count: times for count, times in step.items() if count < rows},
+            None if longer is None or later is None else (longer - prompt_length, later),
         )
 
     def save(self) -> Path:
@@ -94,7 +112,7 @@ class Profile:
             if values.pop("format") != _PROFILE_FORMAT:
                 raise ConfigError("it has another format")
             batches = tuple(
-                TimedBatch(**{**batch, **{name: _by_layers(batch[name]) for name in ("step", "prefill")}})
+                TimedBatch(**{**batch, **{name: _by_layers(batch[name], least) for name, least in _LEAST.items()}})
                 for batch in values.pop("batches")
             )
             return cls(**values, batches=batches)
@@ -104,15 +122,20 @@ class Profile:
             ) from error
 
 
+def within(times: Mapping[int, float], at: int) -> float:
+    """The value at a number, as `interpolated`; beyond those that are known that of the nearest."""
+    return interpolated(times, min(max(at, min(times)), max(times)))
+
+
 def proportional(times: Mapping[int, float], at: int) -> float:
-    """The value at a number, as `interpolated`; beyond the largest that is known it grows in proportion."""
-    least, most = min(times), max(times)
-    return times[most] * at / most if at > most else interpolated(times, max(at, least))
+    """The value at a number, as `within`; beyond the largest that is known it grows in proportion."""
+    most = max(times)
+    return times[most] * at / most if at > most else within(times, at)
 
 
-def _by_layers(times: Mapping[str, float]) -> dict[int, float]:
+def _by_layers(times: Mapping[str, float], least: float) -> dict[int, float]:
     found = {int(layers): float(seconds) for layers, seconds in times.items()}
-    if len(found) < 2 or not all(0 < seconds < math.inf for seconds in found.values()):
+    if len(found) < 2 or not all(least <= seconds < math.inf for seconds in found.values()):
         raise ValueError(f"times are {times}")
     return found
 
@@ -160,7 +183,7 @@ def profiles_folder() -> Path:
 
 
 def _profile_path(setting: Mapping[str, Any]) -> Path:
-    described = json.dumps(dict(setting), sort_keys=True)
+    described = json.dumps({"format": _PROFILE_FORMAT, **setting}, sort_keys=True)
     return profiles_folder() / f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,18 +57,21 @@ def test_depths_are_told_apart_on_a_busy_machine(seconds, randoms):
             times[randoms.choice(list(stairs))] *= 3
         repeats.append(times)
     full = len(stairs)
-    assert relative_times(repeats, full) == pytest.approx({n: taken / stairs[full] for n, taken in stairs.items()})
+    units = [times[full] for times in repeats]
+    assert relative_times(repeats, units) == pytest.approx({n: taken / stairs[full] for n, taken in stairs.items()})
 
 
 def test_more_layers_that_noise_makes_faster_take_as_long() -> None:
-    assert relative_times([{1: 0.5, 4: 0.4, 6: 2.0}], 6) == {1: 0.25, 4: 0.25, 6: 1.0}
+    assert relative_times([{1: 0.5, 4: 0.4, 6: 2.0}], [2.0]) == {1: 0.25, 4: 0.25, 6: 1.0}
 
 
 @pytest.mark.parametrize("layers", [2, 6, 12])
 def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is one of which each step takes 3 ms, and 2 ms a layer; of prompts deep layers take longer."""
+    """The clock is one of which each step takes 3 ms, and 2 ms a layer, and each text 7 ms once, and 5 ms a layer; of
+    prompts deep layers take longer.
+    """
     ran: list[SkipSchedule] = []
     decode = skip_generate
 
@@ -80,9 +84,11 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
 
     class Clock(StepClock):
         @property
-        def step_seconds(self):
-            assert ran[-1].max_layers == ran[-1].min_layers
-            return [0.003 + 0.002 * ran[-1].budget(i) for i in range(self.steps)]
+        def decode_seconds(self):
+            depth = ran[-1].max_layers
+            assert depth == ran[-1].min_layers
+            cold = 0.004 * (ran[-1].prompt_budget - depth)  # what deeper prompts leave in caches is no use
+            return 0.007 + 0.005 * depth + cold + self.steps * (0.003 + 0.002 * depth)
 
         @property
         def prefill_seconds(self):
@@ -99,16 +105,18 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     assert cost.num_layers == layers
     for depth in range(1, layers + 1):
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
-    depths = {2: [1, 2], 6: [1, 2, 4, 6], 12: [1, 2, 4, 8, 12]}[layers]
-    assert [schedule.max_layers for schedule in ran] == depths * 3
+        assert cost.start_seconds(depth) == pytest.approx(0.007 + 0.005 * depth + 0.004 * (layers - depth))
+    depths = {2: [1, 2], 6: [1, 2, 3, 4, 6], 12: [1, 2, 3, 4, 6, 8, 12]}[layers]
+    assert [schedule.max_layers for schedule in ran] == [*depths, *depths, 1] * 3
     for depth in depths:
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
 
 TIMED = [
-    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}),
-    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}),
-    TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}),
+    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}),
+    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}),
+    TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}, {1: 0.5, 6: 1.0}),
+    TimedBatch(8, 400, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}),
 ]
 
 
@@ -126,15 +134,35 @@ def kept() -> Iterator[None]:
 
 def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -> None:
     timed = profile(tiny_opt("opt", 6), "model")
-    cost = timed.at(batch_size=3, prompt_length=50, expected_steps=Lengths.of([5]).expected_steps(3))
+    cost = timed.at(batch_size=3, prompt_length=40, expected_steps=Lengths.of([5]).expected_steps(3))
     assert cost.step_seconds(6, 0) == pytest.approx(3.5 + 2 / 7 * 6)
     assert cost.step_seconds(1, 0, rows=1) == 1.0, "of the row that is left"
-    assert cost.prefill_seconds(6) == pytest.approx(7 + (150 - 40) / (320 - 40) * 37)
-    assert timed.at(batch_size=1, prompt_length=390).step_seconds(6, 0) == 6.5
+    assert cost.start_seconds(6) == pytest.approx(1 + 2 / 7 * 1.4)
+    assert cost.prefill_seconds(6) == pytest.approx(7 + (120 - 40) / (320 - 40) * 37)
     more = timed.at(batch_size=16, prompt_length=40)
     assert more.step_seconds(6, 0) == 9.5, "as the largest that was timed"
-    assert timed.at(batch_size=4, prompt_length=400).prefill_seconds(1) == pytest.approx(11 * 4)
+    assert timed.at(batch_size=16, prompt_length=400).prefill_seconds(1) == pytest.approx(88 * 2)
     assert timed.at(batch_size=1, prompt_length=2).prefill_seconds(1) == 2.0
+
+
+def test_a_step_behind_more_columns_lies_on_the_line_between_those_that_were_timed() -> None:
+    timed = profile(tiny_opt("opt", 6), "model")
+    for rows, few, many in ((1, 3.5, 6.5), (8, 9.5, 18.5)):
+        for prompt, step in ((40, 0), (40, 90), (130, 0), (130, 180), (310, 0), (40, 360), (310, 90), (2, 0), (9, 999)):
+            columns = min(max(40, prompt + step), 400)
+            found = timed.at(batch_size=rows, prompt_length=prompt).step_seconds(6, step)
+            assert found == pytest.approx(few + (columns - 40) / 360 * (many - few))
+    assert timed.at(batch_size=8, prompt_length=220).step_seconds(6, 0, rows=1) == pytest.approx(5.0)
+
+
+def test_what_decoding_takes_once_counts_once_and_where_there_is_a_step() -> None:
+    cost = MeasuredCost(6, {1: 1.0, 6: 6.0}, start={1: 10.0, 6: 60.0})
+    schedule = SkipSchedule(6, 3, 1, horizon=5)
+    steps = [schedule.budget(i) for i in range(4)]
+    assert cost.decode_seconds(schedule, 4) == pytest.approx(30 + sum(steps))
+    texts = replace(cost, expected_steps=Lengths.of([1, 3]).expected_steps(1))  # half of them take two steps
+    assert texts.decode_seconds(schedule) == pytest.approx(0.5 * (30 + sum(steps[:2])))
+    assert replace(cost, expected_steps=()).decode_seconds(schedule) == 0
 
 
 def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_bytes(kept: None) -> None:
@@ -170,7 +198,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "batches": [{"step": {"1": -1, "6": 2}}]}']
+    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 2, "batches": [{"step": {"1": -1, "6": 2}}]}']
 )
 def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
     timed = profile(tiny_opt("opt", 6), "model")
@@ -188,6 +216,7 @@ def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
     assert [(b.batch_size, b.prompt_length) for b in timed.batches] == [(1, 5), (2, 5), (1, 9), (2, 9)]
     assert len(seen) == 2, "a repeat, and one that warms up"
     assert all(seconds > 0 for b in timed.batches for seconds in (*b.step.values(), *b.prefill.values()))
+    assert all(seconds >= 0 for b in timed.batches for seconds in b.start.values())
     assert not profiles_folder().exists()
     timed.save()
     assert find_profile(setting_of(model, CostModel.of(model), "model")) == timed

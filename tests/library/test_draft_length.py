@@ -156,7 +156,9 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     sizes = CostModel.of(fresh("opt"))
     by_bytes = pass_seconds(sizes, None, 64)
     assert by_bytes(6, 8) > by_bytes(6, 1) > by_bytes(2, 1)
-    batches = tuple(TimedBatch(rows, 64, {1: 1.0 + rows, 6: 6.0 + rows}, {1: 1.0, 6: 2.0}) for rows in (1, 8))
+    batches = tuple(
+        TimedBatch(rows, 64, {1: 1.0 + rows, 6: 6.0 + rows}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}) for rows in (1, 8)
+    )
     measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
     assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
