@@ -31,6 +31,7 @@ enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
 enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
+enum { TOGETHER = 4 };  // queries of a prompt for which each key and value is read once
 
 extern "C" {  // as skipdecode/native.py declares them
 struct Linear { const void *weight; const float *scale; const float *bias; int32_t inputs, outputs, kind; };
@@ -83,7 +84,7 @@ struct Drafts {
 
 struct Inputs { void *values; float *scales; int32_t *shifts; int64_t stride, groups; };
 struct Output { float *values; int64_t stride; int what, activation; };
-struct Buffers { float *hidden, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t scores_stride; Inputs inputs; };
+struct Buffers { float *hidden, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t columns, of_thread; Inputs inputs; };
 
 static inline int padded_inputs(const Linear &linear) {
   int to = linear.kind == INT4 ? GROUP : linear.kind == INT8 ? 64 : 1;
@@ -274,7 +275,7 @@ int skipdecode_step(int set, const Step *step) {
     if (step->token_ids[i] < 0 || step->token_ids[i] >= step->token_count) return 1;
     if (step->positions && (step->position_ids[i] < 0 || step->position_ids[i] >= step->position_count)) return 1;
   }
-  int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0;
+  int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0, head_dim = 0;
   Buffers buffers = {};
   for (int i = 0; i < step->layer_count; i++) {
     const Block &block = *step->layers[step->running[i]].block;
@@ -283,6 +284,7 @@ int skipdecode_step(int set, const Step *step) {
     if (width > qkv) qkv = width;
     if (block.heads * block.head_dim > attended) attended = block.heads * block.head_dim;
     if (block.up.outputs > inner) inner = block.up.outputs;
+    if (block.head_dim > head_dim) head_dim = block.head_dim;
     widest(block.qkv[0], buffers.inputs);
     widest(block.out, buffers.inputs);
     widest(block.up, buffers.inputs);
@@ -291,8 +293,9 @@ int skipdecode_step(int set, const Step *step) {
   if (step->logits) widest(*step->head, buffers.inputs);
   for (int i = 0; i < rows; i++)
     if (step->column[i] >= columns) columns = step->column[i] + 1;
-  buffers.scores_stride = (columns + 31) / 16 * 16;
-  scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + step->threads * buffers.scores_stride) + 64 * 8 +
+  buffers.columns = (columns + 63) / 16 * 16;  // of scores, which are computed 32 at a time
+  buffers.of_thread = buffers.columns * (step->last ? TOGETHER + head_dim : 1);
+  scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + step->threads * buffers.of_thread) + 64 * 8 +
                bytes_of(buffers.inputs, rows));
   buffers.hidden = step->hidden ? step->hidden : scratch.take<float>(rows * n);
   buffers.normed = scratch.take<float>(rows * n);
@@ -300,7 +303,7 @@ int skipdecode_step(int set, const Step *step) {
   buffers.qkv = scratch.take<float>(rows * qkv);
   buffers.attended = scratch.take<float>(rows * attended);
   buffers.inner = scratch.take<float>(rows * inner);
-  buffers.scores = scratch.take<float>(step->threads * buffers.scores_stride);
+  buffers.scores = scratch.take<float>(step->threads * buffers.of_thread);
   lay_out(buffers.inputs, rows);
   SETS[set].run_step(*step, buffers);
   return 0;

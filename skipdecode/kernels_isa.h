@@ -688,6 +688,84 @@ static void attend(const float *query, const T *keys, const T *values, const flo
   }
 }
 
+// Keys [columns][dim] up to column `end`, turned round to [dim][stride].
+template <class T> static void turn(const T *keys, int end, int dim, float *to, int64_t stride) {
+  for (int d = 0; d < dim; d++)
+    for (int c = 0; c < end; c++) to[d * stride + c] = as_float(keys[(int64_t)c * dim + d]);
+}
+
+// W vectors of values, weighed by the scores of `TOGETHER` queries, to what each query is given times its factor.
+template <int W, class T>
+static inline void weigh(const float *scores, int64_t stride, const T *values, int dim, int begin, int end, int d,
+                         const float *factors, float *const *out) {
+  vf sums[TOGETHER][W] = {};
+  for (int i = begin; i < end; i++) {
+    vf v[W];
+#pragma GCC unroll 4
+    for (int j = 0; j < W; j++) v[j] = load(values + (int64_t)i * dim + d + j * LANES);
+#pragma GCC unroll 4
+    for (int q = 0; q < TOGETHER; q++)
+#pragma GCC unroll 4
+      for (int j = 0; j < W; j++) sums[q][j] += scores[q * stride + i] * v[j];
+  }
+  for (int q = 0; q < TOGETHER; q++)
+    for (int j = 0; j < W; j++) store(out[q] + d + j * LANES, sums[q][j] * factors[q]);
+}
+
+// As `attend`, of `TOGETHER` queries of one head, whose first and last columns rise. Keys are turned round.
+template <class T>
+static void attend_together(const float *const *queries, const float *keys, int64_t stride, const T *values,
+                            const float *bias, const int *starts, const int *ends, int dim, float *scores,
+                            float *const *out) {
+  int begin = starts[0], end = ends[TOGETHER - 1];
+  for (int c = begin / LANES * LANES; c < end; c += 2 * LANES) {
+    vf sums[TOGETHER][2] = {};
+    for (int d = 0; d < dim; d++) {
+      vf a = load(keys + d * stride + c), b = load(keys + d * stride + c + LANES);
+#pragma GCC unroll 4
+      for (int q = 0; q < TOGETHER; q++) {
+        sums[q][0] += queries[q][d] * a;
+        sums[q][1] += queries[q][d] * b;
+      }
+    }
+    for (int q = 0; q < TOGETHER; q++) {
+      store(scores + q * stride + c, sums[q][0]);
+      store(scores + q * stride + c + LANES, sums[q][1]);
+    }
+  }
+  float factors[TOGETHER];
+  for (int q = 0; q < TOGETHER; q++) {
+    float *s = scores + q * stride;
+    int from = starts[q], to = ends[q];
+    if (bias)
+      for (int i = from; i < to; i++) s[i] += bias[i];
+    for (int i = to; i < to + LANES; i++) s[i] = -1e30f;
+    vf largest = load(s + from);
+    for (int i = from + LANES; i < to; i += LANES) largest = larger(largest, load(s + i));
+    float most = greatest(largest);
+    vf sum = {};
+    for (int i = from; i < to; i += LANES) {
+      vf e = exponential(load(s + i) - most);
+      store(s + i, e);
+      sum += e;
+    }
+    factors[q] = 1.0f / total(sum);
+    for (int i = begin; i < from; i++) s[i] = 0;
+    for (int i = to; i < end; i++) s[i] = 0;
+  }
+  enum { WIDE = LANES == 16 ? 4 : 2 };
+  int d = 0;
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+    weigh<WIDE>(scores, stride, values, dim, begin, end, d, factors, out);
+  for (; d + LANES <= dim; d += LANES) weigh<1>(scores, stride, values, dim, begin, end, d, factors, out);
+  for (; d < dim; d++)
+    for (int q = 0; q < TOGETHER; q++) {
+      float a = 0;
+      for (int i = begin; i < end; i++) a += scores[q * stride + i] * as_float(values[(int64_t)i * dim + d]);
+      out[q][d] = a * factors[q];
+    }
+}
+
 template <class T> struct Heads {
   const Block &block;
   const Step &step;
@@ -718,23 +796,49 @@ template <class T> struct Heads {
     write(at(layer.keys, token, kv, step.column[token]), head(token, 1, kv), block.head_dim);
     write(at(layer.values, token, kv, step.column[token]), head(token, 2, kv), block.head_dim);
   }
+  const float *bias(int token, int h) const {
+    return step.bias ? step.bias + step.row[token] * step.bias_row_stride + h * step.bias_head_stride : 0;
+  }
+  int start(int token) const {  // the first column that it attends to
+    int end = step.column[token] + 1;
+    return block.window && end > block.window ? end - block.window : 0;
+  }
+  float *place_of(float *out, int token, int h) const { return out + ((int64_t)token * block.heads + h) * block.head_dim; }
+  void run_head(int token, int h, float *scores, float *out) const {
+    int kv = h / (block.heads / block.kv_heads);
+    attend(head(token, 0, h), at(layer.keys, token, kv, 0), at(layer.values, token, kv, 0), bias(token, h), start(token),
+           step.column[token] + 1, block.head_dim, scores, out);
+  }
   void run(int token, int kv, float *scores, float *out, int to) const {
-    int group = block.heads / block.kv_heads, end = step.column[token] + 1;
-    int start = block.window && end > block.window ? end - block.window : 0;
-    const T *keys = at(layer.keys, token, kv, 0), *values = at(layer.values, token, kv, 0);
-    for (int n = 0; n < group; n++) {
-      int h = kv * group + n;
-      const float *bias = step.bias ? step.bias + step.row[token] * step.bias_row_stride + h * step.bias_head_stride : 0;
-      attend(head(token, 0, h), keys, values, bias, start, end, block.head_dim, scores,
-             out + ((int64_t)to * block.heads + h) * block.head_dim);
+    int group = block.heads / block.kv_heads;
+    for (int h = kv * group; h < kv * group + group; h++) run_head(token, h, scores, place_of(out, to, h));
+  }
+  // One head of all tokens of a prompt's text.
+  void run_text(int text, int h, float *scores, int64_t stride, float *out) const {
+    int token = text ? step.last[text - 1] + 1 : 0, end = step.last[text] + 1, kv = h / (block.heads / block.kv_heads);
+    float *turned = scores + TOGETHER * stride;
+    const T *values = at(layer.values, token, kv, 0);
+    if (end - token >= TOGETHER)
+      turn(at(layer.keys, token, kv, 0), step.column[end - 1] + 1, block.head_dim, turned, stride);
+    for (; token + TOGETHER <= end; token += TOGETHER) {
+      const float *queries[TOGETHER];
+      float *outs[TOGETHER];
+      int starts[TOGETHER], ends[TOGETHER];
+      for (int q = 0; q < TOGETHER; q++) {
+        queries[q] = head(token + q, 0, h), outs[q] = place_of(out, token + q, h);
+        starts[q] = start(token + q), ends[q] = step.column[token + q] + 1;
+      }
+      attend_together(queries, turned, stride, values, bias(token, h), starts, ends, block.head_dim, scores, outs);
     }
+    for (; token < end; token++) run_head(token, h, scores, place_of(out, token, h));
   }
 };
 
 // The attention of all tokens, or of those that `last` names, to out [tokens, heads * head_dim]; all keys and values are
 // cached. Called by every thread of a team; ends with a barrier.
-template <class T> static void attention(const Heads<T> &heads, const int32_t *last, int count, float *scores, float *out) {
-  int kv_heads = heads.block.kv_heads, tokens = heads.step.tokens;
+template <class T>
+static void attention(const Heads<T> &heads, const int32_t *last, int count, float *scores, int64_t stride, float *out) {
+  int kv_heads = heads.block.kv_heads, all = heads.block.heads, tokens = heads.step.tokens;
   if (heads.step.one_token_a_row) {
 #pragma omp for schedule(dynamic, 1 + kv_heads / 4)
     for (int task = 0; task < tokens * kv_heads; task++) {
@@ -744,6 +848,12 @@ template <class T> static void attention(const Heads<T> &heads, const int32_t *l
   } else {
 #pragma omp for schedule(static)
     for (int task = 0; task < tokens * kv_heads; task++) heads.place(task / kv_heads, task % kv_heads);
+    if (heads.step.last && !last) {
+#pragma omp for schedule(dynamic)
+      for (int task = 0; task < heads.step.last_count * all; task++)
+        heads.run_text(task / all, task % all, scores, stride, out);
+      return;
+    }
 #pragma omp for schedule(dynamic, 1 + kv_heads / 4)
     for (int task = 0; task < count * kv_heads; task++)
       heads.run(last ? last[task / kv_heads] : task / kv_heads, task % kv_heads, scores, out, task / kv_heads);
@@ -796,9 +906,9 @@ static void run_layer(const Block &block, const Step &step, const Layer &layer, 
     project(block.qkv[i], normed, inputs, rows, {buffers.qkv + first, width, STORE, NO_ACTIVATION});
   int going = last ? step.last_count : rows;
   if (step.cache_type == FLOAT32)
-    attention(Heads<float>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.attended);
+    attention(Heads<float>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.columns, buffers.attended);
   else
-    attention(Heads<bf16>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.attended);
+    attention(Heads<bf16>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.columns, buffers.attended);
   if (last) {
 #pragma omp single
     {
@@ -850,7 +960,7 @@ static void run_step(const Step &step, const Buffers &buffers) {
   {
     begin_team();
     if (step.token_ids) embed(step, buffers.hidden);
-    float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.scores_stride;
+    float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.of_thread;
     for (int i = 0; i < step.layer_count; i++) {
       const Layer &layer = step.layers[step.running[i]];
       run_layer(*layer.block, step, layer, buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
