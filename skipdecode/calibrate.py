@@ -24,6 +24,7 @@ from skipdecode.schedule import PromptPolicy, SkipSchedule
 # a processor's caches and cost less each, up to some number of them.
 DEPTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
 SHORT = 4  # steps of a text of which most of the time may be what it takes once
+_SHORT_PROMPT = 64  # columns at most of its prompt: of a longer one it would take no longer
 
 
 def measure_cost(
@@ -112,6 +113,7 @@ def _time_starts(
 
     What a prompt runs of other layers, its text's first step finds in the processor's caches in place of its own.
     """
+    columns = min(columns, _SHORT_PROMPT)
     short = {n: _time_text(inner, n, rows, columns, weights, SHORT)[1] for n in long}
     cold = max(0.0, _time_text(inner, 1, rows, columns, weights, SHORT, prompt="full")[1] - short[1])
     most, found = max(long), {}

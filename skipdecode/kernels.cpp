@@ -96,12 +96,12 @@ static inline int padded_inputs(const Linear &linear) {
 #define DOT_INT8
 #define DOT_BF16
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,avx2,amx-tile,amx-int8")
-#define ISA amx_int8
-#define TILES_INT8
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,avx2,amx-tile,amx-int8,amx-bf16")
+#define ISA amx
+#define TILES
 #include "kernels_isa.h"
 #undef ISA
-#undef TILES_INT8
+#undef TILES
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,fma,avx2")
@@ -137,7 +137,7 @@ struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); 
 #define SET(name) {#name, name::run_step, name::run_linear, name::choose}
 static const Set SETS[] = {
 #if defined(__x86_64__)
-    SET(amx_int8), SET(avx512_bf16), SET(avx512_vnni), SET(avx2),
+    SET(amx), SET(avx512_bf16), SET(avx512_vnni), SET(avx2),
 #endif
     SET(generic),
 };
@@ -146,7 +146,8 @@ static const Set SETS[] = {
 // Linux gives a process the registers of tiles when it asks for them.
 static int may_use_tiles() {
   unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 24 & 1) || !(edx >> 25 & 1)) return 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1) || !(edx >> 25 & 1))
+    return 0;  // of bfloat16, at all, of int8
 #if defined(__linux__)
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;

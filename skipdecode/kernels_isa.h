@@ -188,6 +188,52 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
   }
 }
 
+#ifdef TILES
+// Of fewer rows the weights, which are read once, are all that counts.
+static inline int bf16_in_tiles(const Linear &linear, int rows) {
+  return linear.kind == BFLOAT16 && rows > 4 && linear.inputs % 32 == 0;
+}
+
+// 16 rows of 16 floats, turned round.
+static inline void turn16(const float *from, int64_t stride, float *to, int64_t to_stride) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * stride);
+  for (int i = 0; i < 16; i += 2) {  // pairs of rows, in each quarter
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {  // fours of rows
+      __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int i = 0; i < 4; i++) {  // column i of each quarter, of all rows
+    __m512 first = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x44), second = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xee);
+    __m512 third = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x44), fourth = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xee);
+    _mm512_storeu_ps(to + i * to_stride, _mm512_shuffle_f32x4(first, third, 0x88));
+    _mm512_storeu_ps(to + (4 + i) * to_stride, _mm512_shuffle_f32x4(first, third, 0xdd));
+    _mm512_storeu_ps(to + (8 + i) * to_stride, _mm512_shuffle_f32x4(second, fourth, 0x88));
+    _mm512_storeu_ps(to + (12 + i) * to_stride, _mm512_shuffle_f32x4(second, fourth, 0xdd));
+  }
+}
+
+// 16 rows from `row` on in tiles of 32 inputs, [inputs / 32][16 pairs][16 rows][2]; there is room for 16.
+static void prepare_tiles(const Linear &linear, const float *x, const Inputs &inputs, int row, int rows) {
+  int n = linear.inputs, count = rows - row < 16 ? rows - row : 16;
+  float pairs[16][16] __attribute__((aligned(64))) = {}, *to = (float *)((bf16 *)inputs.values + (int64_t)row * n);
+  for (int i = 0; i < n; i += 32, to += 256) {
+    for (int r = 0; r < count; r++) {
+      const float *from = x + (int64_t)(row + r) * n + i;
+      __m256bh low = _mm512_cvtneps_pbh(_mm512_loadu_ps(from)), high = _mm512_cvtneps_pbh(_mm512_loadu_ps(from + 16));
+      __builtin_memcpy(pairs[r], &low, 32);
+      __builtin_memcpy(pairs[r] + 8, &high, 32);
+    }
+    turn16(pairs[0], 16, to, 16);
+  }
+}
+#endif
+
 static void prepare_row(const Linear &linear, const float *x, const Inputs &inputs, int row) {
   if (linear.kind == BFLOAT16) {
 #ifdef DOT_BF16
@@ -523,7 +569,7 @@ static void block_unit(const Linear &linear, const float *x, const Inputs &input
   if (row + 1 == rows) block_rows<1, B>(linear, x, inputs, row, 1, first, to);
 }
 
-#ifdef TILES_INT8
+#ifdef TILES
 // Tiles of 16 rows of 64 bytes: sums 0 to 3, inputs 4 and 5, weights 6 and 7, whose layout is that of the blocks.
 static void configure_tiles() {
   struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } __attribute__((aligned(64))) tiles = {};
@@ -532,8 +578,8 @@ static void configure_tiles() {
   _tile_loadconfig(&tiles);
 }
 
-// All rows with 2 blocks of outputs; sums are of integers, so they are those of `int8_tile`.
-static void tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+// All rows with 2 blocks of outputs in 8 bits; sums are of integers, so they are those of `int8_tile`.
+static void int8_tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   int steps = padded_inputs(linear) / 4;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64, *other = w + (int64_t)steps * 64;
   int32_t sums[32][32] __attribute__((aligned(64)));
@@ -571,6 +617,51 @@ static void tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int
     finish(linear, found[0], count, 32, row, first * 16, to);
   }
 }
+
+// All rows with 32 outputs from `first` on, or as many as there are, in bfloat16. The weights, as the model holds them, are
+// the left side of the product and the inputs the right one, so sums come out turned round. Of the inputs those of the
+// steps from `begin` on, to `end`.
+static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, int begin, int end,
+                            const Output &to) {
+  int n = linear.inputs, outputs = linear.outputs - first < 32 ? linear.outputs - first : 32;
+  const bf16 *w = (const bf16 *)linear.weight + (int64_t)first * n;
+  bf16 padded[32][32] __attribute__((aligned(64))) = {};
+  float sums[32][32] __attribute__((aligned(64))), found[32][32] __attribute__((aligned(64)));
+  for (int row = 0; row < rows; row += 32) {
+    const bf16 *x = (const bf16 *)inputs.values + (int64_t)row * n, *lower = x + 16 * n;
+    int more = rows - row > 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = begin; i < end; i++) {
+      const bf16 *upper = w + 32 * i, *under = upper + (int64_t)16 * n;
+      int64_t stride = 2 * n;
+      if (outputs < 32) {
+        for (int o = 0; o < outputs; o++) __builtin_memcpy(padded[o], w + (int64_t)o * n + 32 * i, 64);
+        upper = padded[0], under = padded[16], stride = 64;
+      }
+      _tile_loadd(4, upper, stride);
+      _tile_loadd(6, x + 512 * i, 64);
+      _tile_loadd(5, under, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+      if (more) {
+        _tile_loadd(7, lower + 512 * i, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, &sums[0][0], 128);
+    _tile_stored(1, &sums[0][16], 128);
+    _tile_stored(2, &sums[16][0], 128);
+    _tile_stored(3, &sums[16][16], 128);
+    int count = rows - row < 32 ? rows - row : 32;
+    for (int o = 0; o < 32; o += 16)
+      for (int r = 0; r < 32; r += 16) turn16(&sums[o][r], 32, &found[r][o], 32);
+    finish(linear, found[0], count, 32, row, first, to);
+  }
+}
 #endif
 
 // All rows with 16 outputs, by rows of weights as the model holds them.
@@ -585,8 +676,29 @@ static void row_unit(const Linear &linear, const X *x, int64_t x_stride, int row
   }
 }
 
+#ifdef TILES
+// In parts whose inputs stay in a core's cache while all outputs are computed; what an activation needs whole isn't parted.
+static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int rows, const Output &to) {
+  enum { PART = 64 };  // steps of 32 inputs
+  int pairs = (linear.outputs + 31) / 32, chunk = pairs / (8 * omp_get_num_threads()) + 1, steps = linear.inputs / 32;
+  int part = to.activation || to.what == MULTIPLY ? steps : PART;
+  Linear rest = linear;
+  rest.bias = 0;
+  for (int begin = 0; begin < steps; begin += part) {
+    int end = begin + part < steps ? begin + part : steps;
+    Output more = {to.values, to.stride, begin ? ADD : to.what, to.activation};
+#pragma omp for schedule(dynamic, chunk)
+    for (int pair = 0; pair < pairs; pair++)
+      bf16_tiles_unit(begin ? rest : linear, inputs, rows, 32 * pair, begin, end, more);
+  }
+}
+#endif
+
 // Called by every thread of a team; ends with a barrier.
 static void project(const Linear &linear, const float *x, const Inputs &inputs, int rows, const Output &to) {
+#ifdef TILES
+  if (bf16_in_tiles(linear, rows)) return project_bf16_tiles(linear, inputs, rows, to);
+#endif
   int blocks = (linear.outputs + 15) / 16, pairs = (blocks + 1) / 2, chunk = pairs / (8 * omp_get_num_threads()) + 1;
 #pragma omp for schedule(dynamic, chunk)
   for (int pair = 0; pair < pairs; pair++) {
@@ -601,9 +713,9 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #endif
       row_unit(linear, values, stride, rows, first * 16, to);
       if (two) row_unit(linear, values, stride, rows, first * 16 + 16, to);
-#ifdef TILES_INT8
+#ifdef TILES
     } else if (two && linear.kind == INT8 && rows >= 16) {
-      tiles_unit(linear, inputs, rows, first, to);
+      int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
     } else if (two && (LANES == 16 || rows < 4)) {
       block_unit<2>(linear, x, inputs, rows, first, to);
@@ -863,19 +975,26 @@ static void attention(const Heads<T> &heads, const int32_t *last, int count, flo
 // ---- layers
 
 static inline void begin_team() {
-#ifdef TILES_INT8
+#ifdef TILES
   configure_tiles();
 #endif
 }
 
 static inline void end_team() {
-#ifdef TILES_INT8
+#ifdef TILES
   _tile_release();
 #endif
 }
 
 static void prepare(const Linear &linear, const float *x, const Inputs &inputs, int rows) {
   if (linear.kind == FLOAT32) return;
+#ifdef TILES
+  if (bf16_in_tiles(linear, rows)) {
+#pragma omp for schedule(static)
+    for (int row = 0; row < rows; row += 16) prepare_tiles(linear, x, inputs, row, rows);
+    return;
+  }
+#endif
 #pragma omp for schedule(static)
   for (int row = 0; row < rows; row++) prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row);
 }

@@ -5,9 +5,10 @@
         "schedule.prompt=full schedule.over=all" --seeds 0 1 2 --over all --output outputs/prompts
 
 A setting is one or more overrides in quotes. Each is trained with each seed, all for as many steps as the recipe says;
-the frontiers are means over seeds.
+the frontiers are means over seeds. With train.validate_rows the table has the last validation's losses, too.
 """
 
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from skipdecode import SkipSchedule
 from skipdecode.command import run_command
 from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over
+from train.tracking import VALIDATION_FILE
 
 HEADERS = ["setting", "asked", "prompt layers", "max to min", "decoding", "whole"]
 
@@ -50,14 +52,33 @@ def main() -> int:
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
         metrics = short(next(iter(reports.values())).rows[0].scores)
-        rows = [[each, *line] for each, several in by_setting(reports).items() for line in cells(several, metrics)]
-        return [Table([*HEADERS, *(metric.label for metric in metrics)], rows).to_markdown()]
+        settings = by_setting(reports)
+        rows = [[each, *line] for each, several in settings.items() for line in cells(several, metrics)]
+        headers = [*HEADERS, *(metric.label for metric in metrics)]
+        losses = {
+            each: [last_losses(Path(report.checkpoint)) for report in several] for each, several in settings.items()
+        }
+        if any(each for several in losses.values() for each in several):
+            headers.append("loss")
+            for row in rows:
+                row.append(", ".join(each.get(row[1], "–") for each in losses[row[0]]))
+        return [Table(headers, rows).to_markdown()]
 
     def means(reports: Mapping[str, Report]) -> dict[str, Report]:
         return {each: mean(several) for each, several in by_setting(reports).items()}
 
     seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
     return run_experiment(options, Experiment("settings", seeds, made, table, means, over=options.over))
+
+
+def last_losses(run: Path) -> dict[str, str]:
+    """The loss of a run's last validation at each target, such as 2x; empty where there was none."""
+    path = run / VALIDATION_FILE
+    if not path.exists():
+        return {}
+    logged = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    prefix = "eval_loss_"
+    return {name.removeprefix(prefix): f"{value:.3f}" for name, value in logged.items() if name.startswith(prefix)}
 
 
 def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str]]:

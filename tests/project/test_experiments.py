@@ -1,5 +1,6 @@
 """Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import eval.output
 import train.run
 from eval.output import only_writer
-from scripts.experiments import objectives, rivals, runner, settings
+from scripts.experiments import article_windows, objectives, rivals, runner, settings
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
@@ -172,3 +173,19 @@ def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatc
     )
     with only_writer(tmp_path, "--output"), pytest.raises(ConfigError, match="another run is writing here"):
         settings.main()
+
+
+def test_the_losses_of_a_run_are_those_of_its_last_validation(tmp_path: Path) -> None:
+    assert settings.last_losses(tmp_path) == {}
+    lines = [{"step": 1, "eval_loss": 3.0, "eval_loss_1x": 2.5}, {"step": 2, "eval_loss_1x": 1.25, "eval_loss_4x": 1.5}]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert settings.last_losses(tmp_path) == {"1x": "1.250", "4x": "1.500"}
+
+
+def test_windows_of_an_article_are_followed_by_its_next_words() -> None:
+    words = [f"w{n}" for n in range(23)]
+    found = list(article_windows.windows(words, 10, 3))
+    assert [(text.split()[0], len(text.split())) for text, _ in found] == [(f"w{n}", 10) for n in (0, 3, 6, 9)]
+    for text, following in found:
+        whole = text.split() + following.split()
+        assert whole == words[words.index(whole[0]) :][:13]
