@@ -1,7 +1,7 @@
 """The compiled kernels compute what torch's operators do, on every instruction set at hand, each row by itself."""
 
-import ctypes
 import copy
+import ctypes
 import functools
 import subprocess
 import sys
