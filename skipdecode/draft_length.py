@@ -1,5 +1,6 @@
 """How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
 
+import functools
 import statistics
 import weakref
 from collections import deque
@@ -90,7 +91,6 @@ class DraftLength:
         self._record = record
         self._seconds = seconds
         self._num_layers = num_layers
-        self._known: dict[tuple[int, int], float] = {}
         self._rows = 1
         self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
 
@@ -180,20 +180,15 @@ class DraftLength:
     def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
         """End a few steps of so many rows at full depth, without drafts."""
         self._rows, self._record.rounds = rows, 0
-        self._record.pace.append(seconds / steps / self._pass_seconds(self._num_layers, rows))
+        self._record.pace.append(seconds / steps / self._seconds(self._num_layers, rows))
         self._record.may_lose = min(MOST_HELD, self._record.may_lose + MAY_LOSE * steps)
 
     def _pace(self) -> float:
         """Seconds of a step of full depth, of the round's rows."""
-        return statistics.median(self._record.pace) * self._pass_seconds(self._num_layers, self._rows)
+        return statistics.median(self._record.pace) * self._seconds(self._num_layers, self._rows)
 
     def _cost(self, layers: int, tokens: int) -> float:
-        return self._pass_seconds(layers, tokens) / self._pass_seconds(self._num_layers, self._rows)
-
-    def _pass_seconds(self, layers: int, tokens: int) -> float:
-        if (layers, tokens) not in self._known:
-            self._known[layers, tokens] = self._seconds(layers, tokens)
-        return self._known[layers, tokens]
+        return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)
 
 
 def lossless_speed(taken: float, draft: float, verify: Callable[[int], float]) -> float:
@@ -224,13 +219,20 @@ def draft_record(decoder: LeanDecoder, schedule: SkipSchedule, *, do_sample: boo
 
 def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     """The time of a pass by a machine's clock where there is a profile, which knows as many rows as were timed; beyond
-    them, and without one, by bytes and operations.
+    them, and without one, by bytes and operations. Prompts count by the next multiple of 16, and what was worked out is
+    kept: every call asks.
     """
+    return _pass_seconds(sizes, profile, -(-prompt_length // 16) * 16)
+
+
+@functools.lru_cache(maxsize=64)
+def _pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     predicted = sizes.at(prompt_length=prompt_length)
     if profile is None:
-        return lambda layers, tokens: predicted.step_seconds(layers, 0, tokens)
+        return functools.cache(lambda layers, tokens: predicted.step_seconds(layers, 0, tokens))
     measured = profile.at(batch_size=max(batch.batch_size for batch in profile.batches), prompt_length=prompt_length)
 
+    @functools.cache
     def seconds(layers: int, tokens: int) -> float:
         timed = min(tokens, measured.batch_size)
         beyond = predicted.step_seconds(layers, 0, tokens) / predicted.step_seconds(layers, 0, timed)

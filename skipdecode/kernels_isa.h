@@ -627,8 +627,11 @@ static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
   const bf16 *w = (const bf16 *)linear.weight + (int64_t)first * n;
   bf16 padded[32][32] __attribute__((aligned(64))) = {};
   float sums[32][32] __attribute__((aligned(64))), found[32][32] __attribute__((aligned(64)));
+  int lines = 32 * (end - begin), asked = 0, each = lines / ((rows + 31) / 32) + 1;  // of the next 32 outputs' weights
   for (int row = 0; row < rows; row += 32) {
     const bf16 *x = (const bf16 *)inputs.values + (int64_t)row * n, *lower = x + 16 * n;
+    for (int some = 0; some < each && asked < lines; some++, asked++)  // their rows lie apart: no processor sees a stream
+      __builtin_prefetch(w + (int64_t)(32 + asked / (end - begin)) * n + 32 * (begin + asked % (end - begin)), 0, 2);
     int more = rows - row > 16;
     _tile_zero(0);
     _tile_zero(1);

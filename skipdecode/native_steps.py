@@ -41,10 +41,10 @@ ACTIVATIONS = {
 }
 
 # The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
-# products no longer fits into a processor's caches: in float32 several calls are ahead then, in 8 bits oneDNN is. In
-# bfloat16 without tiles oneDNN is ahead wherever there is more to compute than to read.
+# products no longer fits into a processor's caches: in float32 and in tiles several calls are ahead then, in 8 bits
+# without tiles oneDNN is. In bfloat16 without them it is ahead wherever there is more to compute than to read.
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
-MOST_IN_TILES = 512  # of bfloat16 on a processor that multiplies tiles of it
+MOST_IN_TILES = 512  # of bfloat16 and 8 bits on a processor that multiplies tiles of them
 
 
 def kind_of(bounds: Sequence[float], probability: float) -> int:
@@ -157,9 +157,10 @@ class NativeSteps:
         self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
-        tiles = weights == "packed" and self._dtype == torch.bfloat16 and compiled.name == "amx"
-        self.most_tokens = MOST_IN_TILES if tiles else MOST_TOKENS[self._dtype if weights == "packed" else weights]
-        self._in_parts = weights == "packed" and (self._dtype == torch.float32 or tiles)
+        kind = self._dtype if weights == "packed" else weights
+        tiles = compiled.name == "amx" and kind in (torch.bfloat16, "int8")
+        self.most_tokens = MOST_IN_TILES if tiles else MOST_TOKENS[kind]
+        self._in_parts = tiles or kind == torch.float32
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any

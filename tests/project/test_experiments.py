@@ -1,6 +1,7 @@
 """Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
 
 import json
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import eval.output
 import train.run
 from eval.output import only_writer
-from scripts.experiments import article_windows, objectives, rivals, runner, settings
+from scripts.experiments import long_prompts, objectives, rivals, runner, settings
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
@@ -182,10 +183,11 @@ def test_the_losses_of_a_run_are_those_of_its_last_validation(tmp_path: Path) ->
     assert settings.last_losses(tmp_path) == {"1x": "1.250", "4x": "1.500"}
 
 
-def test_windows_of_an_article_are_followed_by_its_next_words() -> None:
-    words = [f"w{n}" for n in range(23)]
-    found = list(article_windows.windows(words, 10, 3))
-    assert [(text.split()[0], len(text.split())) for text, _ in found] == [(f"w{n}", 10) for n in (0, 3, 6, 9)]
-    for text, following in found:
-        whole = text.split() + following.split()
-        assert whole == words[words.index(whole[0]) :][:13]
+def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
+    pairs = [(f"name[{n}]", f"text {n}") for n in range(9)]
+    prompt = long_prompts.with_records("name[new]", pairs, 3, random.Random(0)).splitlines()
+    assert prompt[-1] == "name[new]"
+    told = {f"{record} = {text}" for record, text in pairs}
+    assert len(set(prompt[:-1])) == 3
+    assert set(prompt[:-1]) < told
+    assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
