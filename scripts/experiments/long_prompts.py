@@ -30,7 +30,7 @@ def main() -> int:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("data_dir", type=Path, help=f"a folder with {', '.join(SPLITS.values())}")
-    parser.add_argument("--records", type=int, default=7, metavar="N", help="before the one that is to be told")
+    parser.add_argument("--records", type=int, default=4, metavar="N", help="before the one that is to be told")
     parser.add_argument("--train-rows", type=int, default=10_000, metavar="N", help="drawn from the training split")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--output", type=Path, required=True, help="folder for train.csv, validation.csv and test.csv")

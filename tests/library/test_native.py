@@ -268,10 +268,13 @@ def test_what_is_chosen_among_equals_is_what_torch_chooses(dtype: torch.dtype, i
     assert generate(*case, weights="packed")[:, 4:].unique().tolist() == [50], "as torch.argmax takes it"
 
 
+@pytest.mark.parametrize("weights", ["packed", "int8"])
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
-def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, instructions: str) -> None:
+def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, weights: Any, instructions: str) -> None:
+    if weights == "int8" and instructions != "amx":
+        pytest.skip("prompts in 8 bits run in parts where there are tiles")
     with torch.inference_mode():
-        decoder, (ids, mask) = LeanDecoder(tiny(name), "packed"), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
+        decoder, (ids, mask) = LeanDecoder(tiny(name), weights), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
         assert decoder._native is not None
         found = []
         for most in (512, 13, 9, 8):  # texts together, in pairs, one by one, and one that doesn't fit
@@ -284,7 +287,7 @@ def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, instructions: str
             assert torch.equal(logits, found[0][0])
             assert torch.equal(step, found[0][1])
         for ours, theirs in zip(found[3], found[0], strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours, theirs, atol=1e-4 if weights == "packed" else 0.1, rtol=1e-4)
 
 
 def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
