@@ -57,7 +57,10 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 def one_of_each(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The first text of each record."""
-    return list({record: (record, text) for record, text in reversed(pairs)}.values())[::-1]
+    first: dict[str, str] = {}
+    for record, text in pairs:
+        first.setdefault(record, text)
+    return list(first.items())
 
 
 def with_records(record: str, pairs: Sequence[tuple[str, str]], count: int, generator: random.Random) -> str:
