@@ -743,6 +743,21 @@ static inline void write(bf16 *to, const float *from, int n) {
   for (int i = 0; i < n; i++) to[i] = rounded_bf16(from[i]);
 }
 
+// Scores to shares but for a factor, which is returned. Up to a register of what stands behind them is written over.
+static inline float soften(float *scores, int count) {
+  for (int i = count; i < (count + LANES - 1) / LANES * LANES; i++) scores[i] = -1e30f;
+  vf largest = load(scores);
+  for (int i = LANES; i < count; i += LANES) largest = larger(largest, load(scores + i));
+  float most = greatest(largest);
+  vf sum = {};
+  for (int i = 0; i < count; i += LANES) {
+    vf e = exponential(load(scores + i) - most);
+    store(scores + i, e);
+    sum += e;
+  }
+  return 1.0f / total(sum);
+}
+
 // One query head: softmax(q k / scale + bias) v of the columns [start, end).
 template <class T>
 static void attend(const float *query, const T *keys, const T *values, const float *bias, int start, int end, int dim,
@@ -760,17 +775,7 @@ static void attend(const float *query, const T *keys, const T *values, const flo
     all_dots(keys, dim, query, dim, count, scores);
   if (bias)
     for (int i = 0; i < count; i++) scores[i] += bias[start + i];
-  for (int i = count; i < (count + LANES - 1) / LANES * LANES; i++) scores[i] = -1e30f;
-  vf largest = load(scores);
-  for (int i = LANES; i < count; i += LANES) largest = larger(largest, load(scores + i));
-  float most = greatest(largest);
-  vf sum = {};
-  for (int i = 0; i < count; i += LANES) {
-    vf e = exponential(load(scores + i) - most);
-    store(scores + i, e);
-    sum += e;
-  }
-  float factor = 1.0f / total(sum);
+  float factor = soften(scores, count);
   int d = 0;
   for (; d + 4 * LANES <= dim; d += 4 * LANES) {
     vf a = {}, b = {}, e = {}, f = {};
@@ -854,17 +859,7 @@ static void attend_together(const float *const *queries, const float *keys, int6
     int from = starts[q], to = ends[q];
     if (bias)
       for (int i = from; i < to; i++) s[i] += bias[i];
-    for (int i = to; i < to + LANES; i++) s[i] = -1e30f;
-    vf largest = load(s + from);
-    for (int i = from + LANES; i < to; i += LANES) largest = larger(largest, load(s + i));
-    float most = greatest(largest);
-    vf sum = {};
-    for (int i = from; i < to; i += LANES) {
-      vf e = exponential(load(s + i) - most);
-      store(s + i, e);
-      sum += e;
-    }
-    factors[q] = 1.0f / total(sum);
+    factors[q] = soften(s + from, to - from);
     for (int i = begin; i < from; i++) s[i] = 0;
     for (int i = to; i < end; i++) s[i] = 0;
   }
