@@ -196,13 +196,16 @@ static void widest(const Linear &linear, Inputs &inputs) {
   if (padded / GROUP > inputs.groups) inputs.groups = padded / GROUP;
 }
 
+// With those that are read beside the last ones: tiles, and rows side by side, are read whole.
+static int64_t rows_read(int64_t rows) { return (rows + 43) / 32 * 32; }
+
 static int64_t bytes_of(const Inputs &inputs, int64_t rows) {
-  rows = (rows + 31) / 32 * 32;  // tiles read whole
-  return rows * (inputs.stride * 2 + 4 + inputs.groups * 4) + 256;
+  return rows_read(rows) * (inputs.stride * 2 + 4 + inputs.groups * 4) + 256;
 }
 
 static void lay_out(Inputs &inputs, int64_t rows) {
-  inputs.values = scratch.take<bf16>((rows + 31) / 32 * 32 * inputs.stride);
+  rows = rows_read(rows);
+  inputs.values = scratch.take<bf16>(rows * inputs.stride);
   inputs.scales = scratch.take<float>(rows);
   inputs.shifts = scratch.take<int32_t>(rows * inputs.groups);
 }

@@ -153,8 +153,10 @@ static inline bf16 rounded_bf16(float x) {
   return (bf16){(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by.
-static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift) {
+// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by. Fours of inputs and
+// sums stand `apart` fours from one another.
+static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift, int apart) {
+  typedef int8_t vb __attribute__((vector_size(LANES)));
   int n = linear.inputs, padded = padded_inputs(linear), whole = n / LANES * LANES;
   vf most = {};
   for (int i = 0; i < whole; i += LANES) {
@@ -166,26 +168,41 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
     float a = x[i] < 0 ? -x[i] : x[i];
     largest = a > largest ? a : largest;
   }
-  float factor = 127.0f / largest;
+  float factor = 127.0f / largest, rest[LANES] = {};
   *scale = largest / 127.0f;
-  for (int i = 0; i < whole; i += LANES) {
-    vf v = load(x + i) * factor + 12582912.0f;  // rounded to even by the bits that don't fit
-    vi bits = (vi)v;
-    for (int j = 0; j < LANES; j++) q[i + j] = (int8_t)bits[j];
-  }
-  for (int i = whole; i < n; i++) {
-    float v = x[i] * factor + 12582912.0f;
-    int32_t bits;
-    __builtin_memcpy(&bits, &v, 4);
-    q[i] = (int8_t)bits;
-  }
-  for (int i = n; i < padded; i++) q[i] = 0;
+  for (int i = whole; i < n; i++) rest[i - whole] = x[i];
   int group = linear.kind == INT4 ? GROUP : padded, offset = linear.kind == INT4 ? 8 : 128;
-  for (int g = 0; g * group < padded; g++) {
+  for (int start = 0; start < padded; start += group, shift += apart) {
+    vi sums = {};
+    for (int i = start; i < start + group; i += LANES) {
+      vf v = i < whole ? load(x + i) : i == whole ? load(rest) : vf{};
+      vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, by the bits that don't fit
+      sums += rounded;
+      vb bytes = __builtin_convertvector(rounded, vb);
+      for (int j = 0; j < LANES; j += 4) __builtin_memcpy(q + (int64_t)(i + j) * apart, (const int8_t *)&bytes + j, 4);
+    }
     int32_t sum = 0;
-    for (int i = g * group; i < (g + 1) * group; i++) sum += q[i];
-    shift[g] = -offset * sum;
+    for (int j = 0; j < LANES; j++) sum += sums[j];
+    *shift = -offset * sum;
   }
+}
+
+// How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
+// rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
+enum { BESIDE = 12, BESIDE_BF16 = 8 };
+static inline int beside(const Linear &linear, int rows) {
+#ifdef DOT_INT8
+  if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
+#ifdef TILES
+    if (linear.kind == INT8 && rows >= 16) return 1;
+#endif
+    return BESIDE;
+  }
+#endif
+#if defined(DOT_BF16) && !defined(TILES)
+  if (linear.kind == BFLOAT16 && rows >= 2 && linear.inputs % 32 == 0) return BESIDE_BF16;
+#endif
+  return 1;
 }
 
 #ifdef TILES
@@ -234,20 +251,22 @@ static void prepare_tiles(const Linear &linear, const float *x, const Inputs &in
 }
 #endif
 
-static void prepare_row(const Linear &linear, const float *x, const Inputs &inputs, int row) {
+static void prepare_row(const Linear &linear, const float *x, const Inputs &inputs, int row, int rows) {
+  int apart = beside(linear, rows), place = row % apart;
+  int64_t first = row - place;
   if (linear.kind == BFLOAT16) {
 #ifdef DOT_BF16
-    bf16 *to = (bf16 *)inputs.values + (int64_t)row * inputs.stride;
+    bf16 *to = (bf16 *)inputs.values + first * inputs.stride + 32 * place;
     int i = 0;
     for (; i + 16 <= linear.inputs; i += 16) {
       __m256bh h = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
-      __builtin_memcpy(to + i, &h, 32);
+      __builtin_memcpy(to + i / 32 * 32 * apart + i % 32, &h, 32);
     }
-    for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);
+    for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that has a place of its own
 #endif
   } else if (linear.kind != FLOAT32) {
-    quantise_row(linear, x, (int8_t *)inputs.values + (int64_t)row * inputs.stride, inputs.scales + row,
-                 inputs.shifts + (int64_t)row * inputs.groups);
+    quantise_row(linear, x, (int8_t *)inputs.values + first * inputs.stride + 4 * place, inputs.scales + row,
+                 inputs.shifts + first * inputs.groups + place, apart);
   }
 }
 
@@ -291,6 +310,55 @@ static inline void dots(const bf16 *w, int64_t stride, const bf16 *x, int n, flo
     }
   }
   end_dots<O>(sums, w, stride, x, i, n, out);
+}
+#endif
+
+#ifdef DOT_BF16
+// What O rows of weights and R rows of inputs, side by side, add to their sums [O][8] from input `begin` on, to `end`: what is
+// read of one side serves all of the other.
+template <int O, int R>
+static inline void add_dots(const bf16 *w, int64_t stride, const bf16 *x, int begin, int end, vf *sums) {
+  vf own[O][R];
+#pragma GCC unroll 8
+  for (int o = 0; o < O; o++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) own[o][r] = sums[8 * o + r];
+#pragma GCC unroll 2
+  for (int i = begin; i < end; i += 32) {
+    __m512bh weights[O], input;
+#pragma GCC unroll 8
+    for (int o = 0; o < O; o++) {
+      __builtin_memcpy(&weights[o], w + o * stride + i, 64);
+      __builtin_prefetch(w + (O + o) * stride + i);  // rows this short are no stream that a processor sees
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      __builtin_memcpy(&input, x + BESIDE_BF16 * i + 32 * r, 64);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; o++) own[o][r] = (vf)_mm512_dpbf16_ps((__m512)own[o][r], weights[o], input);
+    }
+  }
+#pragma GCC unroll 8
+  for (int o = 0; o < O; o++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[8 * o + r] = own[o][r];
+}
+
+// 16 outputs, or as many as there are, of R rows: out [R][16]. The sums are those of `dots`, in the same order.
+template <int O, int R>
+static void dots_of_rows(const bf16 *w, const bf16 *x, int n, int count, float *out) {
+  enum { PART = 2048 };  // of inputs, so that those of R rows stay in the fastest cache
+  vf sums[16][8] = {};
+  for (int begin = 0; begin < n; begin += PART) {
+    int end = begin + PART < n ? begin + PART : n, o = 0;
+    for (; o + O <= count; o += O) add_dots<O, R>(w + (int64_t)o * n, n, x, begin, end, sums[o]);
+    for (; o < count; o++) add_dots<1, R>(w + (int64_t)o * n, n, x, begin, end, sums[o]);
+  }
+  for (int o = 0; o < count; o++) {
+    float found[8];
+    totals8(sums[o], found);
+    for (int r = 0; r < R; r++) out[16 * r + o] = found[r];
+  }
 }
 #endif
 
@@ -412,7 +480,7 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
   const float *w = (const float *)linear.weight + (int64_t)first * n * 16;
   const float *at[R];
   for (int r = 0; r < R; r++) at[r] = x + (int64_t)(row + (r < count ? r : 0)) * n;
-  vf sums[R][B][PARTS] = {};
+  vf sums[R][B][PARTS] = {};  // in registers where every loop over them is unrolled
   for (int i = 0; i < n; i++) {
     vf weights[B][PARTS];
 #pragma GCC unroll 4
@@ -426,61 +494,82 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
         for (int p = 0; p < PARTS; p++) sums[r][b][p] += weights[b][p] * input;
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++)
       for (int p = 0; p < PARTS; p++) store(out + (r * B + b) * 16 + p * LANES, sums[r][b][p]);
 }
 
+// R rows in 8 bits, each with its own address or one beside the other.
+template <int R> struct Apart {
+  const int8_t *at[R];
+  const int32_t *shifts[R];
+  Apart(const Inputs &inputs, int row, int count) {
+    for (int r = 0; r < R; r++) {
+      int64_t place = row + (r < count ? r : 0);
+      at[r] = (const int8_t *)inputs.values + place * inputs.stride;
+      shifts[r] = inputs.shifts + place * inputs.groups;
+    }
+  }
+  const int8_t *four(int r, int i) const { return at[r] + 4 * i; }
+  int32_t shift(int r, int group) const { return shifts[r][group]; }
+};
+struct Beside {
+  const int8_t *at;
+  const int32_t *shifts;
+  Beside(const Inputs &inputs, int row, int)
+      : at((const int8_t *)inputs.values + row * inputs.stride), shifts(inputs.shifts + row * inputs.groups) {}
+  const int8_t *four(int r, int i) const { return at + 4 * (BESIDE * i + r); }
+  int32_t shift(int r, int group) const { return shifts[BESIDE * group + r]; }
+};
+
 // The same with 8 bits, [outputs / 16][inputs / 4][16][4].
-template <int R, int B>
+template <int R, int B, class Rows>
 static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
   int steps = padded_inputs(linear) / 4;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64;
-  int place[R];
-  const int8_t *at[R];
-  for (int r = 0; r < R; r++) {
-    place[r] = row + (r < count ? r : 0);
-    at[r] = (const int8_t *)inputs.values + place[r] * inputs.stride;
-  }
+  Rows x(inputs, row, count);
   Sums sums[R][B];
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
 #ifdef SHIFTED_BACK
       sums[r][b] = start(0);
 #else
-      sums[r][b] = start(inputs.shifts[place[r] * inputs.groups]);
+      sums[r][b] = start(x.shift(r, 0));
 #endif
     }
-  for (int i = 0; i < steps; i++) {
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      auto weights = bytes(w + ((int64_t)b * steps + i) * 64);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) add<INT8>(sums[r][b], weights, at[r] + 4 * i);
-    }
+  for (int i = 0; i < steps; i++) {
+    decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are needed but once
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) weights[b] = bytes(w + ((int64_t)b * steps + i) * 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) add<INT8>(sums[r][b], weights[b], x.four(r, i));
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       float *to = out + (r * B + b) * 16;
       floats(sums[r][b], to);
       const float *scales = linear.scale + (first + b) * 16;
-      float scale = inputs.scales[place[r]];
+      float scale = inputs.scales[row + (r < count ? r : 0)];
       for (int o = 0; o < 16; o++) to[o] *= scales[o] * scale;
     }
 }
 
 // The same with 4 bits: groups of 32 inputs have scales of their own.
-template <int R, int B>
+template <int R, int B, class Rows>
 static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
   int groups = padded_inputs(linear) / GROUP;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * groups * 256;
   const bf16 *scales = (const bf16 *)linear.scale + (int64_t)first * groups * 16;
-  int place[R];
-  const int8_t *rows[R];
-  for (int r = 0; r < R; r++) {
-    place[r] = row + (r < count ? r : 0);
-    rows[r] = (const int8_t *)inputs.values + place[r] * inputs.stride;
-  }
+  Rows x(inputs, row, count);
   typedef float v16 __attribute__((vector_size(64)));
   typedef int32_t i16 __attribute__((vector_size(64)));
   typedef uint16_t h16 __attribute__((vector_size(32)));
@@ -490,32 +579,33 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
     for (int b = 0; b < B; b++) {
       const uint8_t *group = w + ((int64_t)b * groups + g) * 256;
       Sums sums[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r] = start(inputs.shifts[place[r] * inputs.groups + g]);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r] = start(x.shift(r, g));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         auto both = bytes(group + 64 * i);
         auto low = low_nibbles(both), high = high_nibbles(both);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-          const int8_t *at = rows[r] + g * GROUP + 8 * i;
-          add<INT4>(sums[r], low, at);
-          add<INT4>(sums[r], high, at + 4);
+          add<INT4>(sums[r], low, x.four(r, g * (GROUP / 4) + 2 * i));
+          add<INT4>(sums[r], high, x.four(r, g * (GROUP / 4) + 2 * i + 1));
         }
       }
       h16 h;
       __builtin_memcpy(&h, scales + ((int64_t)b * groups + g) * 16, 32);
       v16 scale = (v16)(__builtin_convertvector(h, i16) << 16);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         v16 sum;
         floats(sums[r], (float *)&sum);
         found[r][b] += sum * scale;
       }
     }
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
-      v16 v = found[r][b] * inputs.scales[place[r]];
+      v16 v = found[r][b] * inputs.scales[row + (r < count ? r : 0)];
       __builtin_memcpy(out + (r * B + b) * 16, &v, 64);
     }
 }
@@ -546,13 +636,13 @@ static void finish(const Linear &linear, const float *found, int R, int width, i
   }
 }
 
-template <int R, int B>
+template <int R, int B, class Rows>
 static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int count, int first,
                               const Output &to) {
   float found[R * B * 16];
   if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, count, first, found);
-  else if (linear.kind == INT8) int8_tile<R, B>(linear, inputs, row, count, first, found);
-  else int4_tile<R, B>(linear, inputs, row, count, first, found);
+  else if (linear.kind == INT8) int8_tile<R, B, Rows>(linear, inputs, row, count, first, found);
+  else int4_tile<R, B, Rows>(linear, inputs, row, count, first, found);
   finish(linear, found, count, B * 16, row, first * 16, to);
 }
 
@@ -561,12 +651,21 @@ template <int B>
 static void block_unit(const Linear &linear, const float *x, const Inputs &inputs, int rows, int first, const Output &to) {
   int row = 0;
 #if LANES == 16
-  for (; row + 12 <= rows && linear.kind != INT4; row += 12) block_rows<12, B>(linear, x, inputs, row, 12, first, to);
-  for (; row + 4 < rows; row += 8) block_rows<8, B>(linear, x, inputs, row, rows - row < 8 ? rows - row : 8, first, to);
+  if (beside(linear, rows) > 1) {
+    for (; row + 8 < rows; row += 12)
+      block_rows<12, B, Beside>(linear, x, inputs, row, rows - row < 12 ? rows - row : 12, first, to);
+    if (row + 4 < rows) block_rows<8, B, Beside>(linear, x, inputs, row, rows - row, first, to);
+    else if (row < rows) block_rows<4, B, Beside>(linear, x, inputs, row, rows - row, first, to);
+    return;
+  }
+  for (; row + 12 <= rows; row += 12) block_rows<12, B, Apart<12>>(linear, x, inputs, row, 12, first, to);
+  for (; row + 4 < rows; row += 8)
+    block_rows<8, B, Apart<8>>(linear, x, inputs, row, rows - row < 8 ? rows - row : 8, first, to);
 #endif
-  for (; row + 2 < rows; row += 4) block_rows<4, B>(linear, x, inputs, row, rows - row < 4 ? rows - row : 4, first, to);
-  if (row + 2 == rows) block_rows<2, B>(linear, x, inputs, row, 2, first, to);
-  if (row + 1 == rows) block_rows<1, B>(linear, x, inputs, row, 1, first, to);
+  for (; row + 2 < rows; row += 4)
+    block_rows<4, B, Apart<4>>(linear, x, inputs, row, rows - row < 4 ? rows - row : 4, first, to);
+  if (row + 2 == rows) block_rows<2, B, Apart<2>>(linear, x, inputs, row, 2, first, to);
+  if (row + 1 == rows) block_rows<1, B, Apart<1>>(linear, x, inputs, row, 1, first, to);
 }
 
 #ifdef TILES
@@ -667,6 +766,23 @@ static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
 }
 #endif
 
+#ifdef DOT_BF16
+// All rows, side by side, with 16 outputs from `first` on, by rows of weights as the model holds them.
+static void rows_beside_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+  int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
+  const bf16 *w = (const bf16 *)linear.weight + (int64_t)first * n;
+  float found[BESIDE_BF16 * 16];
+  for (int row = 0; row < rows; row += BESIDE_BF16) {
+    const bf16 *x = (const bf16 *)inputs.values + row * inputs.stride;
+    int left = rows - row < BESIDE_BF16 ? rows - row : BESIDE_BF16;
+    if (left > 4) dots_of_rows<2, 8>(w, x, n, count, found);
+    else if (left > 2) dots_of_rows<4, 4>(w, x, n, count, found);
+    else dots_of_rows<8, 2>(w, x, n, count, found);
+    finish(linear, found, left, 16, row, first, to);
+  }
+}
+#endif
+
 // All rows with 16 outputs, by rows of weights as the model holds them.
 template <class X>
 static void row_unit(const Linear &linear, const X *x, int64_t x_stride, int rows, int first, const Output &to) {
@@ -706,6 +822,13 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #pragma omp for schedule(dynamic, chunk)
   for (int pair = 0; pair < pairs; pair++) {
     int first = 2 * pair, two = first + 1 < blocks;
+#if defined(DOT_BF16) && !defined(TILES)
+    if (linear.kind == BFLOAT16 && beside(linear, rows) > 1) {
+      rows_beside_unit(linear, inputs, rows, first * 16, to);
+      if (two) rows_beside_unit(linear, inputs, rows, first * 16 + 16, to);
+      continue;
+    }
+#endif
     if (linear.kind == BFLOAT16) {
 #ifdef DOT_BF16
       const bf16 *values = (const bf16 *)inputs.values;
@@ -720,7 +843,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
-    } else if (two && (LANES == 16 || rows < 4)) {
+    } else if (two && (LANES == 16 ? beside(linear, rows) == 1 : rows < 4)) {
       block_unit<2>(linear, x, inputs, rows, first, to);
     } else {
       block_unit<1>(linear, x, inputs, rows, first, to);
@@ -994,7 +1117,7 @@ static void prepare(const Linear &linear, const float *x, const Inputs &inputs, 
   }
 #endif
 #pragma omp for schedule(static)
-  for (int row = 0; row < rows; row++) prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row);
+  for (int row = 0; row < rows; row++) prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row, rows);
 }
 
 static void normalise(const Norm &norm, const float *x, float *y, int rows, int n) {

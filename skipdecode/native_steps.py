@@ -41,10 +41,10 @@ ACTIVATIONS = {
 }
 
 # The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
-# products no longer fits into a processor's caches: in float32 and in tiles several calls are ahead then, in 8 bits
-# without tiles oneDNN is. In bfloat16 without them it is ahead wherever there is more to compute than to read.
+# products no longer fits into a processor's caches: several calls are ahead then. In bfloat16
+# without tiles oneDNN is ahead wherever there is more to compute than to read.
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
-MOST_IN_TILES = 512  # of bfloat16 and 8 bits on a processor that multiplies tiles of them
+MOST_OF_BFLOAT16 = {"amx": 512, "avx512_bf16": 16}  # on processors that have products of it
 
 
 def kind_of(bounds: Sequence[float], probability: float) -> int:
@@ -158,9 +158,9 @@ class NativeSteps:
         self._hidden_size = self._blocks[0].out.outputs
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         kind = self._dtype if weights == "packed" else weights
-        tiles = compiled.name == "amx" and kind in (torch.bfloat16, "int8")
-        self.most_tokens = MOST_IN_TILES if tiles else MOST_TOKENS[kind]
-        self._in_parts = tiles or kind == torch.float32
+        most = MOST_OF_BFLOAT16 if kind == torch.bfloat16 else {}
+        self.most_tokens = most.get(compiled.name, MOST_TOKENS[kind])
+        self._in_parts = kind != torch.bfloat16 or compiled.name == "amx"
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any

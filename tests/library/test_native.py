@@ -276,11 +276,9 @@ def test_what_is_chosen_among_equals_is_what_torch_chooses(dtype: torch.dtype, i
     assert generate(*case, weights="packed")[:, 4:].unique().tolist() == [50], "as torch.argmax takes it"
 
 
-@pytest.mark.parametrize("weights", ["packed", "int8"])
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, weights: Any, instructions: str) -> None:
-    if weights == "int8" and instructions != "amx":
-        pytest.skip("prompts in 8 bits run in parts where there are tiles")
     with torch.inference_mode():
         decoder, (ids, mask) = LeanDecoder(tiny(name), weights), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
         assert decoder._native is not None
