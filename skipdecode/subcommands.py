@@ -193,11 +193,14 @@ def export(options: argparse.Namespace) -> int:
     from skipdecode import prune
 
     schedule = decoder.schedule(options.speedup)
-    found = prune.export(decoder.model, decoder.tokenizer, schedule, options.speedup, options.output)
+    found = prune.export(
+        decoder.model, decoder.tokenizer, schedule, options.speedup, options.output, standalone=options.standalone
+    )
     saved = 1 - found.parameters / found.parameters_before
     print(
         f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
         f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
+        + (", as a plain model" if options.standalone else "")
     )
     return 0
 
