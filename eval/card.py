@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from configs.files import read_yaml
 from eval.results import FILE_NAME, SPEEDS, Report, Row, show_share, show_speed, show_target, speed_headers
 from eval.score.registry import headline, short
 from skipdecode import ConfigError
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint import DEFAULT_SPEEDUP, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.errors import first_line
 from skipdecode.files import write_whole
@@ -70,6 +70,7 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
         "speeds": f"any speed from {slowest} to {fastest}" if slowest != fastest else slowest,
         "fastest": fastest,
         "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
+        "default": _default_speedup(folder),
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
         "prompt_layers": "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget",
         "data": _DATA.get(task, (f"The task {task}.", None))[0],
@@ -81,6 +82,15 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
     )
     write_whole(path, str(card).strip() + "\n")
     return path
+
+
+def _default_speedup(folder: Path) -> str | None:
+    """The speed of whoever asks for none; None for a checkpoint without one."""
+    try:
+        speedup = getattr(GenerationConfig.from_pretrained(str(folder)), DEFAULT_SPEEDUP, None)
+    except OSError:  # adapters
+        return None
+    return None if speedup is None else f"{speedup:g}"
 
 
 def _read_recipe(file: Path, remembered: SkipConfig, config: Any) -> dict[str, str]:

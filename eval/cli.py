@@ -8,6 +8,12 @@ from typing import Any
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
 
+_DESCRIPTION = """\
+Decode a test set at several speeds; write report.json, report.md, predictions/ and frontier.png. An evaluation that was
+cut off goes on when it is started again with the same options. Under torchrun the processes share the prompts, and the
+first one writes.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint. Returns the exit status, as `run_command` does."""
@@ -17,13 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(options: dict[str, Any]) -> None:
     compare = _named_paths(options.pop("compare"))
-    from eval.request import Request  # here: they take seconds, and a mistyped option should not
-    from eval.run import evaluate
+    from eval.processes import join_processes  # here: they take seconds, and a mistyped option should not
+    from eval.request import Request
+    from eval.run import take_part
     from eval.score.bertscore import bert_model
 
     tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
     bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
-    evaluate(Request(**{**options, **tuples, "compare": compare, "bert": bert}))
+    request = Request(**{**options, **tuples, "compare": compare, "bert": bert})
+    with join_processes(share_model=request.tensor_parallel) as processes:
+        take_part(request, processes)
 
 
 def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
@@ -44,9 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     """Each option's `dest` is a field of eval.request.Request."""
     parser = argparse.ArgumentParser(
         prog="python -m eval",
-        description="Decode a test set at several speeds; write report.json, report.md, predictions/ and frontier.png. "
-        "An evaluation that was cut off goes on when it is started again with the same options.",
-        epilog="example: python -m eval --checkpoint outputs/e2e-tiny --data-dir E2E --speedup 1 2 3 4 --output out",
+        description=_DESCRIPTION,
+        epilog="examples:\n"
+        "  python -m eval --checkpoint outputs/e2e-tiny --data-dir E2E --speedup 1 2 3 4 --output out\n"
+        "  torchrun --nproc_per_node 8 -m eval --checkpoint outputs/e2e-tiny --data-dir E2E --output out",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that holds no report")
@@ -72,7 +83,19 @@ def _parser() -> argparse.ArgumentParser:
         help="what prompts and steps compute with, as in skip_generate (int8 and int4 on CPU, activations in 8 bits)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one, or one a process")
+    parser.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="spread the layers of a model that is too large for one GPU over several, as transformers does: auto, "
+        "balanced, sequential",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="share each layer among torchrun's processes, by the plan that transformers has for the model: they "
+        "decode every batch together",
+    )
     parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")

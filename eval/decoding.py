@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import Example, Task
 from data.columns import Prompt, encode_prompts
-from eval.journal import Journal
+from eval.journal import Journal, Key
+from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
@@ -172,6 +174,7 @@ def take_turns(
     stage: str = "test",
     lengths: Sequence[int] | None = None,
     agreement: bool = False,
+    processes: Processes = ALONE,
 ) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, greedily by each system.
 
@@ -183,24 +186,45 @@ def take_turns(
 
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
     rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
+
+    Several processes decode a batch each and then tell each other: all yield the same, and `journal`, which must hold
+    the same for all of them, goes on doing so.
     """
     results = [DecodedSet(system, [""] * len(examples), [0] * len(examples)) for system in systems]
     warm: set[str] = set()
-    for number, batch in enumerate(batches_of_like_length(prompts, batch_size)):
-        ids = [prompts[n] for n in batch]
-        ends = None if lengths is None else [lengths[n] for n in batch]
-        first = number % len(results)
-        for result in [*results[first:], *results[:first]]:
-            system = result.system
-            key = (stage, str(batch_size), str(number), system.label)
-            if key not in journal:
-                if system.label not in warm:
-                    system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
-                    warm.add(system.label)
-                journal.add(key, asdict(system.decode(ids, max_new_tokens, ends, agreement=agreement)))
-            turn = DecodedBatch(**journal[key])
-            result.turns.append(turn)
-            for n, text, length in zip(batch, turn.texts, turn.lengths, strict=True):
-                result.predictions[n] = task.restore(examples[n], text)
-                result.lengths[n] = length
-        yield results
+    batches = batches_of_like_length(prompts, batch_size)
+
+    def key_of(number: int, system: System) -> Key:
+        return (stage, str(batch_size), str(number), system.label)
+
+    def decode(number: int) -> list[tuple[Key, Any]]:
+        """Decode a batch by the systems whose turn at it the journal hasn't. Returns what was added to it."""
+        ids = [prompts[n] for n in batches[number]]
+        ends = None if lengths is None else [lengths[n] for n in batches[number]]
+        first = number % len(systems)
+        added = []
+        for system in [*systems[first:], *systems[:first]]:
+            key = key_of(number, system)
+            if key in journal:
+                continue
+            if system.label not in warm:
+                system.decode(ids, min(WARM_UP_TOKENS, max_new_tokens))
+                warm.add(system.label)
+            journal.add(key, asdict(system.decode(ids, max_new_tokens, ends, agreement=agreement)))
+            added.append((key, journal[key]))
+        return added
+
+    for start in range(0, len(batches), processes.sharers):
+        round_ = range(start, min(start + processes.sharers, len(batches)))
+        mine = start + processes.share
+        added = decode(mine) if mine in round_ else []
+        for others in processes.gather(added):
+            journal.merge(others)
+        for number in round_:
+            for result in results:
+                turn = DecodedBatch(**journal[key_of(number, result.system)])
+                result.turns.append(turn)
+                for n, text, length in zip(batches[number], turn.texts, turn.lengths, strict=True):
+                    result.predictions[n] = task.restore(examples[n], text)
+                    result.lengths[n] = length
+            yield results

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,6 +58,16 @@ class Journal:
             lines = [[key, value]] if self._whole else [self._header, [key, value]]
             self._append(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         self._values[key] = value
+
+    def entries(self) -> list[tuple[Key, Any]]:
+        """All keys with their values, in the order in which they were added."""
+        return list(self._values.items())
+
+    def merge(self, entries: Iterable[tuple[Key, Any]]) -> None:
+        """Add those whose keys aren't there yet."""
+        for key, value in entries:
+            if key not in self:
+                self.add(key, value)
 
     def get_or_add(self, key: Key, make: Callable[[], Any]) -> Any:
         """The value of a key, which is made and added where it isn't there yet."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DistributedConfig
 
 from data import Example, Task, load_task
 from data.columns import Prompt
 from eval.decoding import encode_test_set
+from eval.difference import difference
 from eval.machine import describe_machine, versions
+from eval.processes import ALONE, Processes
 from eval.request import Request
 from eval.systems.base import Checkpoint
 from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.device import resolve_device
 from skipdecode.loading import load
-from skipdecode.seal import decisive_files
+from skipdecode.seal import checksum, decisive_files
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,19 @@ class Loaded:
         return [prompt.ids for prompt in self.prompts]
 
 
-def load_request(request: Request) -> Loaded:
+def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     """Load what a request names. Raises ConfigError where something isn't there or doesn't fit together."""
-    device = resolve_device(request.device)
+    device = None if request.device_map is not None else processes.device(request.device)
+    placed: dict[str, Any] = {}
+    if request.device_map is not None:
+        if processes.count > 1:
+            raise ConfigError("--device-map spreads one model over all devices: start one process, without torchrun")
+        placed = {"device_map": request.device_map}
+    elif request.tensor_parallel:
+        placed = {"distributed_config": DistributedConfig(tp_size=processes.count)}
 
     def load_named(name: str) -> Checkpoint:
-        return load_checkpoint(name, request.dtype, device, trust_remote_code=request.trust_remote_code)
+        return load_checkpoint(name, request.dtype, device, trust_remote_code=request.trust_remote_code, **placed)
 
     checkpoint = load_named(request.checkpoint)
     reference = load_named(request.reference) if request.reference is not None else None
@@ -104,7 +114,7 @@ def load_request(request: Request) -> Loaded:
     )
 
 
-def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
+def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> dict[str, Any]:
     """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
     machine = describe_machine(loaded.checkpoint.model.device)
     return {
@@ -128,17 +138,32 @@ def identity(request: Request, loaded: Loaded) -> dict[str, Any]:
         "dtype": str(loaded.checkpoint.model.dtype),
         "weights": request.weights,
         "calibrate": request.calibrate,
+        "processes": processes.count,
+        "tensor_parallel": request.tensor_parallel,
+        "device_map": request.device_map,
         "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
         "versions": versions(),
     }
 
 
 def load_checkpoint(
-    name: str, dtype: str | None, device: torch.device, *, trust_remote_code: bool = False
+    name: str, dtype: str | None, device: torch.device | None, *, trust_remote_code: bool = False, **placed: Any
 ) -> Checkpoint:
-    """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load."""
-    model, tokenizer = load(name, getattr(torch, dtype) if dtype else None, trust_remote_code=trust_remote_code)
-    model.to(device)  # type: ignore[arg-type]
+    """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load.
+
+    With `placed`, transformers' `device_map` or `distributed_config`, the model lies where that says.
+    """
+    try:
+        model, tokenizer = load(
+            name, getattr(torch, dtype) if dtype else None, trust_remote_code=trust_remote_code, **placed
+        )
+    except ConfigError as error:
+        if not placed:
+            raise
+        option = "--device-map" if "device_map" in placed else "--tensor-parallel"
+        raise ConfigError(f"{option}: {error}") from error
+    if not placed:
+        model.to(device)  # type: ignore[arg-type]
     return Checkpoint(name, model, tokenizer)
 
 
@@ -186,6 +211,40 @@ def _checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"name": checkpoint.name, "commit": getattr(checkpoint.model.config, "_commit_hash", None)}
     files = [*decisive_files(folder), *folder.glob("generation_config.json")]
     return {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in files}
+
+
+def check_same(loaded: Loaded, processes: Processes) -> None:
+    """Raise ConfigError where a process of another machine has read other weights, prompts or versions than the first.
+
+    Each has looked for them on its own disk.
+    """
+    if processes.count == 1:
+        return
+    checkpoints = {"checkpoint": loaded.checkpoint, "reference": loaded.reference}
+    mine = {
+        **{name: _contents(checkpoint) for name, checkpoint in checkpoints.items() if checkpoint is not None},
+        "prompts": _fingerprint(
+            [[example.id, p.ids] for example, p in zip(loaded.examples, loaded.prompts, strict=True)]
+        ),
+        "dtype": str(loaded.checkpoint.model.dtype),
+        "max_new_tokens": loaded.max_new_tokens,
+        "versions": versions(),
+    }
+    (first, _), *others = processes.gather((mine, socket.gethostname()))
+    for rank, (theirs, host) in enumerate(others, start=1):
+        if theirs != first:
+            raise ConfigError(
+                f"process {rank} on {host} would evaluate something else than the first one: "
+                f"{difference(first, theirs)}"
+            )
+
+
+def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checksums of its files; of a name on the Hub, the commit."""
+    folder = Path(checkpoint.name)
+    if not folder.is_dir():
+        return {"commit": getattr(checkpoint.model.config, "_commit_hash", None)}
+    return {file.name: checksum(file) for file in decisive_files(folder)}
 
 
 def _fingerprint(values: Any) -> str:

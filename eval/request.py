@@ -44,6 +44,8 @@ class Request:
     weights: Weights | None = None
     calibrate: bool = False
     device: str | None = None
+    device_map: str | None = None  # how layers lie on the devices of one process, as transformers says; None: on one
+    tensor_parallel: bool = False  # whether the processes share each layer, by the model's own plan in transformers
     trust_remote_code: bool = False  # of the checkpoints: whether Python code that they bring runs
     compare: Mapping[str, Path] | None = None
     metrics: tuple[str, ...] | None = None  # None: the task's
@@ -66,6 +68,7 @@ class Request:
             asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
         self._check_system()
+        self._check_placing()
         if not speedups:
             alone = self.reference is not None or self.calm_thresholds
             object.__setattr__(self, "speedups", (1.0,) if alone else DEFAULT_SPEEDUPS)
@@ -82,6 +85,22 @@ class Request:
             raise ConfigError("--calm-threshold names thresholds in place of targets: leave --speedup out")
         if self.reference is not None and self.reference == self.checkpoint:
             raise ConfigError(f"--reference is {self.reference!r}: that is the checkpoint itself")
+
+    def _check_placing(self) -> None:
+        if self.device_map is not None and self.tensor_parallel:
+            raise ConfigError("--device-map says where the layers lie: leave --tensor-parallel out")
+        if self.device is not None and (self.device_map is not None or self.tensor_parallel):
+            option = "--tensor-parallel" if self.tensor_parallel else "--device-map"
+            raise ConfigError(f"--device is {self.device!r}: {option} says where the model lies; leave --device out")
+        spread = self.device_map is not None or self.tensor_parallel
+        if spread and self.weights not in (None, "model"):
+            raise ConfigError(f"--weights is {self.weights}: a model on several devices decodes with its own weights")
+        if self.tensor_parallel and self.calibrate:
+            raise ConfigError("--calibrate: the clock of a model that processes share isn't measured; leave it out")
+        if spread and self.lossless:
+            raise ConfigError("--lossless: a model on several devices can't verify drafts; leave it out")
+        if self.tensor_parallel and self.system == "calm":
+            raise ConfigError("--system calm: exits are taken within one process; leave --tensor-parallel out")
 
     def check_output(self) -> None:
         """Raises ConfigError for an output that holds a report."""

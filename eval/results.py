@@ -114,6 +114,9 @@ class Row:
         agreement: for each place in a text, tokens that full depth would have chosen behind what stands before them,
             and how many tokens there are; empty where that wasn't asked for.
         lossless_speedup: predicted, of decoding that drafts as this row decodes; None without a profile of the clock.
+        processes: how many decoded the test set. Those that share its prompts do so at the same time: its seconds are
+            summed over them, and `tokens_per_second` is that of one. `timings` are of one process while the others
+            wait, and of all where they hold one model together.
         bound_by_bytes: bytes of weights and cache that decoding must read in the 1x row, over those of this row: how
             much faster it could be where a step waits for memory alone; None in a report from before it was recorded.
     """
@@ -144,6 +147,7 @@ class Row:
     same_texts: int | None = None
     agreement: list[tuple[int, int]] = field(default_factory=list)
     lossless_speedup: float | None = None
+    processes: int = 1
 
     @property
     def agreeing(self) -> float | None:
@@ -179,6 +183,7 @@ class Report:
     over: Over = "decode"  # what targets are of
     clock: str = ""  # what schedules were solved for
     reference: str | None = None  # the checkpoint of the first row, where that is another
+    split: Literal["layers", "tensors"] | None = None  # how one model lay on several devices; None: on one
     metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
     unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
 
@@ -240,6 +245,7 @@ class Report:
         return [
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
             f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            *self._process_notes(),
             *([f"1x: full depth of the reference {self.reference}."] if self.reference is not None else []),
             *(
                 f"{row.label}: {row.threshold.origin()} The row that goes deepest took batches through "
@@ -267,6 +273,15 @@ class Report:
             f"all lengths, and every text is as long as that of the 1x row. Targets are of "
             f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
         )
+
+    def _process_notes(self) -> list[str]:
+        """Say how many processes decoded, where they were several."""
+        count = self.rows[0].processes
+        if count == 1:
+            return []
+        if self.split == "tensors":
+            return [f"{count} processes held one model together; the clock is theirs."]
+        return [f"{count} processes shared the prompts; speeds are those of one alone, and seconds are sums over them."]
 
     def _agreement_notes(self) -> list[str]:
         """Say what the share of agreeing tokens is, and whether lossless texts are what they should be."""

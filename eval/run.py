@@ -5,6 +5,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from eval.decoding import DecodedSet, batch_count, spread_over_lengths, take_tur
 from eval.drawing import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import Lineup, line_up
-from eval.loading import Loaded, identity, load_request
+from eval.loading import Loaded, check_same, identity, load_request
 from eval.machine import describe_machine, versions
 from eval.output import only_writer
+from eval.processes import ALONE, Processes, launcher
 from eval.request import Request
 from eval.results import Report, Row, Timing
 from eval.score.predictions import write_predictions
@@ -45,25 +47,45 @@ def evaluate(request: Request) -> Report:
 
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
-    with only_writer(request.output, "--output"):
-        return _evaluate(request)
+    report = take_part(request, ALONE)
+    assert report is not None  # this process is the first
+    return report
 
 
-def _evaluate(request: Request) -> Report:
-    request.check_output()
-    others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
-    loaded = load_request(request)
-    metrics = choose_metrics(loaded.task.metrics, request.metrics, request.bert)
-    _check_metrics(request, loaded, metrics, others)
-    journal = Journal(request.output / FILE_NAME, identity(request, loaded))
-    progress = make_console(stderr=True)
-    if len(journal):
-        progress.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
-    lineup = line_up(request, loaded, journal, progress)
-    results = _decode(request, loaded, lineup.by_batch[request.batch_size], journal, progress)
+def take_part(request: Request, processes: Processes) -> Report | None:
+    """Be one of the processes that share an evaluation: the first does what `evaluate` says, the others decode for it.
+
+    Returns the report on the first process, and None on the others.
+    """
+    with ExitStack() as stack:
+        writer = only_writer(request.output, "--output") if processes.first else nullcontext()
+        processes.together(lambda: stack.enter_context(writer))
+        return _evaluate(request, processes)
+
+
+def _evaluate(request: Request, processes: Processes) -> Report | None:
+    def prepare() -> tuple[dict[str, Report], Loaded, Sequence[str]]:
+        request.check_output()
+        others = {name: Report.load(path) for name, path in (request.compare or {}).items()}
+        loaded = load_request(request, processes)
+        metrics = choose_metrics(loaded.task.metrics, request.metrics, request.bert)
+        if processes.first:
+            _check_metrics(request, loaded, metrics, others)
+        return others, loaded, metrics
+
+    others, loaded, metrics = processes.together(prepare)
+    processes.together(lambda: check_same(loaded, processes))
+    progress = make_console(stderr=True, quiet=not processes.first)
+    journal, lineup = _line_up(request, loaded, processes, progress)
+    results = _decode(request, loaded, lineup.by_batch[request.batch_size], journal, processes, progress)
+    if not (processes.first or processes.share_model):
+        return None
+    # One process times alone, while no other computes; of a model that they share all must.
     timed = _time(request, loaded, lineup, results[0].lengths, journal, progress)
+    if not processes.first:
+        return None
     scores = _score(request, loaded.examples, metrics, [result.predictions for result in results])
-    report = _report(request, loaded, lineup.clock, results, scores, timed)
+    report = _report(request, loaded, lineup.clock, results, scores, timed, processes)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
@@ -71,8 +93,35 @@ def _evaluate(request: Request) -> Report:
     return report
 
 
+def _line_up(request: Request, loaded: Loaded, processes: Processes, console: Console) -> tuple[Journal, Lineup]:
+    """The journal and the systems, which follow from it: the first process decides, and tells the others.
+
+    Its journal is the one on the disk.
+    """
+    decided: list[Lineup] = []
+
+    def decide() -> Journal:
+        journal = Journal(request.output / FILE_NAME, identity(request, loaded, processes))
+        if len(journal):
+            console.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
+        decided.append(line_up(request, loaded, journal, console))
+        return journal
+
+    journal = processes.together(lambda: decide() if processes.first else Journal())
+    told = processes.gather(journal.entries())[0]
+    if processes.first:
+        return journal, decided[0]
+    journal.merge(told)
+    return journal, line_up(request, loaded, journal, console)
+
+
 def _decode(
-    request: Request, loaded: Loaded, systems: Sequence[System], journal: Journal, console: Console
+    request: Request,
+    loaded: Loaded,
+    systems: Sequence[System],
+    journal: Journal,
+    processes: Processes,
+    console: Console,
 ) -> list[DecodedSet]:
     """The whole test set by every system, each of which ends its texts where it likes."""
     turns = take_turns(
@@ -84,6 +133,7 @@ def _decode(
         max_new_tokens=loaded.max_new_tokens,
         journal=journal,
         agreement=request.agreement,
+        processes=processes,
     )
     title = f"{loaded.task.name} at {', '.join(system.label for system in systems)}"
     return _last(turns, title, batch_count(len(loaded.examples), request.batch_size), console)
@@ -166,6 +216,7 @@ def _report(
     results: Sequence[DecodedSet],
     scores: Sequence[Scores],
     timed: Mapping[int, Sequence[DecodedSet]],
+    processes: Processes,
 ) -> Report:
     model = loaded.checkpoint.model
     rows = []
@@ -174,7 +225,7 @@ def _report(
         row = _row(result, scored, clocks)
         same = sum(text == full for text, full in zip(result.predictions, results[0].predictions, strict=True))
         lossless = _lossless_speed(row, result.system, loaded) if request.reference is None else None
-        rows.append(replace(row, same_texts=same, lossless_speedup=lossless))
+        rows.append(replace(row, same_texts=same, lossless_speedup=lossless, processes=processes.count))
     return Report(
         checkpoint=request.checkpoint,
         over=request.over or loaded.config.over,
@@ -186,10 +237,11 @@ def _report(
         max_new_tokens=loaded.max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
         weights=results[0].system.checkpoint.weights,
+        split="layers" if request.device_map is not None else "tensors" if request.tensor_parallel else None,
         prompts_cut=sum(prompt.cut for prompt in loaded.prompts),
         device=str(model.device),
         date=datetime.date.today().isoformat(),
-        command=shlex.join(["python", "-m", "eval", *sys.argv[1:]]),
+        command=shlex.join([*launcher(), "-m", "eval", *sys.argv[1:]]),
         machine=describe_machine(model.device),
         versions=versions(),
         rows=rows,

@@ -15,12 +15,14 @@ from transformers import PretrainedConfig
 from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.files import write_whole
+from skipdecode.internals import FROM_MODEL_CONFIG
 from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.profile import Profile
 from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import solve_schedule
 
 CONFIG_KEY = "skipdecode"  # of config.json
+DEFAULT_SPEEDUP = "default_speedup"  # of generation_config.json: for whoever asks for no speed (`skipdecode.hub`)
 ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
 _FORMAT, _OLDEST_FORMAT = 3, 2  # 2 knew no lengths
 _CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size")
@@ -216,3 +218,17 @@ class SkipConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{str(name)!r} is no checkpoint: {first_line(error)}") from error
         return cls.from_dict(values[CONFIG_KEY], f"{CONFIG_KEY} of {name}") if CONFIG_KEY in values else None
+
+
+def save_default_speedup(folder: str | os.PathLike[str], speedup: float | None) -> None:
+    """Write the speed that a checkpoint decodes at where nobody asks for one into its `generation_config.json`.
+
+    None takes it out. `skipdecode.hub` reads it.
+    """
+    path = Path(folder) / "generation_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop(FROM_MODEL_CONFIG, None)
+    values.pop(DEFAULT_SPEEDUP, None)
+    if speedup is not None:
+        values[DEFAULT_SPEEDUP] = speedup
+    write_whole(path, json.dumps(values, indent=2) + "\n")

@@ -35,6 +35,10 @@ Decode the same prompts at full depth and at other speeds, in turns, and show te
 _EXPORT = """\
 Write a checkpoint for one speed, without the layers that it never runs, and say what that saves. It decodes the same
 tokens. Prompts must have been trained to run no more layers than the first token (schedule.prompt=max).
+
+With --standalone it is a plain model of fewer layers, which transformers, vLLM, TGI or CTranslate2 run as any other:
+without schedules and without code. Then every token must have been trained to run the same layers
+(schedule.decay=constant schedule.prompt=max).
 """
 
 
@@ -149,10 +153,17 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     compare.add_argument("--repeats", type=int, default=5, metavar="N", help="timed rounds at least (default 5)")
     compare.set_defaults(run=subcommands.compare)
 
-    export = command("export", _EXPORT, "example: skipdecode export outputs/prompt-max small --speedup 3")
+    export = command(
+        "export",
+        _EXPORT,
+        "examples:\n"
+        "  skipdecode export outputs/prompt-max small --speedup 3\n"
+        "  skipdecode export outputs/constant plain --speedup 3 --standalone",
+    )
     _add_checkpoint(export)
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
+    export.add_argument("--standalone", action="store_true", help="a plain model of fewer layers, for any engine")
     export.set_defaults(run=subcommands.export)
 
     calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")

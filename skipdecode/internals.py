@@ -68,6 +68,11 @@ def dropped_by_generate(name: str) -> Any:
     return frame.f_locals.get(name) if frame is not None else None
 
 
+# Of a generation_config.json that was made from a model's config: with it, transformers passes over every entry that it
+# doesn't know. It writes the key itself and reads it again; nothing else takes it out of the file.
+FROM_MODEL_CONFIG = "_from_model_config"
+
+
 class _SignatureWithTokenizer(inspect.Signature):
     """The signature of a function that gets `generate` to use the tokenizer that it was called with.
 

@@ -10,12 +10,18 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.bundle import write_custom_generate
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint import CONFIG_KEY, SkipConfig, save_default_speedup
 from skipdecode.cost import count_parameters, depth_mismatch
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config
 from skipdecode.schedule import SkipSchedule
 from skipdecode.seal import seal
+
+# Lists in a config that have a value for each layer, in transformers' configs of decoders.
+_PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta"),
+    *("num_attention_heads_per_layer", "num_key_value_heads_per_layer"),
+)
 
 
 def keep_in_config(config: PretrainedConfig, kept: Sequence[int]) -> None:
@@ -29,10 +35,16 @@ def keep_in_config(config: PretrainedConfig, kept: Sequence[int]) -> None:
             "this model's layers scale attention by their number (scale_attn_by_inverse_layer_idx), so none can be "
             "left out"
         )
-    kinds = getattr(text, "layer_types", None)
+    cut: dict[str, Any] = {}
+    for name in _PER_LAYER:
+        values = getattr(text, name, None)
+        if values is not None:
+            cut[name] = [values[layer] for layer in kept]
+    if getattr(text, "max_window_layers", None) is not None:  # Qwen: of the layers before it none has a window
+        cut["max_window_layers"] = sum(layer < text.max_window_layers for layer in kept)
     text.num_hidden_layers = len(kept)  # whatever the family calls it: configs map the name
-    if kinds is not None:
-        text.layer_types = [kinds[layer] for layer in kept]
+    for name, values in cut.items():
+        setattr(text, name, values)
 
 
 def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
@@ -80,6 +92,25 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
     return kept, smaller
 
 
+def standalone_layers(schedule: SkipSchedule) -> tuple[int, ...]:
+    """The layers that every token runs under a schedule, the prompt's and generated ones: those of a plain model.
+
+    Raises ConfigError where tokens run different ones.
+
+    >>> standalone_layers(SkipSchedule(12, 4, 4, prompt="max"))
+    (0, 9, 10, 11)
+    """
+    most, least, prompt = schedule.budget(0), schedule.min_layers, schedule.prompt_budget
+    if prompt != least:
+        generated = f"{most}" if most == least else f"{most} to {least}"
+        raise ConfigError(
+            f"a standalone checkpoint runs the same layers for every token: under this schedule prompts run {prompt} "
+            f"of {schedule.num_layers} and generated tokens {generated}; train with schedule.decay=constant and "
+            "schedule.prompt=max"
+        )
+    return schedule.prompt_layers
+
+
 @dataclass(frozen=True)
 class Exported:
     """The savings of an export.
@@ -103,6 +134,8 @@ def export(
     schedule: SkipSchedule,
     speedup: float,
     folder: str | os.PathLike[str],
+    *,
+    standalone: bool = False,
 ) -> Exported:
     """Write a checkpoint that decodes under one schedule alone, without the layers that it never runs.
 
@@ -114,27 +147,42 @@ def export(
         schedule: of the whole model.
         speedup: that the exported checkpoint has the schedule for.
         folder: new, or empty.
+        standalone: write a plain model of fewer layers, which any engine runs as it runs every other of its family:
+            without schedules and without code. Every token, the prompt's too, must run the same layers.
 
     Raises:
-        ConfigError: where no layer can go (`pruned_schedule`, `keep_in_config`), and for a folder that holds something.
+        ConfigError: where no layer can go (`pruned_schedule`, `keep_in_config`), where tokens run different ones of a
+            standalone model's (`standalone_layers`), for adapters apart, and for a folder that holds something.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} isn't empty: name a new folder")
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "its adapters lie apart from the model's weights: merge them (lora.merge=true) and export that"
+        )
     before = count_parameters(model.parameters())
     depth = len(decoder_layers(model))
     if schedule.num_layers != depth:
         raise ConfigError(depth_mismatch(schedule, depth))
-    kept, smaller = pruned_schedule(schedule)
+    if standalone:
+        kept = standalone_layers(schedule)
+        smaller = SkipSchedule.full_depth(len(kept))
+    else:
+        kept, smaller = pruned_schedule(schedule)
     keep_layers(model, kept)
     remembered = SkipConfig.of(model.config) or SkipConfig()
+    if standalone and hasattr(model.config, CONFIG_KEY):
+        delattr(model.config, CONFIG_KEY)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    # Without settings to solve others by: those would be over the full depth of this model, which is none.
-    replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
-    write_custom_generate(partial)
+    save_default_speedup(partial, None if standalone else speedup)
+    if not standalone:
+        # Without settings to solve others by: those would be over the full depth of this model, which is none.
+        replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
+        write_custom_generate(partial)
     seal(partial)
     if folder.exists():
         folder.rmdir()

@@ -77,7 +77,7 @@ def _speed(decoded: "Decoded", num_layers: int) -> str:
 def info(options: argparse.Namespace) -> int:
     """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
     decoder = _decoder(options)
-    from skipdecode.checkpoint import SkipConfig
+    from skipdecode.checkpoint import DEFAULT_SPEEDUP, SkipConfig
     from skipdecode.cost import CostModel, count_parameters
     from skipdecode.decode import profile_for
     from skipdecode.families import text_config
@@ -96,6 +96,9 @@ def info(options: argparse.Namespace) -> int:
         print("it doesn't say what it was trained for: nothing but full depth can be expected to read well")
     else:
         _print_training(remembered)
+    default = getattr(model.generation_config, DEFAULT_SPEEDUP, None)
+    if default is not None:
+        print(f"decodes at {default:g}x where it is served with its own code and nobody asks for a speed")
     trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
     speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
@@ -190,11 +193,14 @@ def export(options: argparse.Namespace) -> int:
     from skipdecode import prune
 
     schedule = decoder.schedule(options.speedup)
-    found = prune.export(decoder.model, decoder.tokenizer, schedule, options.speedup, options.output)
+    found = prune.export(
+        decoder.model, decoder.tokenizer, schedule, options.speedup, options.output, standalone=options.standalone
+    )
     saved = 1 - found.parameters / found.parameters_before
     print(
         f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
         f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
+        + (", as a plain model" if options.standalone else "")
     )
     return 0
 

@@ -18,7 +18,7 @@ from eval.decoding import spread_over_lengths
 from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
 from skipdecode.bundle import write_custom_generate
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint import SkipConfig, save_default_speedup
 from skipdecode.device import resolve_device
 from skipdecode.errors import first_line
 from skipdecode.families import decoder_layers, text_config
@@ -31,6 +31,7 @@ from train.build import build_model
 from train.checkpoints import PARTIAL, stopped_if_unwritten
 from train.evaluation import release_memory
 from train.recipe import Recipe
+from train.sampling import default_speedup
 
 ROWS = 64  # that are decoded together
 
@@ -55,6 +56,9 @@ def finish(
         if (partial / "config.json").exists():  # not adapters apart
             write_custom_generate(partial)
             _limit_new_tokens(partial, most)
+            config = SkipConfig.load(partial)
+            assert config is not None  # the trainer saves it
+            save_default_speedup(partial, default_speedup(recipe.schedule.default_speedup, config.schedules))
     texts, count = None, recipe.schedule.texts
     if count:
         lengths, _ = row_lengths(rows)  # of rows that may be more than fit into memory

@@ -25,7 +25,7 @@ from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.objective import Objective
 from train.recipe import Recipe
-from train.sampling import ScheduleSampler, make_sampler
+from train.sampling import ScheduleSampler, default_speedup, make_sampler
 from train.trainer import SkipTrainer, check_positions
 
 LONGEST_EXAMPLE = 400  # characters of a prompt that a checkpoint remembers as an example
@@ -184,6 +184,7 @@ def recipe_sampler(
         seed=recipe.train.seed,
         solver=solver,
     )
+    default_speedup(section.default_speedup, sampler.speedups)  # for its error, before anything is trained
     described = {
         "name": task.name,
         "options": dict(recipe.data.options),

@@ -80,6 +80,12 @@ class ScheduleSection(Section):
     over: Over = Field(
         "decode", description="what a target is of: decode, of decoding; all, of prompt and decoding together"
     )
+    default_speedup: float | None = Field(
+        None,
+        ge=1,
+        description="what the finished checkpoint decodes at where nobody asks for a speed, as under `transformers "
+        "serve`; null: 2, or the nearest that was trained for",
+    )
     batch_size: int = Field(1, ge=1, description="rows that will decode together: a target is for their wall clock")
     prompt_length: int | None = Field(
         None, ge=1, description="tokens of the prompts that will be decoded, likewise; null: the training prompts'"

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from train.recipe import Sampling
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
 RANGE_TARGETS = 31
 
+USUAL_SPEEDUP = 2.0  # of a checkpoint that is asked for none
 # one: a schedule a step. sandwich: the slowest, the fastest and one drawn between them, all in the same step.
 
 
@@ -105,3 +106,26 @@ def make_sampler(
         seed=seed,
         sampling=sampling,
     )
+
+
+def default_speedup(asked: float | None, speedups: Collection[float]) -> float | None:
+    """The speed that a checkpoint decodes at where nobody asks for one; None for one that knows full depth alone.
+
+    Args:
+        asked: by the recipe; None: USUAL_SPEEDUP, or the nearest that was trained for.
+        speedups: targets that were trained for.
+
+    Raises:
+        ConfigError: for a speed beyond them.
+
+    >>> default_speedup(None, [1, 2.5, 4]), default_speedup(None, [3, 4]), default_speedup(None, [1])
+    (2.0, 3, None)
+    """
+    slowest, fastest = min(speedups, default=1.0), max(speedups, default=1.0)
+    if asked is not None and not slowest <= asked <= fastest:
+        raise ConfigError(
+            f"schedule.default_speedup is {asked:g}: it must lie between {slowest:g} and {fastest:g}, which are "
+            "trained for"
+        )
+    speedup = min(max(USUAL_SPEEDUP, slowest), fastest) if asked is None else asked
+    return None if fastest == 1 else speedup

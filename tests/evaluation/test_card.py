@@ -39,6 +39,7 @@ def test_an_evaluation_into_a_finished_run_updates_its_card(run: Path) -> None:
             in text
         )
     assert "](eval/frontier.png)" in text
+    assert "--trust-remote-code` decodes at 2x;" in text
 
 
 def test_an_evaluation_elsewhere_leaves_the_card_alone(run: Path, tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from small_checkpoints import save_checkpoint
+from transformers import GenerationConfig
 
 import skipdecode
-from skipdecode import SkipSchedule, skip_generate
+from skipdecode import SkipSchedule, hub, skip_generate
 from skipdecode.bundle import PATH, custom_generate_source, write_custom_generate
+from skipdecode.checkpoint import save_default_speedup
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 SPEEDUPS = [1, 2, 3]
@@ -125,3 +127,40 @@ def test_a_target_that_cannot_be_met_is_refused(checkpoint: Path) -> None:
     del model.config.skipdecode
     with pytest.raises(skipdecode.ConfigError, match="doesn't say what schedules it was trained for"):
         decode(speedup=2.5)
+
+
+def test_who_asks_for_no_speed_gets_the_checkpoints_own(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "tiny", 6)
+    save_default_speedup(folder, 3.0)
+    model, tokenizer = skipdecode.load(str(folder))
+    inputs = {**tokenizer(PROMPTS, return_tensors="pt", padding=True), "max_new_tokens": 12}
+
+    def expected(**how: object) -> list[list[int]]:
+        return model.generate(**inputs, custom_generate=skip_generate, **how).tolist()
+
+    def decoded(**how: object) -> list[list[int]]:
+        return hub.generate(model=model, **inputs, **how).tolist()
+
+    texts = [expected(speedup=speedup) for speedup in (1, 2, 3)]
+    assert texts[0] == model.generate(**inputs).tolist()
+    assert len({json.dumps(tokens) for tokens in texts}) == 3
+    assert decoded() == texts[2]
+    assert decoded(speedup=1) == texts[0]
+    assert decoded(speedup=2) == texts[1]
+    # As servers pass it that know nothing of speeds.
+    assert decoded(generation_config=GenerationConfig(speedup=2)) == texts[1]
+    assert decoded(generation_config=GenerationConfig(speedup=1)) == texts[0]
+    assert decoded(generation_config=GenerationConfig(do_sample=False)) == texts[2]
+    assert decoded(generation_config=GenerationConfig(speedup=2, lossless=True)) == texts[0]
+    assert decoded(generation_config=GenerationConfig(schedule=SCHEDULE)) == expected(schedule=SCHEDULE)
+    with pytest.raises(
+        skipdecode.ConfigError, match=r"num_beams is 2: .* checkpoint's own speed, 3x; speedup=1 is full"
+    ):
+        decoded(num_beams=2)
+    del inputs["max_new_tokens"]
+    asked_for_more = decoded(generation_config=GenerationConfig(max_new_tokens=1024, eos_token_id=-1))
+    assert len(asked_for_more[0]) == 128 + 1  # as many positions as there are, and a last token without one
+    inputs["max_new_tokens"] = 12
+    save_default_speedup(folder, None)
+    model, _ = skipdecode.load(str(folder))
+    assert decoded() == texts[0]

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh
 from small_checkpoints import save_checkpoint
-from tiny_models import TINY_FAMILIES, ragged_prompts
+from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import skipdecode
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
-from skipdecode.prune import keep_layers, pruned_schedule
+from skipdecode.prune import export, keep_layers, pruned_schedule, standalone_layers
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 
@@ -97,3 +98,138 @@ def test_an_export_decodes_the_same_and_says_what_it_saved(checkpoint: Path, tmp
     assert main(["export", str(checkpoint), str(small), "--speedup", "2"]) == 2
     assert "isn't empty: name a new folder" in capsys.readouterr().err
     assert not small.with_name("small.partial").exists()
+
+
+class NoTokenizer:
+    """One that leaves no file: the models here are asked in token ids."""
+
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
+CONSTANT = SkipSchedule(6, 3, 3, prompt="max")
+WANTED = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+
+
+def standalone_and_its_tokens(model: Any, folder: Path) -> tuple[Any, torch.Tensor]:
+    """The export as plain transformers loads it, and what the whole model decodes under the schedule."""
+    ids, mask = ragged_prompts([5, 3], 0)
+    expected = model.generate(
+        input_ids=ids, attention_mask=mask, **WANTED, custom_generate=skip_generate, schedule=CONSTANT
+    )
+    tokenizer: Any = NoTokenizer()
+    export(model, tokenizer, CONSTANT, 2.0, folder, standalone=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), expected
+
+
+@pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
+def test_a_standalone_model_of_every_family_decodes_the_same_tokens_in_plain_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    # transformers' own BLOOM takes its softmax in float32, where the mask of float64 is infinite.
+    model = fresh(family) if family == "bloom" else fresh(family).double()
+    plain, expected = standalone_and_its_tokens(model, tmp_path / "plain")
+    ids, mask = ragged_prompts([5, 3], 0)
+    assert plain.dtype == model.dtype
+    assert plain.config.num_hidden_layers == 3
+    assert torch.equal(plain.generate(input_ids=ids, attention_mask=mask, **WANTED), expected)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
+def test_a_standalone_model_decodes_the_same_tokens_by_continuous_batching(family: str, tmp_path: Path) -> None:
+    plain, expected = standalone_and_its_tokens(fresh(family).double(), tmp_path / "plain")
+    ids, mask = ragged_prompts([5, 3], 0)
+    prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=1)
+    small = ContinuousBatchingConfig(block_size=32, num_blocks=8, max_batch_tokens=32)  # else a share of the memory
+    found = plain.generate_batch(prompts, config, small, warmup=False)
+    assert [output.generated_tokens for output in found.values()] == expected[:, 5:].tolist()
+
+
+def test_windows_of_single_layers_stay_with_their_layers(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    config = AutoConfig.for_model("qwen2", vocab_size=VOCABULARY, num_key_value_heads=2, **shape, **window)
+    plain, expected = standalone_and_its_tokens(randomised(config, 3).double(), tmp_path / "plain")
+    assert CONSTANT.prompt_layers == (0, 4, 5)
+    assert plain.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert plain.config.max_window_layers == 1
+    ids, mask = ragged_prompts([5, 3], 0)
+    assert torch.equal(plain.generate(input_ids=ids, attention_mask=mask, **WANTED), expected)
+
+
+@given(st.data())
+def test_a_standalone_model_has_the_layers_that_every_token_runs_or_is_refused(data: Any) -> None:
+    depth = data.draw(st.integers(1, 20))
+    most = data.draw(st.integers(1, depth))
+    schedule = SkipSchedule(
+        depth,
+        most,
+        data.draw(st.integers(1, most)),
+        horizon=data.draw(st.integers(1, 12)),
+        placement=data.draw(st.sampled_from(["top", "bottom", "even", "ends"])),
+        decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
+        prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(most, depth))),
+    )
+    sets = {schedule.prompt_layers, *(schedule.layers_at(i) for i in range(20))}
+    if len(sets) == 1:
+        assert standalone_layers(schedule) in sets
+    else:
+        with pytest.raises(ConfigError, match=r"train with schedule\.decay=constant and schedule\.prompt=max"):
+            standalone_layers(schedule)
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("constant") / "whole", 6)
+    config = SkipConfig.load(folder)
+    assert config is not None
+    dataclasses.replace(config, solver={**config.solver, "prompt": "max", "decay": "constant"}).save(folder)
+    return folder
+
+
+def test_a_standalone_export_is_a_plain_checkpoint(
+    checkpoint: Path, constant: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["export", str(constant), str(tmp_path / "plain"), "--speedup", "2", "--standalone"]) == 0
+    assert "as a plain model" in capsys.readouterr().out
+    files = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    assert "custom_generate" not in files
+    assert not any("skipdecode" in path.read_text() for path in (tmp_path / "plain").glob("*.json"))
+    assert main(["export", str(checkpoint), str(tmp_path / "falls"), "--speedup", "2", "--standalone"]) == 2
+    said = capsys.readouterr().err
+    assert "generated tokens" in said
+    assert "schedule.decay=constant" in said
+    assert not (tmp_path / "falls").exists()
+
+
+def test_adapters_apart_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = fresh("opt")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    tokenizer: Any = NoTokenizer()
+    with pytest.raises(ConfigError, match=r"adapters lie apart .*: merge them \(lora\.merge=true\)"):
+        export(model, tokenizer, CONSTANT, 2.0, tmp_path / "plain", standalone=True)
+    assert not (tmp_path / "plain").exists()
+
+
+def test_ctranslate2_decodes_the_tokens_of_a_standalone_export(constant: Path, tmp_path: Path) -> None:
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    plain = tmp_path / "plain"
+    assert main(["export", str(constant), str(plain), "--speedup", "2", "--standalone"]) == 0
+    ctranslate2.converters.TransformersConverter(str(plain)).convert(str(tmp_path / "converted"))
+    model, tokenizer = skipdecode.load(str(constant))
+    generator = ctranslate2.Generator(str(tmp_path / "converted"), intra_threads=1)
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        asked = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+        output = model.generate(**inputs, **asked, custom_generate=skip_generate, speedup=2)
+        ids = inputs["input_ids"][0].tolist()
+        found = generator.generate_batch(
+            [tokenizer.convert_ids_to_tokens(ids)],
+            max_length=12,
+            min_length=12,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        assert found[0].sequences_ids[0] == output[0, len(ids) :].tolist()

@@ -12,14 +12,14 @@ from forked_python import run_python
 from rich.console import Console
 from small_checkpoints import save_checkpoint
 from small_runs import SMALL, metrics, train_small
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import eval.cli
 import train.cli
 from data import load_task
 from data.columns import ColumnCollator
 from data.rows import encode_task
-from skipdecode import CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
+from skipdecode import CostModel, SkipSchedule, hub, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.loading import load, load_tokenizer
@@ -50,6 +50,16 @@ def test_a_finished_run_is_a_checkpoint_that_plain_transformers_loads(finished: 
         **inputs, custom_generate=skip_generate, schedule=schedule, max_new_tokens=5, do_sample=False
     )
     assert output.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_the_finished_run_says_how_it_is_decoded_by_whoever_asks_for_nothing(finished: Path) -> None:
+    asked = GenerationConfig.from_pretrained(finished)
+    assert asked.default_speedup == 2
+    assert asked.max_new_tokens == load_task("departures").max_new_tokens
+    model, tokenizer = load(str(finished))
+    inputs = tokenizer("vehicle: ferry | to: Saltfern\n", return_tensors="pt")
+    by_default = hub.generate(model=model, **inputs)
+    assert torch.equal(by_default, model.generate(**inputs, custom_generate=skip_generate, speedup=2))
 
 
 def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) -> None:

@@ -1,0 +1,210 @@
+"""Several processes evaluate as one does, but for the clock. They meet through gloo, as under torchrun on a CPU."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_python import run_python, start_python
+from small_checkpoints import save_checkpoint
+from tiny_models import randomised
+from transformers import AutoConfig, AutoTokenizer
+
+import eval.cli
+from eval.journal import FILE_NAME
+from eval.loading import load_checkpoint
+from eval.systems.base import SkipSystem
+from skipdecode import SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+
+# 13 prompts in batches of 3: five, the last of them of one prompt.
+SMALL = ["--max-new-tokens", "10", "--limit", "13", "--batch-size", "3", "--time-limit", "4"]
+WORDS = ["--speedup", "1", "2", "--lossless", "2", "--agreement", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("processes") / "full", 6)
+
+
+@pytest.fixture(scope="module")
+def llama(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that transformers has a plan for to share among processes, with the tokenizer and task of the other."""
+    folder = tmp_path_factory.mktemp("processes") / "llama"
+    tokenizer = AutoTokenizer.from_pretrained(full)
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 2, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"vocab_size": len(tokenizer), "intermediate_size": 48, "max_position_embeddings": 128}
+    randomised(AutoConfig.for_model("llama", **shape, **sizes, **special), 0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    remembered = SkipConfig.load(full)
+    assert remembered is not None
+    remembered.save(folder)
+    return folder
+
+
+def evaluate(checkpoint: Path, output: Path, *words: str, processes: int = 1) -> str:
+    """Run `python -m eval` to its good end. Returns what it said."""
+    log = output.with_suffix(".log")
+    asked = ["-m", "eval", "--checkpoint", str(checkpoint), "--output", str(output), *words]
+    assert run_python(asked, log, processes) == 0, log.read_text()
+    return log.read_text()
+
+
+def without_clocks(folder: Path) -> Any:
+    """The report, without what a clock or a command line said, and how many ran it.
+
+    How much a lossless row drafts follows from what its process drafted before; its texts don't.
+    """
+    report = json.loads((folder / "report.json").read_text())
+    del report["command"], report["machine"]
+    for row in report["rows"]:
+        clocks = "seconds|per_second|wall_clock|whole_speedup|timings|processes|lossless_speedup"
+        if row["system"] == "lossless":
+            clocks += "|mean_layers|layers_per_step|bound_by_bytes"
+        for name in [name for name in row if re.search(clocks, name)]:
+            del row[name]
+    return report
+
+
+def predictions(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "predictions").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def alone(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("alone") / "out"
+    assert eval.cli.main(["--checkpoint", str(full), "--output", str(output), *WORDS]) == 0
+    return output
+
+
+def test_two_processes_write_the_report_that_one_writes(full: Path, alone: Path, tmp_path: Path) -> None:
+    said = evaluate(full, tmp_path / "out", *WORDS, processes=2)
+    assert predictions(tmp_path / "out") == predictions(alone)
+    assert without_clocks(tmp_path / "out") == without_clocks(alone)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {row["processes"] for row in report["rows"]} == {2}
+    assert report["command"].startswith("torchrun --nproc_per_node 2 -m eval ")
+    assert said.count("2 processes shared the prompts") == 1  # one of them speaks
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in alone.iterdir())
+
+
+def test_thresholds_that_the_first_process_finds_are_those_of_all(full: Path, tmp_path: Path) -> None:
+    words = ["--system", "calm", "--speedup", "2", *SMALL]
+    assert eval.cli.main(["--checkpoint", str(full), "--output", str(tmp_path / "one"), *words]) == 0
+    evaluate(full, tmp_path / "two", *words, processes=2)
+    assert predictions(tmp_path / "two") == predictions(tmp_path / "one")
+    assert without_clocks(tmp_path / "two") == without_clocks(tmp_path / "one")
+
+
+def meeting(rank: int, port: int) -> dict[str, str]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **place}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_the_run_and_started_again_it_goes_on(
+    full: Path, alone: Path, tmp_path: Path, victim: int
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output, log = tmp_path / "out", tmp_path / "log.txt"
+    asked = ["-m", "eval", "--checkpoint", str(full), "--output", str(output), *WORDS]
+    running = [start_python(asked, log, **meeting(rank, port)) for rank in range(2)]
+    deadline = time.monotonic() + 120
+    journal = output / FILE_NAME
+    while all(process.is_alive() for process in running) and time.monotonic() < deadline:
+        if journal.exists() and journal.read_bytes().count(b"\n") >= 6:  # header, plan, and most of a round
+            running[victim].kill()
+            break
+        time.sleep(0.002)
+    for process in running:
+        process.join(60)
+    assert running[victim].exitcode == -signal.SIGKILL, log.read_text()
+    other = running[1 - victim].exitcode
+    assert other == 2, log.read_text()
+    assert "another process of this evaluation has ended" in log.read_text()
+    assert not (output / "report.json").exists()
+    known = [json.loads(line) for line in journal.read_bytes().splitlines()[1:]]
+    said = evaluate(full, output, *WORDS, processes=2)
+    assert said.count("continuing: ") == 1
+    assert predictions(output) == predictions(alone)
+    assert without_clocks(output) == without_clocks(alone)
+    report = json.loads((output / "report.json").read_text())
+    for row in report["rows"]:
+        seconds = [value["decode_seconds"] for key, value in known if key[0] == "test" and key[-1] == row["label"]]
+        assert row["decode_seconds"] >= sum(seconds)  # the clocks from before the kill are in it
+
+
+def test_what_one_process_cannot_do_is_said_once_and_ends_them_all(full: Path, alone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    for words, message in (
+        (["--output", str(alone)], "already holds a report"),
+        (["--output", str(tmp_path / "out"), "--device-map", "auto"], "--device-map spreads one model"),
+        (["--output", str(tmp_path / "out"), "--task", "nothing"], "unknown task 'nothing'"),
+        (["--output", str(tmp_path / "out"), "--tensor-parallel"], "--tensor-parallel: "),
+    ):
+        log.write_text("")
+        assert run_python(["-m", "eval", "--checkpoint", str(full), *words, *SMALL], log, 2) == 2
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, log.read_text()
+        assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_share_a_model_write_what_one_writes(llama: Path, tmp_path: Path) -> None:
+    words = ["--speedup", "1", "2", "--agreement", "--weights", "model", *SMALL]
+    assert eval.cli.main(["--checkpoint", str(llama), "--output", str(tmp_path / "one"), *words]) == 0
+    said = evaluate(llama, tmp_path / "parts", *words, "--tensor-parallel", processes=2)
+    assert predictions(tmp_path / "parts") == predictions(tmp_path / "one")
+    one, parts = (without_clocks(tmp_path / name) for name in ("one", "parts"))
+    assert parts.pop("split") == "tensors"
+    assert one.pop("split") is None
+    assert parts == one
+    assert "2 processes held one model together" in said
+
+
+def test_what_processes_or_devices_cannot_be_is_refused(
+    full: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--checkpoint", str(full), "--output", str(tmp_path / "out"), *SMALL]
+    for more, message in (
+        (["--tensor-parallel"], "start them by torchrun"),
+        (["--tensor-parallel", "--device-map", "auto"], "leave --tensor-parallel out"),
+        (["--device-map", "auto", "--device", "cpu"], "leave --device out"),
+        (["--device-map", "auto", "--weights", "int8"], "decodes with its own weights"),
+        (["--device-map", "auto", "--lossless", "2"], "can't verify drafts"),
+        (["--tensor-parallel", "--system", "calm"], "leave --tensor-parallel out"),
+        (["--tensor-parallel", "--calibrate"], "--calibrate"),
+        (["--device-map", "nowhere"], "nowhere"),
+    ):
+        assert eval.cli.main([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert eval.cli.main(words) == 2
+    assert "can't meet" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_layers_lie_elsewhere_decodes_the_same(full: Path, tmp_path: Path) -> None:
+    whole = load_checkpoint(str(full), None, torch.device("cpu"))
+    decoder = "model.decoder"
+    places: dict[str, Any] = {f"{decoder}.layers.{n}": "disk" if n in (1, 4) else "cpu" for n in range(6)}
+    places |= {f"{decoder}.{name}": "cpu" for name in ("embed_tokens", "embed_positions", "final_layer_norm")}
+    places |= {"lm_head": "cpu"}
+    os.makedirs(tmp_path / "disk")
+    spread = load_checkpoint(str(full), None, None, device_map=places, offload_folder=str(tmp_path / "disk"))
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    schedule = SkipSchedule(6, 4, 2, horizon=5)
+    texts = [SkipSystem("s", each, schedule).decode(prompts, 12).texts for each in (whole, spread)]
+    assert texts[0] == texts[1]
