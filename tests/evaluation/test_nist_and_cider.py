@@ -56,9 +56,9 @@ def test_words_are_mtevals() -> None:
     )
 
 
-def test_a_texts_length_is_held_against_the_mean_of_all_references_as_mteval_does() -> None:
-    # An item with three references of two words and one with a reference of six: 12 words in 4, so 3 words an item, where
-    # the mean of each item's own would be 4. Each text has two words, matched or not: two thirds of 6 words in all.
+def test_lengths_are_held_against_the_mean_of_all_references_as_in_mteval() -> None:
+    # An item with three references of two words and one with a reference of six: 12 words in 4, so 3 words an item,
+    # where the mean of each item's own would be 4. Texts of two words have two thirds of that.
     references = [["a b", "a c", "a d"], ["e f g h i j"]]
     whole = nist(["a b x", "e f x"], references)  # as long as that: no penalty
     information = math.log2(12 / 3) + math.log2(12) * 3, math.log2(3) + 0
@@ -68,23 +68,15 @@ def test_a_texts_length_is_held_against_the_mean_of_all_references_as_mteval_doe
 
 
 def test_penn_words_are_stanfords() -> None:
-    # As edu.stanford.nlp.process.PTBTokenizer 3.4.1 -lowerCase parts them, pycocoevalcap's list of punctuation left out;
-    # but for signs of money, which it writes as #.
-    text = "There isn't a café at £20-25, it's \"Raja's\" (5-star, non-family); we can't say where: 1.50 or 20£-25 etc., no."
-    expected = (
-        "there is n't a café at £ 20-25 it 's raja 's 5-star non-family we ca n't say where 1.50 or 20 £ -25 etc. no"
-    )
-    assert penn_words(text) == expected.split()
-    assert penn_words("You cannot; she’ll have hors d'oeuvres") == [
-        "you",
-        "can",
-        "not",
-        "she",
-        "'ll",
-        "have",
-        "hors",
-        "d'oeuvres",
-    ]
+    # As edu.stanford.nlp.process.PTBTokenizer 3.4.1 -lowerCase parts it, without the punctuation that pycocoevalcap
+    # lists; signs of money, all of which it writes as one, stay.
+    parted = {
+        "Isn't a café at £20-25, it's \"Raja's\" (5-star).": "is n't a café at £ 20-25 it 's raja 's 5-star",
+        "Non-family; we can't say: 1.50 or 20£-25 etc., no.": "non-family we ca n't say 1.50 or 20 £ -25 etc. no",
+        "You cannot; she’ll have hors d'oeuvres": "you can not she 'll have hors d'oeuvres",
+    }
+    for text, expected in parted.items():
+        assert penn_words(text) == expected.split()
 
 
 def test_tgens_published_scores_are_found_again(shared_data: Path) -> None:
