@@ -117,7 +117,7 @@ def _widest(rows: datasets.Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingArguments:
-    """A copy that runs two steps in the order of the rows, of which the first warms up; nothing is validated or saved."""
+    """A copy that runs two steps in the order of the rows, the first to warm up; nothing is validated or saved."""
     changed = copy.copy(arguments)  # made anew, DeepSpeed would read its config again
     changed.output_dir = folder
     changed.max_steps = 2
