@@ -10,11 +10,15 @@ from data.e2e import E2E
 from data.own import OwnText
 from data.task import Example, Split, Task
 from data.tldr import TLDR
+from data.viggo import ViGGO
+from data.webnlg import WebNLG
 from skipdecode.errors import ConfigError, unknown
 
 __all__ = ["TASKS", "Example", "Split", "Task", "load_task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (E2E, TLDR, CNNDailyMail, OwnText, Departures)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (E2E, WebNLG, ViGGO, TLDR, CNNDailyMail, OwnText, Departures)
+}
 
 
 def load_task(name: str, **options: Any) -> Task:

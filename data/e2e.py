@@ -1,11 +1,12 @@
 """E2E NLG: restaurant meaning representations and their descriptions (Novikova, Dušek, Rieser, SIGDIAL 2017)."""
 
-import csv
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from data.pairs import by_meaning, csv_pairs
+from data.placeholders import capitals, hide, placeholder, put_back
 from data.source import hub_rows
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, unknown
@@ -70,10 +71,7 @@ class E2E(Task):
 
         Its rows are all read first, since those of one meaning representation needn't follow each other.
         """
-        rows = self._hub_rows(split) if self.path is None else _csv_rows(self._file(split))
-        grouped: dict[str, list[str]] = {}
-        for mr, ref in rows:
-            grouped.setdefault(mr, []).append(ref)
+        grouped = by_meaning(self._hub_rows(split) if self.path is None else csv_pairs(self._file(split), parse_mr))
         if split != "test" and self._holds_out():
             if self.holdout >= len(grouped):
                 raise ConfigError(f"holdout is {self.holdout}: devset.csv has {len(grouped)} meaning representations")
@@ -88,12 +86,8 @@ class E2E(Task):
 
     def restore(self, example: Example, text: str) -> str:
         """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
-        for placeholder, value in example.substitutions:
-            article = "an" if value[:1].lower() in "aeiou" else "a"
-            text = re.sub(rf"\b([Aa])n? (?={placeholder})", rf"\g<1>{article[1:]} ", text)
-            text = text.replace(placeholder, value)
-        text = re.sub(r"\b(food) food\b", r"\1", text, flags=re.IGNORECASE)  # "Fast food" and "<food> food"
-        return re.sub(r"(^|[.!?] )([a-z])", lambda m: m[1] + m[2].upper(), text.strip())
+        text = put_back(text, example.substitutions)
+        return capitals(re.sub(r"\b(food) food\b", r"\1", text, flags=re.IGNORECASE))  # "Fast food", "<food> food"
 
     def _example(self, name: str, slots: dict[str, str], references: list[str]) -> Example:
         hidden = {slot: value for slot, value in slots.items() if slot in self.delexicalise}
@@ -101,7 +95,7 @@ class E2E(Task):
         # A placeholder in the prompt that the target doesn't repeat ("British" for English) would teach the model to
         # state a fact that it can't see.
         wanted = slots if self.faithful else hidden
-        texts = [_hide(reference, hidden) for reference in references]
+        texts = [hide(reference, hidden) for reference in references]
         omitted = [sum(not _states(text, slot, hidden) for slot in wanted) for text in texts]
         return Example(
             id=name,
@@ -174,44 +168,8 @@ def read_meaning(text: str) -> dict[str, str]:
     return slots
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, str]]:
-    """Rows of a CSV with columns `mr` and `ref`. Raises ConfigError that names the file and the line."""
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream, strict=True)
-            if reader.fieldnames is None or not {"mr", "ref"} <= set(reader.fieldnames):
-                raise ConfigError(f"{file}: the first line must name the columns mr and ref, got {reader.fieldnames}")
-            for row in reader:
-                where = f"{file}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise ConfigError(f"{where}: expected {len(reader.fieldnames)} fields; quote texts with commas")
-                if not row["mr"].strip() or not row["ref"].strip():
-                    raise ConfigError(f"{where}: mr and ref must not be empty")
-                try:
-                    parse_mr(row["mr"])
-                except ConfigError as error:
-                    raise ConfigError(f"{where}: {error}") from error
-                yield row["mr"].strip(), row["ref"].strip()
-            if reader.line_num < 2:
-                raise ConfigError(f"{file} has no rows")
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error
-
-
-def placeholder(slot: str) -> str:
-    """The placeholder of a slot's value: letters alone, so that a tokenizer trained on it learns it as one token."""
-    return f"X{slot}"
-
-
 def _states(text: str, slot: str, hidden: Collection[str]) -> bool:
     """Say whether a text with placeholders states a slot; of a slot whose words are open that isn't asked."""
     if slot in hidden:
         return placeholder(slot) in text
     return slot not in MENTIONS or bool(MENTIONS[slot].search(text))
-
-
-def _hide(text: str, values: dict[str, str]) -> str:
-    """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
-    for slot, value in sorted(values.items(), key=lambda item: len(item[1]), reverse=True):
-        text = re.sub(rf"\b{re.escape(value)}\b", placeholder(slot), text, flags=re.IGNORECASE)
-    return text

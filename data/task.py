@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 Split = Literal["train", "validation", "test"]
+Convention = Literal["mteval", "webnlg"]  # by whose rules published BLEU of a task counts words: eval/score/bleu.py
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Example:
     into a prediction; `references` are always in real words, `targets` are what a model is trained to write.
     `instruction` is the end of `prompt` that says what to do: a prompt that has one may be cut, always right before it.
     `meaning` is what a text must state, in the task's own notation, where it can be checked; else it is empty.
+    `part` is the part of a test set that has scores of its own, such as "seen" and "unseen"; else it is empty.
     """
 
     id: str
@@ -26,6 +28,7 @@ class Example:
     substitutions: tuple[tuple[str, str], ...] = ()
     instruction: str = ""
     meaning: str = ""
+    part: str = ""
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -49,6 +52,7 @@ class Task(ABC):
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]  # what a row of the source must have
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL")  # keys of eval.score.scores
+    convention: ClassVar[Convention] = "mteval"
     max_prompt_tokens: ClassVar[int]
     max_new_tokens: ClassVar[int]
     horizon: ClassVar[int]  # about the median length of a completion, in tokens

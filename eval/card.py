@@ -22,6 +22,8 @@ EVALUATION = "eval"  # the folder in a checkpoint's
 TEMPLATE = Path(__file__).resolve().with_name("card.md")
 _DATA = {
     "e2e": ("E2E NLG: restaurants' attributes in words, with several references each.", "tuetschek/e2e_nlg"),
+    "webnlg": ("WebNLG 2017: DBpedia's triples in words, with several references.", "webnlg-challenge/web_nlg"),
+    "viggo": ("ViGGO: dialogue acts about video games in words, with three references each.", "GEM/viggo"),
     "tldr": ("Reddit TL;DR: posts and their authors' summaries.", "trl-lib/tldr"),
     "cnndm": ("CNN/DailyMail: news articles and their highlights.", "abisee/cnn_dailymail"),
     "departures": ("departures: sentences that a grammar writes from timetables, made by the training code.", None),

@@ -13,7 +13,7 @@ import rich.table
 
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
-from eval.score.registry import metric_named, short
+from eval.score.registry import PART, metric_named, short
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
@@ -258,6 +258,7 @@ class Report:
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
+            *([f"Scores of {' and '.join(parts)} are of those prompts alone."] if (parts := self._parts()) else []),
             *(f"{metric_named(name).label} is not there: {reason}." for name, reason in self.unavailable.items()),
             f"Command: `{self.command}`",
         ]
@@ -302,11 +303,16 @@ class Report:
         return [metric_named(name) for name in self.rows[0].scores]
 
     def _described(self) -> dict[str, list[str]]:
-        """A description of what was computed -> the metrics that it is said of."""
+        """A description of what was computed -> the metrics that it is said of; of parts it is what the whole's is."""
         said: dict[str, list[str]] = {}
         for name, what in self.metrics.items():
-            said.setdefault(what, []).append(metric_named(name).label)
+            if PART not in name:
+                said.setdefault(what, []).append(metric_named(name).label)
         return said
+
+    def _parts(self) -> list[str]:
+        """The parts of the test set that have scores of their own."""
+        return list(dict.fromkeys(name.partition(PART)[2] for name in self.metrics if PART in name))
 
     def _timed(self) -> list[tuple[Row, Timing]]:
         """Batch sizes one after another."""

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data import Example
+from data import Example, Task
 from eval.card import EVALUATION, is_run, write_card
 from eval.console import bar_columns, make_console
 from eval.decoding import DecodedSet, batch_count, spread_over_lengths, take_turns
@@ -84,7 +84,7 @@ def _evaluate(request: Request, processes: Processes) -> Report | None:
     timed = _time(request, loaded, lineup, results[0].lengths, journal, progress)
     if not processes.first:
         return None
-    scores = _score(request, loaded.examples, metrics, [result.predictions for result in results])
+    scores = _score(request, loaded.task, loaded.examples, metrics, [result.predictions for result in results])
     report = _report(request, loaded, lineup.clock, results, scores, timed, processes)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
@@ -142,7 +142,7 @@ def _decode(
 def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], others: Mapping[str, Report]) -> None:
     """Score one example, so that what can't be computed or compared shows before anything is decoded."""
     first = loaded.examples[:1]
-    (scores,) = _score(request, first, metrics, [[example.references[0] for example in first]])
+    (scores,) = _score(request, loaded.task, first, metrics, [[example.references[0] for example in first]])
     if not scores.values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
@@ -153,17 +153,23 @@ def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], oth
 
 
 def _score(
-    request: Request, examples: Sequence[Example], metrics: Sequence[str], predictions: Sequence[Sequence[str]]
+    request: Request,
+    task: Task,
+    examples: Sequence[Example],
+    metrics: Sequence[str],
+    predictions: Sequence[Sequence[str]],
 ) -> list[Scores]:
     """The scores of each system, and of the others whether they differ from those of the first."""
-    references = [example.references for example in examples]
-    meanings = [example.meaning for example in examples] if all(example.meaning for example in examples) else None
-    first = score(predictions[0], references, metrics, meanings=meanings, bert=request.bert)
-    others = [
-        score(texts, references, metrics, meanings=meanings, bert=request.bert, against=first)
-        for texts in predictions[1:]
-    ]
-    return [first, *others]
+    known: Any = {
+        "references": [example.references for example in examples],
+        "metrics": metrics,
+        "meanings": [example.meaning for example in examples] if all(example.meaning for example in examples) else None,
+        "parts": [example.part for example in examples],
+        "convention": task.convention,
+        "bert": request.bert,
+    }
+    first = score(predictions[0], **known)
+    return [first, *(score(texts, **known, against=first) for texts in predictions[1:])]
 
 
 def _time(
@@ -330,7 +336,7 @@ def _write(
     for row, result in zip(report.rows, results, strict=True):
         lines = [
             {"id": e.id, "prompt": e.prompt, "prediction": text, "references": list(e.references)}
-            | ({"meaning": e.meaning} if e.meaning else {})
+            | {name: value for name in ("meaning", "part") if (value := getattr(e, name))}
             for e, text in zip(examples, result.predictions, strict=True)
         ]
         write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)

@@ -32,7 +32,12 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings; else it is refused")
     config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
     layers: int | None = Field(
-        None, ge=1, description="a shallow model: so many of its layers, evenly spaced, first and last kept; null: all"
+        None, ge=1, description="a shallow model: so many of its layers, of the pretrained ones too; null: all"
+    )
+    keep: Placement | None = Field(
+        None,
+        description="which of them: even, the first and the last among them (null is that); top, the first and the "
+        "last ones; bottom, the first ones; ends, as many of either",
     )
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
     vocab_size: int = Field(512, ge=1, description="tokens of the tokenizer that is trained for a shape")

@@ -105,6 +105,7 @@ def speed_table(line: Line) -> PageTable:
 
 def timing_table(line: Line) -> PageTable | None:
     """Speeds by batch size, one size after another; None in an older report that has none."""
+    columns = dict(timing_columns(line.over))
     timed = sorted(
         ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
     )
@@ -114,6 +115,7 @@ def timing_table(line: Line) -> PageTable | None:
             _number(timing.batch_size, "{}"),
             _number(timing.prompts, "{}"),
             _number(timing.layers_per_step, "{:.2f}"),
+            _text(columns["max to min"]((point, timing))),
             _asked(point),
             _times(timing.speedup),
             _times(timing.whole_speedup),
@@ -123,7 +125,7 @@ def timing_table(line: Line) -> PageTable | None:
         )
         for timing, point in timed
     ]
-    headers = ("row", *(header for header, _ in timing_columns(line.over)[1:]))
+    headers = ("row", *list(columns)[1:])
     return PageTable(f"{line.name}: speed by batch size", headers, tuple(rows)) if rows else None
 
 

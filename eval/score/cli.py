@@ -1,4 +1,4 @@
-"""The scores of predictions that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
+"""The scores of texts that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
 
 import argparse
 import json
@@ -9,13 +9,15 @@ from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from data import TASKS
+from data import TASKS, Task, load_task
+from data.task import Convention
 from eval.console import make_console
 from eval.output import check_new_files
 from eval.score.bertscore import bert_model, load_scorer
 from eval.score.bootstrap import SIGNIFICANT
 from eval.score.metric import BertModel
-from eval.score.predictions import Prediction, matched, read_predictions
+from eval.score.outputs import SUFFIXES, read_any
+from eval.score.predictions import Prediction, matched
 from eval.score.scores import Scores, choose_metrics, score
 from eval.tables import Table
 from skipdecode.command import run_command
@@ -27,12 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Score a file of predictions. Returns the exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.score",
-        description="Score predictions of any system: JSON lines with id, prompt, prediction and references.",
-        epilog="example: python -m eval.score --predictions system.jsonl --task e2e --output scores.json",
+        description="Score predictions of any system: JSON lines with id, prompt, prediction and references; or a "
+        "challenge's outputs in the order of a task's test split, a .txt file with a text a line or a .tsv file with a "
+        "header, meaning representations and texts.",
+        epilog="examples: python -m eval.score --predictions system.jsonl --task e2e --output scores.json; "
+        "python -m eval.score --predictions melbourne.txt --task webnlg --data-dir WEBNLG_FOLDER --output scores.json",
     )
-    parser.add_argument("--predictions", required=True, type=Path, metavar="FILE", help="JSON lines to score")
+    parser.add_argument("--predictions", required=True, type=Path, metavar="FILE", help="what to score")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json file that isn't there yet")
-    parser.add_argument("--task", help=f"whose metrics are taken: {', '.join(TASKS)}")
+    parser.add_argument("--task", help=f"whose metrics, and rules for BLEU, are taken: {', '.join(TASKS)}")
+    parser.add_argument("--data-dir", metavar="DIR", help="of the task, for .txt and .tsv files; default: the Hub")
     parser.add_argument("--metrics", nargs="+", metavar="NAME", help="in place of the task's")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another system's predictions for the same items")
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
@@ -53,6 +59,7 @@ class ScoreRequest:
     task: str | None = None
     metrics: Sequence[str] | None = None
     against: Path | None = None
+    data_dir: str | None = None
     bertscore_model: str | None = None
     bertscore_layers: int | None = None
 
@@ -68,17 +75,18 @@ class ScoreRequest:
 
 def _run(request: ScoreRequest) -> None:
     bert = bert_model(request.bertscore_model, request.bertscore_layers)
-    task = TASKS[request.task].metrics if request.task is not None else ()
-    metrics = choose_metrics(task, request.metrics, bert)
-    found = read_predictions(request.predictions)
-    others = matched(found, read_predictions(request.against)) if request.against is not None else None
+    own = TASKS[request.task] if request.task is not None else Task
+    metrics = choose_metrics(own.metrics, request.metrics, bert)
+    task = _task_of(request)
+    found = read_any(request.predictions, task)
+    others = matched(found, read_any(request.against, task)) if request.against is not None else None
     if bert is not None:
         load_scorer(bert)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=make_console(stderr=True)) as progress:
         progress.add_task(f"scoring {len(found):,} predictions")
-        baseline = _score(others, metrics, bert) if others is not None else None
-        scores = _score(list(found.values()), metrics, bert, baseline)
+        baseline = _score(others, metrics, bert, own.convention) if others is not None else None
+        scores = _score(list(found.values()), metrics, bert, own.convention, baseline)
     if not scores.values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
@@ -89,8 +97,19 @@ def _run(request: ScoreRequest) -> None:
         console.print(f"{name} is not there: {reason}", style="dim", soft_wrap=True)
 
 
+def _task_of(request: ScoreRequest) -> Task | None:
+    """The task whose examples are needed; None where the files say all, or it isn't named."""
+    if {file.suffix for file in (request.predictions, request.against) if file is not None} & SUFFIXES.keys():
+        return load_task(request.task, path=request.data_dir) if request.task is not None else None
+    return None
+
+
 def _score(
-    lines: Sequence[Prediction], metrics: Sequence[str], bert: BertModel | None, against: Scores | None = None
+    lines: Sequence[Prediction],
+    metrics: Sequence[str],
+    bert: BertModel | None,
+    convention: Convention,
+    against: Scores | None = None,
 ) -> Scores:
     return score(
         [line.prediction for line in lines],
@@ -99,6 +118,8 @@ def _score(
         meanings=[line.meaning or line.prompt for line in lines],
         bert=bert,
         against=against,
+        convention=convention,
+        parts=[line.part for line in lines],
     )
 
 

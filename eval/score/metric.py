@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data.task import Convention
+
 Array = NDArray[np.float64]
 
 
@@ -60,12 +62,14 @@ class Texts:
         references: for each item, the texts that it is compared with.
         meanings: for each item, what its text must state; None where the task has no meaning representations.
         bert: the model of BERTScore; None without one.
+        convention: by whose rules BLEU counts words.
     """
 
     predictions: Sequence[str]
     references: Sequence[Sequence[str]]
     meanings: Sequence[str] | None = None
     bert: BertModel | None = None
+    convention: Convention = "mteval"
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
     """NIST, from 0 up: words are weighed by their information, log2(count of n-gram's beginning / count of n-gram).
 
     Counts are taken over all references. An n-gram matches as often as the reference that has it most often has it;
-    the length is compared with the mean length of an item's references. The weights stay those of the whole test set
-    when items are resampled. The challenge's own scorer (tuetschek/e2e-metrics) differs in one thing: to it a text of
-    fewer than 5 words has a negative number of 5-grams, where this, as mteval, counts none.
+    the length is compared with the mean length of all references, an item with many of them counting more. The weights
+    stay those of the whole test set when items are resampled. The challenge published what mteval-v13a in Perl gives,
+    which is this; the Python option of its scorer (tuetschek/e2e-metrics) takes the mean of each item's references.
     """
     tokenized = [[words(text) for text in texts] for texts in references]
     counts: Counter[NGram] = Counter()
@@ -43,7 +43,7 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
             matched = found & most
             information.append(sum(k * math.log2(counts[gram[:-1]] / counts[gram]) for gram, k in matched.items()))
             totals.append(found.total())
-        items.append([*information, *totals, len(text), sum(map(len, texts)) / len(texts)])
+        items.append([*information, *totals, len(text), sum(map(len, texts)), len(texts), 1])
     return Statistics(np.array(items, dtype=np.float64), _score)
 
 
@@ -53,10 +53,10 @@ def _describe(texts: Texts) -> str:
 
 def _score(sums: Array) -> float:
     information, totals = sums[:ORDER], sums[ORDER : 2 * ORDER]
-    system_words, reference_words = sums[2 * ORDER :]
+    system_words, reference_words, references, count = sums[2 * ORDER :]
     if system_words == 0 or reference_words == 0:
         return 0.0
-    ratio = min(1.0, system_words / reference_words)
+    ratio = min(1.0, system_words / (count * reference_words / references))
     penalty = math.exp(-BETA * math.log(ratio) ** 2)
     return penalty * sum(float(i / total) for i, total in zip(information, totals, strict=True) if total)
 

@@ -19,6 +19,7 @@ class Prediction:
     Attributes:
         where: file and line, for messages.
         meaning: what the text must state, where the line says it in a field of its own.
+        part: the part of the test set that it is of, likewise.
     """
 
     where: str
@@ -27,6 +28,7 @@ class Prediction:
     prediction: str
     references: tuple[str, ...]
     meaning: str = ""
+    part: str = ""
 
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
@@ -81,7 +83,7 @@ def _read(where: str, line: str) -> Prediction:
             raise ConfigError(f"{where}: the field {name!r} is missing; a line has {', '.join(FIELDS)}")
     if isinstance(values["id"], int) and not isinstance(values["id"], bool):
         values["id"] = str(values["id"])
-    for name in ("id", "prompt", "prediction", "meaning"):
+    for name in ("id", "prompt", "prediction", "meaning", "part"):
         if not isinstance(values.get(name, ""), str):
             raise ConfigError(f"{where}: {name} is {values[name]!r}: it must be text")
     references = values["references"]
@@ -92,6 +94,15 @@ def _read(where: str, line: str) -> Prediction:
     for text in (values["id"], values["prompt"], values["prediction"], *references):
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             raise ConfigError(f"{where}: {text!r} holds half of a character, which can't be written")
+    part = values.get("part", "")
+    if part and not part.isidentifier():
+        raise ConfigError(f"{where}: part is {part!r}: it must be a name of letters, such as seen")
     return Prediction(
-        where, values["id"], values["prompt"], values["prediction"], tuple(references), values.get("meaning", "")
+        where=where,
+        id=values["id"],
+        prompt=values["prompt"],
+        prediction=values["prediction"],
+        references=tuple(references),
+        meaning=values.get("meaning", ""),
+        part=part,
     )

@@ -1,6 +1,7 @@
 """The metrics that there are: a new one is a file and a line here."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from eval.score.bertscore import BERTSCORE
 from eval.score.bleu import BLEU
@@ -18,17 +19,30 @@ METRICS: dict[str, Metric] = {
 }
 
 
+PART = ":"  # parts a metric's name from that of a part of the test set
+
+
 def metric_named(name: str) -> Metric:
-    """The metric of a name. Raises ConfigError for one that there isn't."""
-    if name not in METRICS:
+    """The metric of a score's name, such as `bleu`, or `bleu:unseen` of a part of the test set.
+
+    Raises ConfigError for one that there isn't.
+    """
+    whole, _, part = name.partition(PART)
+    if whole not in METRICS or (part and not part.isidentifier()):
         raise unknown("metric", name, METRICS)
-    return METRICS[name]
+    metric = METRICS[whole]
+    if not part:
+        return metric
+    # There is room for one metric's parts: that of headlines.
+    label, long_label, narrow = f"{metric.label} {part}", f"{metric.title} {part}", metric is BLEU
+    return replace(metric, name=name, label=label, long_label=long_label, in_short_table=narrow)
 
 
 def short(scores: Mapping[str, float]) -> list[Metric]:
     """The metrics of a row's scores that a narrow table has room for, or else all of them."""
-    found = [metric_named(name) for name in scores]
-    return sorted(filter(lambda m: m.in_short_table, found), key=list(METRICS.values()).index) or found
+    found, order = [metric_named(name) for name in scores], list(METRICS)
+    narrow = filter(lambda metric: metric.in_short_table, found)
+    return sorted(narrow, key=lambda metric: order.index(metric.name.partition(PART)[0])) or found
 
 
 def headline(scores: Mapping[str, float]) -> Metric:

@@ -1,12 +1,13 @@
 """Scores of predictions: metrics by name, with confidence intervals and paired significance."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from data.task import Convention
 from eval.score.bootstrap import interval, p_value, resample
 from eval.score.metric import Array, BertModel, NotAvailableError, Statistics, Texts
-from eval.score.registry import metric_named
-from skipdecode.errors import ConfigError
+from eval.score.registry import METRICS, PART
+from skipdecode.errors import ConfigError, unknown
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Scores:
 
     Attributes:
         values: metric -> its value: BLEU, METEOR, ROUGE and BERTScore from 0 to 100, the slot error rate in percent,
-            NIST and CIDEr in their own units.
+            NIST and CIDEr in their own units; `bleu:seen` is that of a part of the items.
         intervals: metric -> its 95 % percentile interval over resamples of the items.
         p_values: metric -> how likely a difference from the other system as large as this one is by chance.
         metrics: metric -> what was computed, and with which version.
@@ -41,7 +42,8 @@ def choose_metrics(
     Raises ConfigError for a name that is no metric, and for BERTScore asked for without a model.
     """
     for name in asked or ():
-        metric_named(name)
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
     if asked and "bertscore" in asked and bert is None:
         raise ConfigError("bertscore is among the metrics and has no model: name a folder or a Hub name for it")
     wanted = [name for name in asked or task if name != "bertscore"]
@@ -56,6 +58,8 @@ def score(
     meanings: Sequence[str] | None = None,
     bert: BertModel | None = None,
     against: Scores | None = None,
+    convention: Convention = "mteval",
+    parts: Sequence[str] | None = None,
 ) -> Scores:
     """The metrics of predictions, each against all of its references.
 
@@ -63,24 +67,31 @@ def score(
         meanings: what each prediction must state, for the slot error rate.
         bert: the model of BERTScore.
         against: another system's scores on the same items, in the same order: p values are of the difference from it.
+        convention: by whose rules BLEU counts words.
+        parts: of each item, the part of the test set that has scores of its own; empty for none.
 
     Raises ConfigError for an unknown metric and for a BERTScore model that can't be loaded, and ValueError where the
     lists don't belong to each other.
     """
-    lists = [references, *([meanings] if meanings is not None else [])]
+    lists = [references, *(each for each in (meanings, parts) if each is not None)]
     if not predictions or any(len(predictions) != len(other) for other in lists):
         raise ValueError(f"{len(predictions)} predictions for {', '.join(str(len(other)) for other in lists)}")
     if against is not None and against.items != len(predictions):
         raise ValueError(f"{len(predictions)} predictions against a system with {against.items}")
-    texts = Texts(predictions, references, meanings, bert)
-    chosen = [metric_named(name) for name in metrics]
-    found: dict[str, Statistics] = {}
-    unavailable = {}
-    for metric in chosen:
-        try:
-            found[metric.name] = metric.compute(texts)
-        except NotAvailableError as error:
-            unavailable[metric.name] = str(error)
+    for name in metrics:
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
+    texts = Texts(predictions, references, meanings, bert, convention)
+    by_part: dict[str, dict[str, Statistics]] = {}
+    unavailable: dict[str, str] = {}
+    for part in ("", *dict.fromkeys(filter(None, parts or ()))):
+        chosen = texts if not part else _taken(texts, [n for n, own in enumerate(parts or ()) if own == part])
+        for name in dict.fromkeys(metrics):
+            try:
+                by_part.setdefault(name, {})[name + PART + part if part else name] = METRICS[name].compute(chosen)
+            except NotAvailableError as error:
+                unavailable[name] = str(error)
+    found = {name: statistics for several in by_part.values() for name, statistics in several.items()}
     values = {name: statistics.value for name, statistics in found.items()}
     resampled = {name: resample(found[name]) for name in values}
     p_values = {}
@@ -91,8 +102,18 @@ def score(
         values=values,
         intervals={name: interval(scores) for name, scores in resampled.items()},
         p_values=p_values,
-        metrics={metric.name: metric.describe(texts) for metric in chosen if metric.name in values},
+        metrics={name: METRICS[name.partition(PART)[0]].describe(texts) for name in values},
         unavailable=unavailable,
         items=len(predictions),
         resampled=resampled,
+    )
+
+
+def _taken(texts: Texts, numbers: Sequence[int]) -> Texts:
+    """The items of these numbers alone."""
+    return replace(
+        texts,
+        predictions=[texts.predictions[n] for n in numbers],
+        references=[texts.references[n] for n in numbers],
+        meanings=None if texts.meanings is None else [texts.meanings[n] for n in numbers],
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.e2e import MENTIONS, SLOTS, placeholder, read_meaning
+from data.e2e import MENTIONS, SLOTS, read_meaning
+from data.placeholders import placeholder
 from eval.score.metric import Array, Metric, NotAvailableError, Statistics, Texts
 from skipdecode.errors import ConfigError
 

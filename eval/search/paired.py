@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.task import Convention
 from eval.score import registry
 from eval.score.bootstrap import interval, resample
 from eval.score.metric import Statistics, Texts
@@ -35,12 +36,18 @@ class Estimate:
     error: float
 
 
-def sentence_statistics(metric: str, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Items:
+def sentence_statistics(
+    metric: str,
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    convention: Convention = "mteval",
+) -> Items:
     """For each prediction, the numbers that the metric over all of them is made of, as `eval.score.scores` counts them.
 
     Raises ConfigError for an unknown metric.
     """
-    items: Items = registry.metric_named(metric).compute(Texts(predictions, references)).items.tolist()
+    texts = Texts(predictions, references, convention=convention)
+    items: Items = registry.metric_named(metric).compute(texts).items.tolist()
     return items
 
 

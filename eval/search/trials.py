@@ -84,7 +84,7 @@ class Validation:
             tried = []
             for (number, _), one in zip(schedules, decoded, strict=True):
                 texts, last = one.predictions[at : at + len(batch)], one.turns[-1]
-                statistics = sentence_statistics(self.metric, texts, references)
+                statistics = sentence_statistics(self.metric, texts, references, self.task.convention)
                 seconds = last.decode_seconds / last.steps if last.steps else None
                 tried.append(TrialResult(number, statistics, seconds, last.layers, last.tokens))
             yield tried

@@ -48,7 +48,7 @@ class Variants:
         """The cost of a decode step of a variant: that of the recipe's model, or of a shallow one made of it."""
         recipe, config = self.recipe(overrides), copy.deepcopy(self.prepared.model.config)
         if recipe.model.layers not in (None, text_config(config).num_hidden_layers):
-            shrink_config(config, recipe.model.layers)
+            shrink_config(config, recipe.model.layers, recipe.model.keep)
         return CostModel.of(config, self.prepared.model.dtype)
 
     def sampler(self, overrides: Sequence[str] = ()) -> ScheduleSampler:

@@ -1,16 +1,20 @@
 """NIST and CIDEr-D: fixed cases by hand, and equal to other implementations."""
 
+import csv
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nltk.translate.nist_score import corpus_nist
 
+from data.e2e import E2E, parse_mr
+from eval.score.bleu import bleu
 from eval.score.cider import cider
 from eval.score.nist import nist
-from eval.score.words import words
+from eval.score.words import penn_words, words
 
 WORD = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 TEXT = st.lists(WORD, min_size=6, max_size=12).map(" ".join)
@@ -50,6 +54,42 @@ def test_words_are_mtevals() -> None:
     assert words("It's £20-25, at 1.5 km; near Café Rouge.") == (
         ["it's", "£20", "-", "25", ",", "at", "1.5", "km", ";", "near", "café", "rouge", "."]
     )
+
+
+def test_lengths_are_held_against_the_mean_of_all_references_as_in_mteval() -> None:
+    # An item with three references of two words and one with a reference of six: 12 words in 4, so 3 words an item,
+    # where the mean of each item's own would be 4. Texts of two words have two thirds of that.
+    references = [["a b", "a c", "a d"], ["e f g h i j"]]
+    whole = nist(["a b x", "e f x"], references)  # as long as that: no penalty
+    information = math.log2(12 / 3) + math.log2(12) * 3, math.log2(3) + 0
+    assert whole.value == pytest.approx(information[0] / 6 + information[1] / 4)
+    short = nist(["a b", "e f"], references)
+    assert short.value == pytest.approx((information[0] / 4 + information[1] / 2) / 2)
+
+
+def test_penn_words_are_stanfords() -> None:
+    # As edu.stanford.nlp.process.PTBTokenizer 3.4.1 -lowerCase parts it, without the punctuation that pycocoevalcap
+    # lists; signs of money, all of which it writes as one, stay.
+    parted = {
+        "Isn't a café at £20-25, it's \"Raja's\" (5-star).": "is n't a café at £ 20-25 it 's raja 's 5-star",
+        "Non-family; we can't say: 1.50 or 20£-25 etc., no.": "non-family we ca n't say 1.50 or 20 £ -25 etc. no",
+        "You cannot; she’ll have hors d'oeuvres": "you can not she 'll have hors d'oeuvres",
+    }
+    for text, expected in parted.items():
+        assert penn_words(text) == expected.split()
+
+
+def test_tgens_published_scores_are_found_again(shared_data: Path) -> None:
+    with (shared_data / "systems" / "e2e-tgen.tsv").open(encoding="utf-8", newline="") as file:
+        texts = dict(list(csv.reader(file, delimiter="\t"))[1:])
+    test = E2E(str(shared_data / "e2e")).load("test")
+    by_slots = {tuple(parse_mr(meaning).items()): text for meaning, text in texts.items()}
+    predictions = [by_slots[tuple(parse_mr(example.meaning).items())] for example in test]
+    references = [example.references for example in test]
+    # Dušek, Novikova, Rieser, "Evaluating the State-of-the-Art of End-to-End NLG", 2020: the baseline's row.
+    assert round(bleu(predictions, references).value, 2) == 65.93
+    assert round(nist(predictions, references).value, 4) == 8.6094
+    assert round(cider(predictions, references).value, 4) == 2.2338
 
 
 def test_cider_of_a_fixed_case_is_the_definitions_value() -> None:

@@ -17,7 +17,7 @@ from sacrebleu.significance import PairedTest, _bootstrap_resample, estimate_ci
 
 from eval.score.bootstrap import RESAMPLES, interval, p_value, resample
 from eval.score.meteor import meteor
-from eval.score.metric import Metric, mean_of
+from eval.score.metric import Metric, NotAvailableError, mean_of
 from eval.score.registry import METRICS
 from eval.score.scores import choose_metrics, score
 from skipdecode import ConfigError
@@ -170,30 +170,53 @@ def test_meteor_matches_words_stems_and_synonyms() -> None:
     assert statistics.value == pytest.approx(100 * 3 / 4 * (1 - 0.5 * (2 / 3) ** 3))
 
 
-def test_without_wordnet_meteor_is_not_there_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nltk as it is where none of its data is installed."""
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setattr(
         "nltk.corpus.wordnet", nltk.corpus.util.LazyCorpusLoader("wordnet", nltk.corpus.WordNetCorpusReader)
     )
+
+
+@pytest.mark.usefixtures("without_nltk_data")
+def test_without_wordnet_meteor_is_not_there_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
     scores = score(PREDICTIONS, REFERENCES, ["meteor", "bleu"])
     assert list(scores.values) == ["bleu"]
-    assert "python -m nltk.downloader wordnet" in scores.unavailable["meteor"]
+    assert "apt install wordnet-base" in scores.unavailable["meteor"]
+    assert f"{tmp_path} has no index.noun" in scores.unavailable["meteor"]
     assert "meteor" not in scores.metrics
+
+
+@pytest.mark.usefixtures("without_nltk_data")
+def test_a_folder_as_wordnets_authors_release_it_is_enough_for_meteor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # wndb(5WN): one synset of a noun with two words, its exceptions and the other kinds' files empty; no `lexnames`,
+    # which Debian's wordnet-base leaves out.
+    for kind in ("noun", "verb", "adj", "adv"):
+        for name in (f"index.{kind}", f"data.{kind}", f"{kind}.exc"):
+            (tmp_path / name).write_text("")
+    (tmp_path / "data.noun").write_text("00000000 06 n 02 pub 0 bar 0 000 | a house that serves drinks  \n")
+    (tmp_path / "index.noun").write_text("bar n 1 0 1 0 00000000  \npub n 1 0 1 0 00000000  \n")
+    monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
+    found = meteor(["A nice bar serves", "A nice inn serves"], [["a nice pub serving"]] * 2)
+    expected = meteor(["A nice bar serves", "A nice inn serves"], [["a nice pub serving"]] * 2, wordnet=OneSynonym())
+    assert found.items == pytest.approx(expected.items)
+    assert found.items[0, 0] > found.items[1, 0]
 
 
 def test_with_wordnet_meteor_is_what_nltk_documents() -> None:
     # nltk.translate.meteor_score, the docstring of `meteor_score`: 0.6944 for its first reference, one of three.
-    import nltk
-
-    try:
-        nltk.corpus.wordnet.ensure_loaded()
-    except LookupError:
-        pytest.skip("nltk's WordNet isn't installed")
     prediction = "It is a guide to action which ensures that the military always obeys the commands of the party"
     reference = "It is a guide to action that ensures that the military will forever heed Party commands"
-    assert meteor([prediction], [[reference]]).value == pytest.approx(69.44, abs=0.005)
+    try:
+        assert meteor([prediction], [[reference]]).value == pytest.approx(69.44, abs=0.005)
+    except NotAvailableError as error:
+        pytest.skip(str(error))
 
 
 def test_lists_of_different_length_are_refused() -> None:

@@ -56,6 +56,13 @@ def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_
     assert found.seconds == pytest.approx(3 * found.seconds_a_step, rel=0.5)  # as many steps, none of them wider
 
 
+def test_a_run_that_validates_is_rehearsed_without_its_validation_rows(tmp_path: Path) -> None:
+    validates = ["train.validate_rows=4", "train.finish_with=best", "train.save_steps=1"]
+    found = dry_run(load_recipe("quickstart", [*SMALL, *validates, f"output.dir={tmp_path / 'out'}"]))
+    assert (found.rows, found.steps) == (60, 3)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_after_a_dry_run_trains_as_if_it_had_not_been_for_as_many_steps_as_it_said(tmp_path: Path) -> None:
     changes = ["train.max_steps=null", "train.epochs=1.5", "train.gradient_accumulation_steps=3", "tracking.wandb=off"]
     metrics, found = [], []

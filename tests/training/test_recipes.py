@@ -19,8 +19,15 @@ TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
 
 
 def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
-    named = {f"{t}-opt-{s}{k}" for t in ("e2e", "tldr", "cnndm") for s in ("1.3b", "6.7b") for k in ("", "-lora")}
-    assert named | {"e2e-opt-125m-scratch", "e2e-tiny", "quickstart"} == set(recipe_names())
+    named = {
+        f"{t}-opt-{s}{k}"
+        for t in ("e2e", "webnlg", "viggo", "tldr", "cnndm")
+        for s in ("1.3b", "6.7b")
+        for k in ("", "-lora")
+    }
+    assert named | {"e2e-opt-125m-scratch", "e2e-tiny", "webnlg-tiny", "viggo-tiny", "quickstart"} == set(
+        recipe_names()
+    )
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -108,7 +115,7 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
     """Two steps with the real tokenizer, task, precision, adapters and DeepSpeed config of each; then the evaluation
     of one recipe of each task without DeepSpeed, and of one with each of its configs.
     """
-    paths = {"e2e": shared_data / "e2e", "cnndm": shared_data / "cnndm", "tldr": shrunken / "tldr"}
+    paths = {name: shared_data / name for name in ("e2e", "webnlg", "viggo", "cnndm")} | {"tldr": shrunken / "tldr"}
     runs: dict[str, list[str]] = {}
     evaluated: dict[str, str] = {}  # task -> recipe; beside DeepSpeed of the first task alone
     for name in recipe_names():
@@ -124,7 +131,7 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
             overrides.append("evaluation.speedups=null")
         if recipe.data.task == "cnndm":
             overrides.append("data.options={holdout: 4}")
-        if recipe.data.task != "e2e":
+        if recipe.data.task in ("tldr", "cnndm"):
             overrides.append("data.max_prompt_tokens=64")
         if recipe.model.shape is not None:
             overrides += [f"model.tokenizer={shared_data / 'opt'}", f"model.config={json.dumps(SHRUNKEN)}"]

@@ -9,12 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh
+from naive_opt import naive_logits
 from small_runs import SMALL, train_small
 from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers
+from skipdecode.schedule import Placement
 from train.build import build_model, model_config
 from train.recipe import load_recipe
 from train.shallow import kept_layers, shrink_model
@@ -32,6 +35,37 @@ def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, in
     assert keep == 1 or kept[-1] == num_layers - 1
     gaps = {after - before for before, after in pairwise(kept)}
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "kept"),
+    [
+        (None, (0, 2, 3, 5)),
+        ("even", (0, 2, 3, 5)),
+        ("top", (0, 3, 4, 5)),
+        ("bottom", (0, 1, 2, 3)),
+        ("ends", (0, 1, 4, 5)),
+    ],
+)
+@pytest.mark.parametrize("family", ["opt", "opt-350m"])
+def test_its_logits_are_those_of_a_naive_model_of_the_layers_kept(
+    family: str, placement: Placement | None, kept: tuple[int, ...]
+) -> None:
+    class Kept:
+        """As much of a schedule as the reference asks of one: every column runs the layers that are kept."""
+
+        num_layers, prompt_layers = LAYERS, kept
+
+        def layers_at(self, step: int) -> tuple[int, ...]:
+            return kept
+
+    model = fresh(family)
+    ids, mask = ragged_prompts([5, 9], seed=1)
+    with torch.no_grad():
+        expected = naive_logits(model, ids, mask, 4, Kept())  # type: ignore[arg-type]
+        shrink_model(model, len(kept), placement)
+        found = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
@@ -109,6 +143,52 @@ def test_a_shape_with_fewer_layers_trains_and_is_a_checkpoint_of_so_many(tmp_pat
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.num_hidden_layers == len(decoder_layers(model)) == 3
     assert model_config(load_recipe("quickstart", [*SMALL, "model.layers=3"])).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        (("schedule.speedups=[1,3]",), 8),  # SkipDecode
+        (("schedule.speedups=[1,3]", "schedule.placement=bottom"), 8),  # early termination
+        (("schedule.speedups=[1,3]", "schedule.placement=even", "schedule.decay=constant"), 8),  # Unified
+        (("schedule.speedups=[1]", "model.layers=3", "model.keep=top"), 3),  # shallow
+    ],
+)
+def test_any_way_to_be_faster_starts_from_a_trained_model(
+    changes: tuple[str, ...], layers: int, trained: Path, tmp_path: Path
+) -> None:
+    start = ["model.shape=null", f"model.name_or_path={trained}", "model.config=null", "train.max_steps=1"]
+    # A rate so small that what was loaded is what is saved.
+    folder = train_small(tmp_path / "run", *start, "optim.learning_rate=1.0e-12", "schedule.texts=0", *changes)
+    found, before = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, trained))
+    kept = decoder_layers(before)
+    numbers = (0, 6, 7) if layers == 3 else range(8)
+    assert len(decoder_layers(found)) == layers
+    for layer, number in zip(decoder_layers(found), numbers, strict=True):
+        torch.testing.assert_close(layer.state_dict(), kept[number].state_dict(), rtol=0, atol=1e-6)
+    config = SkipConfig.load(folder)
+    assert config is not None
+    assert {schedule.num_layers for schedule in config.schedules.values()} == {layers}
+    asked = dict(change.split("=") for change in changes)
+    placements = {schedule.placement for schedule in config.schedules.values()}
+    assert placements == {asked.get("schedule.placement", "top")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    return train_small(tmp_path_factory.mktemp("trained") / "run", "train.max_steps=1", "schedule.texts=0")
+
+
+def test_a_placement_without_a_number_of_layers_is_refused() -> None:
+    for changes in (["model.keep=top"], ["model.shape=null", "model.name_or_path=nowhere", "model.keep=top"]):
+        recipe = load_recipe("quickstart", [*SMALL, *changes])
+        with pytest.raises(ConfigError, match=r"model\.keep is 'top' without model\.layers"):
+            build_model(recipe, [])
+        with pytest.raises(ConfigError, match=r"model\.keep is 'top' without model\.layers"):
+            model_config(recipe)
+    with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even' or 'ends'"):
+        load_recipe("quickstart", ["model.layers=2", "model.keep=upper"])
 
 
 def test_layers_out_of_range_are_refused() -> None:

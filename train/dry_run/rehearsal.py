@@ -117,11 +117,13 @@ def _widest(rows: datasets.Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingArguments:
-    """A copy that runs two steps in the order of the rows, of which the first warms up, and saves nothing."""
+    """A copy that runs two steps in the order of the rows, the first to warm up; nothing is validated or saved."""
     changed = copy.copy(arguments)  # made anew, DeepSpeed would read its config again
     changed.output_dir = folder
     changed.max_steps = 2
     changed.save_strategy = SaveStrategy.NO
+    changed.eval_strategy = IntervalStrategy.NO
+    changed.load_best_model_at_end = False
     changed.logging_strategy = IntervalStrategy.NO
     changed.train_sampling_strategy = "sequential"
     changed.report_to = []

@@ -1,0 +1,30 @@
+"""Placeholders for values: a model from random weights can't write names that it never saw, but it can copy a token."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+
+def placeholder(slot: str) -> str:
+    """The placeholder of a slot's value: letters alone, so that a tokenizer trained on it learns it as one token."""
+    return f"X{slot}"
+
+
+def hide(text: str, values: Mapping[str, str]) -> str:
+    """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
+    for slot, value in sorted(values.items(), key=lambda item: len(item[1]), reverse=True):
+        text = re.sub(rf"\b{re.escape(value)}\b", placeholder(slot), text, flags=re.IGNORECASE)
+    return text
+
+
+def put_back(text: str, substitutions: Sequence[tuple[str, str]]) -> str:
+    """The words that placeholders stand for, with a/an set right."""
+    for hidden, value in substitutions:
+        article = "an" if value[:1].lower() in "aeiou" else "a"
+        text = re.sub(rf"\b([Aa])n? (?={hidden})", rf"\g<1>{article[1:]} ", text)
+        text = text.replace(hidden, value)
+    return text
+
+
+def capitals(text: str) -> str:
+    """The text without blanks around it, its sentences starting in capitals."""
+    return re.sub(r"(^|[.!?] )([a-z])", lambda m: m[1] + m[2].upper(), text.strip())

@@ -1,0 +1,125 @@
+"""ViGGO: what is said about video games, as dialogue acts with slots (Juraska, Bowden, Walker, INLG 2019)."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, get_args
+
+from data.pairs import by_meaning, csv_pairs
+from data.placeholders import capitals, hide, placeholder, put_back
+from data.source import hub_rows
+from data.task import Example, Split, Task
+from skipdecode.errors import ConfigError, unknown
+
+ACTS = (
+    *("inform", "confirm", "give_opinion", "recommend", "request", "request_attribute", "request_explanation"),
+    *("suggest", "verify_attribute"),
+)
+SLOTS = (
+    *("name", "release_year", "exp_release_date", "developer", "specifier", "rating", "esrb", "genres"),
+    *("player_perspective", "platforms", "has_multiplayer", "available_on_steam", "has_linux_release"),
+    "has_mac_release",
+)
+FILES: dict[Split, str] = {"train": "train.csv", "validation": "valid.csv", "test": "test.csv"}
+HUB_REPOSITORY, HUB_REVISION = "GEM/viggo", "refs/convert/parquet"
+
+_ACT = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
+_SLOT = re.compile(r"\s*(\w+)\[([^\]]*)\]\s*(?:,|$)")
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A dialogue act, and its slots in their order; one that is asked for has no value."""
+
+    act: str
+    slots: dict[str, str]
+
+
+class ViGGO(Task):
+    """ViGGO from a folder of its CSV files, or from the Hub where no folder is given.
+
+    A prompt is `act | slot: value | …`.
+
+    Args:
+        path: a folder with `train.csv`, `valid.csv` and `test.csv` (columns `mr`, `ref`).
+        delexicalise: slots whose value is replaced by a placeholder in prompts and targets, and put back into
+            predictions before they are scored.
+    """
+
+    name: ClassVar[str] = "viggo"
+    columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider")
+    max_prompt_tokens: ClassVar[int] = 128
+    max_new_tokens: ClassVar[int] = 96
+    horizon: ClassVar[int] = 32
+
+    def __init__(self, path: str | None = None, delexicalise: Sequence[str] = ()) -> None:
+        self.path = Path(path) if path is not None else None
+        for slot in delexicalise:
+            if slot not in SLOTS:
+                raise unknown("slot in delexicalise", slot, SLOTS)
+        if len(set(delexicalise)) != len(delexicalise):
+            raise ConfigError(f"delexicalise is {list(delexicalise)}: name each slot once")
+        self.delexicalise = tuple(delexicalise)
+
+    def stream(self, split: Split) -> Iterator[Example]:
+        """A split as one example per meaning representation, in the order of their first rows, which are all read."""
+        if split not in get_args(Split):
+            raise unknown("split", split, get_args(Split))
+        rows = self._hub_rows(split) if self.path is None else csv_pairs(self.files(split)[0], parse_act)
+        for number, (mr, references) in enumerate(by_meaning(rows).items()):
+            yield self._example(f"{self.name}-{split}-{number}", mr, references)
+
+    def files(self, split: Split) -> tuple[Path, ...]:
+        if self.path is None:
+            return ()
+        if not self.path.is_dir():
+            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        if not (self.path / FILES[split]).exists():
+            raise ConfigError(f"data.path is {str(self.path)!r}: it has no {FILES[split]}")
+        return (self.path / FILES[split],)
+
+    def restore(self, example: Example, text: str) -> str:
+        """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        return capitals(put_back(text, example.substitutions)) if example.substitutions else text.strip()
+
+    def _example(self, name: str, mr: str, references: Sequence[str]) -> Example:
+        meaning = parse_act(mr)
+        hidden = {slot: value for slot, value in meaning.slots.items() if slot in self.delexicalise and value}
+        shown = [
+            f"{slot}: {placeholder(slot) if slot in hidden else value}".strip() for slot, value in meaning.slots.items()
+        ]
+        return Example(
+            id=name,
+            prompt=" | ".join([meaning.act, *shown]) + "\n",
+            references=tuple(references),
+            targets=tuple(hide(reference, hidden) for reference in references),
+            substitutions=tuple((placeholder(slot), value) for slot, value in hidden.items()),
+            meaning=mr,
+        )
+
+    def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
+        for row in hub_rows(HUB_REPOSITORY, revision=HUB_REVISION, split=split):
+            yield row["meaning_representation"], row["target"]
+
+
+def parse_act(mr: str) -> Meaning:
+    """A meaning representation such as `inform(name[Tetris], genres[puzzle])`.
+
+    Raises ConfigError where the text isn't one.
+    """
+    act = _ACT.fullmatch(mr)
+    if act is None or act[1] not in ACTS:
+        raise ConfigError(f"not a meaning representation, {mr[:40]!r}: expected act(slot[value], …), an act of {ACTS}")
+    slots: dict[str, str] = {}
+    at = 0
+    while at < len(act[2]):
+        slot = _SLOT.match(act[2], at)
+        if slot is None or slot[1] not in SLOTS or slot[1] in slots:
+            raise ConfigError(f"not a meaning representation, near {act[2][at : at + 40]!r}: expected slot[value], …")
+        slots[slot[1]] = slot[2].strip()
+        at = slot.end()
+    if not slots:
+        raise ConfigError(f"a meaning representation without slots: {mr[:40]!r}")
+    return Meaning(act[1], slots)

@@ -1,0 +1,210 @@
+"""WebNLG 2017: sets of DBpedia's triples and texts that state them (Gardent, Shimorina, Narayan, Perez-Beltrachini,
+"The WebNLG Challenge: Generating Text from RDF Data", INLG 2017)."""
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, get_args
+from xml.etree import ElementTree
+
+from data.placeholders import capitals, placeholder, put_back
+from data.source import hub_rows
+from data.task import Convention, Example, Split, Task
+from skipdecode.errors import ConfigError, unknown
+
+FOLDERS: dict[Split, str] = {"train": "train", "validation": "dev", "test": "test"}
+TEST_FILE = "testdata_with_lex.xml"  # the file beside it repeats the unseen half
+# Categories of the test set that no training text is of.
+UNSEEN = frozenset({"Artist", "Athlete", "CelestialBody", "MeanOfTransportation", "Politician"})
+# As the page of the data set describes it.
+HUB_REPOSITORY, HUB_CONFIGURATION, HUB_REVISION = (
+    "webnlg-challenge/web_nlg",
+    "webnlg_challenge_2017",
+    "refs/convert/parquet",
+)
+
+Triple = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Triples, the texts that state them, and what they are about."""
+
+    category: str
+    triples: tuple[Triple, ...]
+    texts: tuple[str, ...]
+
+
+class WebNLG(Task):
+    """WebNLG 2017 from a folder of the challenge's XML files, or from the Hub where no folder is given.
+
+    A prompt is `subject : property : object | …`, as in fine-tuning GPT-2 (Hu et al., "LoRA", ICLR 2022), with blanks
+    for underscores and capitals inside properties. Texts that the challenge marks as faulty are left out.
+
+    Args:
+        path: a folder with `train/` and `dev/` (XML files at any depth) and `test/testdata_with_lex.xml`.
+        delexicalise: put a placeholder before the first mention of each subject and object in a prompt, and in place of
+            the later ones, and in targets in place of the name; names are put back into predictions. A model from
+            random weights can copy a placeholder, where it can't write a name that it never saw.
+    """
+
+    name: ClassVar[str] = "webnlg"
+    columns: ClassVar[tuple[str, ...]] = ("modifiedtripleset", "lex", "category")
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider")
+    convention: ClassVar[Convention] = "webnlg"
+    max_prompt_tokens: ClassVar[int] = 256
+    max_new_tokens: ClassVar[int] = 128
+    horizon: ClassVar[int] = 32
+
+    def __init__(self, path: str | None = None, delexicalise: bool = False) -> None:
+        self.path = Path(path) if path is not None else None
+        self.delexicalise = delexicalise
+
+    def stream(self, split: Split) -> Iterator[Example]:
+        """The entries of a split: files in the order of their names, the test set in the challenge's order."""
+        if split not in get_args(Split):
+            raise unknown("split", split, get_args(Split))
+        entries = self._hub_entries(split) if self.path is None else self._local_entries(split)
+        for number, entry in enumerate(entries):
+            yield self._example(f"{self.name}-{split}-{number}", entry, split)
+
+    def files(self, split: Split) -> tuple[Path, ...]:
+        if self.path is None:
+            return ()
+        if not self.path.is_dir():
+            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        folder = self.path / FOLDERS[split]
+        if split == "test":
+            if not (folder / TEST_FILE).is_file():
+                raise ConfigError(f"data.path is {str(self.path)!r}: it has no test/{TEST_FILE}")
+            return (folder / TEST_FILE,)
+        found = tuple(sorted(folder.rglob("*.xml"))) if folder.is_dir() else ()
+        if not found:
+            raise ConfigError(f"data.path is {str(self.path)!r}: it has no XML files in {FOLDERS[split]}/")
+        return found
+
+    def restore(self, example: Example, text: str) -> str:
+        """The names that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        return capitals(put_back(text, example.substitutions)) if example.substitutions else text.strip()
+
+    def _example(self, name: str, entry: Entry, split: Split) -> Example:
+        letters = _letters(entry.triples) if self.delexicalise else {}
+        part = ("unseen" if entry.category in UNSEEN else "seen") if split == "test" else ""
+        return Example(
+            id=name,
+            prompt=linearise(entry.triples, letters) + "\n",
+            references=entry.texts,
+            targets=tuple(hide_names(text, letters) for text in entry.texts),
+            substitutions=tuple((placeholder(letter), _spoken(name)) for name, letter in letters.items()),
+            part=part,
+        )
+
+    def _local_entries(self, split: Split) -> Iterator[Entry]:
+        for file in self.files(split):
+            yield from read_entries(file)
+
+    def _hub_entries(self, split: Split) -> Iterator[Entry]:
+        """The Hub's rows, whose test split has the unseen half twice, and every entry again without texts."""
+        rows = hub_rows(HUB_REPOSITORY, data_dir=HUB_CONFIGURATION, revision=HUB_REVISION, split=split)
+        known = set()
+        for number, row in enumerate(rows, start=1):
+            where = f"{HUB_REPOSITORY}, {split}, row {number}"
+            try:
+                triples, texts = row["modified_triple_sets"]["mtriple_set"][0], row["lex"]
+                pairs = list(zip(texts["comment"], texts["text"], strict=True))
+                entry = _entry(where, row["category"], triples, pairs) if pairs else None
+            except (KeyError, TypeError, IndexError, ValueError) as error:
+                raise ConfigError(f"{where}: not an entry of WebNLG ({type(error).__name__}: {error})") from error
+            if entry is not None and entry not in known:
+                known.add(entry)
+                yield entry
+
+
+def read_entries(file: Path) -> Iterator[Entry]:
+    """The entries of one of the challenge's XML files. Raises ConfigError that names the file and the entry."""
+    try:
+        root = ElementTree.parse(file).getroot()
+    except (ElementTree.ParseError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not XML ({error})") from error
+    entries = list(root.iter("entry"))
+    if not entries:
+        raise ConfigError(f"{file} has no entries")
+    for entry in entries:
+        where = f"{file}, entry {entry.get('eid')}"
+        triples = [triple.text or "" for triple in entry.findall("modifiedtripleset/mtriple")]
+        texts = [(lex.get("comment") or "good", lex.text or "") for lex in entry.findall("lex")]
+        yield _entry(where, entry.get("category") or "", triples, texts)
+
+
+def _entry(where: str, category: str, triples: Sequence[str], texts: Sequence[tuple[str, str]]) -> Entry:
+    """An entry of triples `subject | property | object` and texts with the challenge's comments on them."""
+    parted = [tuple(part.strip() for part in triple.split(" | ")) for triple in triples]
+    if not parted or any(len(triple) != 3 or not all(triple) for triple in parted):
+        raise ConfigError(f"{where}: expected triples, subject | property | object, got {list(triples)}")
+    good = [text.strip() for comment, text in texts if comment == "good"] or [text.strip() for _, text in texts]
+    if not category or not good or not all(good):
+        raise ConfigError(f"{where}: it must have a category and texts, none of them empty")
+    return Entry(category, tuple((s, p, o) for s, p, o in parted), tuple(good))
+
+
+def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) -> str:
+    """Triples as a prompt; `letters` of subjects and objects become their placeholders.
+
+    >>> linearise([("Aarhus_Airport", "cityServed", '"Aarhus, Denmark"')])
+    'Aarhus Airport : city served : Aarhus, Denmark'
+    >>> linearise([("Bhajji", "country", "India"), ("India", "leaderName", "T._S._Thakur")], {"India": "qa"})
+    'Bhajji : country : Xqa India | Xqa : leader name : T. S. Thakur'
+    """
+    told: set[str] = set()
+
+    def mention(name: str) -> str:
+        if name not in (letters or {}):
+            return _spoken(name)
+        hidden = placeholder((letters or {})[name])
+        again = name in told
+        told.add(name)
+        return hidden if again else f"{hidden} {_spoken(name)}"
+
+    return " | ".join(f"{mention(s)} : {_property(p)} : {mention(o)}" for s, p, o in triples)
+
+
+def hide_names(text: str, letters: dict[str, str]) -> str:
+    """A text with placeholders in place of names, longer names first.
+
+    A name is found whatever its capitals, its accents and the signs between its words are.
+
+    >>> hide_names("Adolfo Suarez Madrid-Barajas airport is in Madrid.", {"Adolfo_Suárez_Madrid–Barajas_Airport": "qa"})
+    'Xqa is in Madrid.'
+    """
+    for name, letter in sorted(letters.items(), key=lambda item: len(item[0]), reverse=True):
+        words = [re.escape(word) for word in re.findall(r"\w+", _folded(_spoken(name)))]
+        if not words:
+            continue
+        pattern = re.compile(r"(?<!\w)" + r"[^\w]{1,3}".join(words) + r"(?!\w)")
+        pieces, end = [], 0
+        for match in pattern.finditer(_folded(text)):  # as long as the text, so places in one are places in the other
+            pieces += [text[end : match.start()], placeholder(letter)]
+            end = match.end()
+        text = "".join([*pieces, text[end:]])
+    return text
+
+
+def _letters(triples: Sequence[Triple]) -> dict[str, str]:
+    """A placeholder's name for each subject and object, in their order."""
+    names = dict.fromkeys(name for subject, _, value in triples for name in (subject, value))
+    return {name: f"q{chr(ord('a') + number)}" for number, name in enumerate(names)}
+
+
+def _spoken(name: str) -> str:
+    return name.strip('"').replace("_", " ").strip()
+
+
+def _property(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower()
+
+
+def _folded(text: str) -> str:
+    """The text in lower case without accents, character for character."""
+    return "".join(unicodedata.normalize("NFKD", sign)[0].lower()[0] for sign in text)

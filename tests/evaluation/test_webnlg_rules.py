@@ -1,0 +1,147 @@
+"""BLEU by the WebNLG challenge's rules, scores of parts of a test set, and a challenge's outputs scored by command."""
+
+import json
+import math
+import unicodedata
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.score.bleu import bleu
+from eval.score.cli import main
+from eval.score.registry import METRICS, metric_named, short
+from eval.score.scores import score
+from eval.score.words import ascii_words
+from skipdecode import ConfigError
+
+TEXT = st.lists(
+    st.sampled_from(["a", "Pub", "bar", "é", "in", "Åland", "18L/36R", "x-y", "it's"]), min_size=4, max_size=14
+)
+
+
+def grams(text: list[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(text[at : at + n]) for at in range(len(text) - n + 1))
+
+
+def multi_bleu(predictions: list[list[str]], references: list[list[list[str]]]) -> float:
+    """Moses' multi-bleu.perl over three files of references, whose lines are empty where there is no reference."""
+    matched, total, length, closest = [0] * 4, [0] * 4, 0, 0
+    for text, several in zip(predictions, references, strict=True):
+        three = [*several, [], []][:3]
+        length += len(text)
+        closest += min((abs(len(one) - len(text)), len(one)) for one in three)[1]
+        for n in range(4):
+            most: Counter[tuple[str, ...]] = Counter()
+            for one in three:
+                most |= grams(one, n + 1)
+            matched[n] += (grams(text, n + 1) & most).total()
+            total[n] += grams(text, n + 1).total()
+    if not all(matched):
+        return 0.0
+    penalty = min(0.0, 1 - closest / length)
+    return 100 * math.exp(penalty + sum(math.log(m / t) for m, t in zip(matched, total, strict=True)) / 4)
+
+
+@given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=5)), min_size=3, max_size=6))
+def test_bleu_by_webnlgs_rules_is_multi_bleus_on_its_words(items: list[tuple[list[str], list[list[str]]]]) -> None:
+    def parted(text: str) -> list[str]:
+        """Lower case, accents off, every sign that is no letter apart: character by character."""
+        plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode()
+        return "".join(c if c.isalnum() or c == "_" else f" {c} " for c in plain).split()
+
+    predictions, references = [" ".join(text) for text, _ in items], [[" ".join(r) for r in refs] for _, refs in items]
+    expected = multi_bleu([parted(p) for p in predictions], [[parted(r) for r in several] for several in references])
+    found = bleu(predictions, references, "webnlg").value
+    assert found == pytest.approx(expected) if expected else found < 30  # zero counts are smoothed here
+
+
+def test_signs_and_letters_that_unicode_does_not_take_apart_are_ascii_too() -> None:
+    assert ascii_words("Straße–Łódź, Kızılay’s “Ørsted”") == (
+        ["strasse", "-", "lodz", ",", "kizilay", "'", "s", '"', "orsted", '"']
+    )
+
+
+def test_scores_of_a_part_are_those_of_its_items_alone() -> None:
+    predictions = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
+    references = [["The Mill is a cheap bar."], ["Aromi serves Italian food."], ["It is near the Vaults.", "A river."]]
+    names, parts = ["bleu", "nist", "rougeL", "cider"], ["seen", "unseen", "seen"]
+    scores = score(predictions, references, names, parts=parts)
+    assert list(scores.values) == [f"{name}{part}" for name in names for part in ("", ":seen", ":unseen")]
+    for part in ("seen", "unseen"):
+        chosen = [n for n in range(3) if parts[n] == part]
+        alone = score([predictions[n] for n in chosen], [references[n] for n in chosen], names)
+        for name in names:
+            assert scores.values[f"{name}:{part}"] == pytest.approx(alone.values[name])
+            assert scores.intervals[f"{name}:{part}"] == pytest.approx(alone.intervals[name])
+    assert scores.values["bleu"] == pytest.approx(score(predictions, references).values["bleu"])
+    assert list(score(predictions, references, ["bleu"], parts=["", "", ""]).values) == ["bleu"]
+    with pytest.raises(ValueError, match="3 predictions for 3, 1"):
+        score(predictions, references, parts=["seen"])
+
+
+def test_a_parts_score_is_its_metrics_in_tables() -> None:
+    assert metric_named("bleu:unseen").label == "BLEU unseen"
+    assert metric_named("nist:seen").decimals == METRICS["nist"].decimals
+    shown = short(dict.fromkeys(["rougeL", "rougeL:seen", "bleu", "bleu:seen", "bleu:unseen"], 1.0))
+    assert [metric.name for metric in shown] == ["bleu", "bleu:seen", "bleu:unseen", "rougeL"]
+    for name in ("blue:seen", "bleu:", "bleu:<b>", "bleu:se en"):
+        if name != "bleu:":
+            with pytest.raises(ConfigError, match="unknown metric"):
+                metric_named(name)
+    with pytest.raises(ConfigError, match="unknown metric 'bleu:seen'"):
+        score(["a"], [["a"]], ["bleu:seen"])
+
+
+def scored(file: Path, output: Path, *options: str) -> dict[str, Any]:
+    assert main(["--predictions", str(file), "--output", str(output), *options]) == 0
+    found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("system", "published"), [("melbourne", (45.13, 54.52, 33.27)), ("baseline", (33.24, 52.39, 6.13))]
+)
+def test_the_challenges_published_scores_are_found_again(
+    system: str, published: tuple[float, ...], shared_data: Path, tmp_path: Path
+) -> None:
+    # Gardent et al., INLG 2017, tables 7 to 9: all, seen and unseen categories.
+    file = shared_data / "systems" / f"webnlg-{system}.txt"
+    options = ["--task", "webnlg", "--data-dir", str(shared_data / "webnlg"), "--metrics", "bleu"]
+    found = scored(file, tmp_path / "scores.json", *options)
+    assert tuple(round(found[name], 2) for name in ("bleu", "bleu:seen", "bleu:unseen")) == published
+
+
+def e2e_folder(tmp_path: Path) -> Path:
+    rows = 'mr,ref\n"name[Aromi], area[riverside]",Aromi is by the river.\nname[Zizzi],Zizzi.\n'
+    (tmp_path / "devset.csv").write_text(rows, encoding="utf-8")
+    (tmp_path / "testset_w_refs.csv").write_text(rows, encoding="utf-8")
+    return tmp_path
+
+
+def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, capsys: Any) -> None:
+    options = ["--task", "e2e", "--data-dir", str(e2e_folder(tmp_path)), "--metrics", "rougeL", "slot_error_rate"]
+    lines, table = tmp_path / "system.txt", tmp_path / "system.tsv"
+    lines.write_text("Aromi is by the river.\nZizzi is cheap.\n", encoding="utf-8")
+    table.write_text(
+        'MR\toutput\n"area[riverside], name[Aromi]"\tAromi is by the river.\nname[Zizzi]\tZizzi is cheap.\n',
+        encoding="utf-8",
+    )
+    first, second = scored(lines, tmp_path / "1.json", *options), scored(table, tmp_path / "2.json", *options)
+    assert first["slot_error_rate"] == second["slot_error_rate"] == pytest.approx(100 / 3)  # a price is added
+    assert first["rougeL"] == second["rougeL"] == pytest.approx(100 * (1 + 0.5) / 2)
+    for file, text, message in (
+        (lines, "one\n", "has 1 texts, the test split of e2e 2 examples"),
+        (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "text 1 is of 'name\\[Zizzi\\]'"),
+        (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        assert message.replace("\\", "") in printed
+    assert main(["--predictions", str(lines), "--output", str(tmp_path / "3.json"), "--metrics", "bleu"]) == 2
+    assert "--task NAME" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "3.json").exists()
