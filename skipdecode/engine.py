@@ -221,6 +221,11 @@ class Engine:
         return EngineState(len(self._waiting), len(self._rows), arena.free, arena.columns, **self._counts)
 
     @property
+    def alive(self) -> bool:
+        """Whether its thread runs and takes requests."""
+        return self._thread is not None and self._thread.is_alive() and not (self._closing or self._draining)
+
+    @property
     def gaps(self) -> int:
         """Pieces that the free memory of keys and values is in; 1 where nobody holds any."""
         return self._cache.arena.gaps
