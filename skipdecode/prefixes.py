@@ -57,66 +57,6 @@ def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
     return list(counts.values())
 
 
-class PrefixInputs(StepInputs):
-    """Inputs of a token each of several texts, the deepest budget first.
-
-    Args:
-        arena: that holds the texts' keys and values.
-        starts: the first column in the arena of each text in each layer [tokens, layers of the model], int32 on CPU.
-        columns: of each token in its own text.
-        layers: that run, ascending.
-        counts: for each of them, how many of the tokens run it.
-        position_ids, rotary: as of a step's, of each token.
-        bias: as of a step's, of one text from its first column on, beyond the last of `columns`.
-    """
-
-    __slots__ = ("_arena", "_counts", "_layers", "_parts", "_starts", "columns")
-
-    def __init__(
-        self,
-        arena: Arena,
-        starts: torch.Tensor,
-        columns: Sequence[int],
-        layers: Sequence[int],
-        counts: Sequence[int],
-        position_ids: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        super().__init__(max(columns), position_ids, rotary, bias)
-        self._arena = arena
-        self._starts = starts
-        self._layers, self._counts = layers, counts
-        self.columns = columns
-        self._parts: dict[int, _Part] = {}
-
-    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """As StepInputs.places; the rows are those of `prefixes`."""
-        return range(tokens), self.columns
-
-    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
-        """As StepInputs.prefixes: a row of the cache is a column of the arena."""
-        return array("i", self._counts), self._starts[:, list(layers)].T.contiguous()
-
-    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
-        """As StepInputs.run, of the prefix that runs the layer."""
-        count = self._counts[self._layers.index(index)]
-        part = self._parts.get(count)
-        if part is None:
-            part = self._parts[count] = self._first(count, hidden.device)
-        starts = self._starts[:count, index].to(hidden.device, torch.int64)
-        part.place(self._arena, starts)
-        if count == len(hidden):
-            return block(hidden, cached, part)
-        hidden[:count] = block(hidden[:count], cached, part)
-        return hidden
-
-    def _first(self, count: int, device: torch.device) -> "_Part":
-        columns = torch.tensor(self.columns[:count], device=device)
-        rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
-        return _Part(columns, max(self.columns[:count]), rotary, self.bias)
-
-
 class _Part(StepInputs):
     """Inputs of the tokens that run a layer: what those of `PrefixInputs` are, without the compiled kernels."""
 
@@ -169,6 +109,64 @@ class _Part(StepInputs):
                 bias = self.bias[0, :, 0, : self.column + 1].view(block.kv_heads, 1, -1, self.column + 1)
             self._masks[window] = torch.where(seen[None, :, None], bias, float("-inf")).to(dtype)
         return self._masks[window]
+
+
+class PrefixInputs(StepInputs):
+    """Inputs of a token each of several texts, the deepest budget first.
+
+    Args:
+        arena: that holds the texts' keys and values.
+        starts: the first column in the arena of each text in each layer [tokens, layers of the model], int32 on CPU.
+        columns: of each token in its own text.
+        layers: that run, ascending.
+        counts: for each of them, how many of the tokens run it.
+        position_ids, rotary: as of a step's, of each token.
+        bias: as of a step's, of one text from its first column on, beyond the last of `columns`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        starts: torch.Tensor,
+        columns: Sequence[int],
+        layers: Sequence[int],
+        counts: Sequence[int],
+        position_ids: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        super().__init__(max(columns), position_ids, rotary, bias)
+        self._arena = arena
+        self._starts = starts
+        self._layers, self._counts = layers, counts
+        self.columns = columns
+        self._parts: dict[int, _Part] = {}
+
+    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """As StepInputs.places; the rows are those of `prefixes`."""
+        return range(tokens), self.columns
+
+    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
+        """As StepInputs.prefixes: a row of the cache is a column of the arena."""
+        return array("i", self._counts), self._starts[:, list(layers)].T.contiguous()
+
+    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
+        """As StepInputs.run, of the prefix that runs the layer."""
+        count = self._counts[self._layers.index(index)]
+        part = self._parts.get(count)
+        if part is None:
+            part = self._parts[count] = self._first(count, hidden.device)
+        starts = self._starts[:count, index].to(hidden.device, torch.int64)
+        part.place(self._arena, starts)
+        if count == len(hidden):
+            return block(hidden, cached, part)
+        hidden[:count] = block(hidden[:count], cached, part)
+        return hidden
+
+    def _first(self, count: int, device: torch.device) -> _Part:
+        columns = torch.tensor(self.columns[:count], device=device)
+        rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
+        return _Part(columns, max(self.columns[:count]), rotary, self.bias)
 
 
 class TextPositions:

@@ -106,6 +106,7 @@ class Chosen:
         end: what ended the text with it; None where the text goes on. After a cancellation or a failure there is no
             token (-1).
         error: what failed.
+        at: when it was chosen, by `time.monotonic`.
     """
 
     token: int
@@ -113,6 +114,7 @@ class Chosen:
     top: tuple[tuple[int, float], ...] = ()
     end: End | None = None
     error: BaseException | None = None
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -217,12 +219,11 @@ class Answer:
 
     def add(self, chosen: Chosen) -> None:
         """Take a token: the engine's."""
-        now = time.monotonic()
         if chosen.token >= 0:
             self._tokens.append(chosen.token)
-            self._times.first = self._times.first or now
+            self._times.first = self._times.first or chosen.at
         if chosen.end is not None:
-            self._times.last = now
+            self._times.last = chosen.at
             self._last = chosen
         self._hear(chosen)
         if chosen.end is not None:

@@ -43,7 +43,11 @@ async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
             logprobs = _logprobs(envelope, tokenizer, choice, new, part.offset)
             body = envelope.body([envelope.choice(choice.index, part.text, choice.end, logprobs, part=True)], part=True)
             if job.asked.details:
-                body["skipdecode"] = {"layers": part.layers, "token": part.chosen.token}
+                body["skipdecode"] = {
+                    "token": part.chosen.token,
+                    "layers": part.layers,
+                    "seconds": part.chosen.at - choice.answer.times.submitted,
+                }
             yield _event(body)
         if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
             yield _event(envelope.body([], part=True, usage=usage(job.prompt_tokens, job.new_tokens)))

@@ -190,11 +190,11 @@ class Job:
             choice.end = chosen.end
         if chosen.logprob is not None:
             choice.logprobs.append(chosen)
-        self._time(choice)
+        self._time(choice, chosen)
         return Part(choice, text, chosen, layers, offset)
 
-    def _time(self, choice: Choice) -> None:
-        now = time.monotonic()
+    def _time(self, choice: Choice, chosen: Chosen) -> None:
+        now = chosen.at
         submitted = choice.answer.times.submitted
         if choice.last is None:
             self._metrics.first_token.observe(now - submitted)

@@ -25,11 +25,11 @@ class Metrics:
             "skipdecode_requests", "Requests that were answered", ["path", "status"], registry=self._registry
         )
         self.first_token, self.between_tokens, self.whole = (
-            Histogram(f"skipdecode_{name}_seconds", what, buckets=_SECONDS, registry=self._registry)
+            Histogram(f"skipdecode_{name}", what, buckets=_SECONDS, registry=self._registry)
             for name, what in (
-                ("first_token", "From a text's submission to its first token"),
-                ("between_tokens", "Between two tokens of a text"),
-                ("text", "From a text's submission to its end"),
+                ("first_token_seconds", "From a text's submission to its first token"),
+                ("between_tokens_seconds", "Between two tokens of a text"),
+                ("text_seconds", "From a text's submission to its end"),
             )
         )
 
