@@ -1,6 +1,6 @@
 """skipdecode: decoder language models that skip layers as they generate, faster on the clock (arXiv 2307.02628).
 
-Six laws hold everywhere; the code names them by their numbers (docs/explanation.md says more):
+Seven laws hold everywhere; the code names them by their numbers (docs/explanation.md says more):
 
 1. Nested: the layers that run token i + 1 are among those that ran token i, so no key or value is ever missing.
 2. 1 <= warmup_layers <= min_layers <= max_layers <= num_layers: some layer at the bottom always runs.
@@ -9,6 +9,8 @@ Six laws hold everywhere; the code names them by their numbers (docs/explanation
 5. Cached = uncached: decoding gives, token for token, what a pass over the whole sequence gives; a batch gives what its
    rows give alone; a schedule of all layers gives what `model.generate` gives.
 6. Planned memory: layer l holds the prompt and c(l) tokens, and nothing after the prefill where no token runs it.
+7. Rows nest too: with the deepest budget first, the texts that run layer l in a step are a prefix of the batch,
+   whatever their positions and speeds; past its cutoff in a layer a text never reads its keys and values there again.
 """
 
 import importlib
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from skipdecode.calibrate import measure_cost
     from skipdecode.cost import CostModel, Machine, MeasuredCost
     from skipdecode.decode import skip_generate
+    from skipdecode.engine import Engine
     from skipdecode.errors import ConfigError
     from skipdecode.loading import load
     from skipdecode.schedule import SkipSchedule
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "CostModel",
+    "Engine",
     "Machine",
     "MeasuredCost",
     "PlannedCache",
@@ -44,6 +48,7 @@ __all__ = [
 _HOMES = {
     "ConfigError": "errors",
     "CostModel": "cost",
+    "Engine": "engine",
     "Machine": "cost",
     "MeasuredCost": "cost",
     "PlannedCache": "cache",

@@ -1,6 +1,7 @@
 """One decoder layer, for one token a row or for the columns of a prompt: a family's names as a dozen operations."""
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,16 @@ class StepInputs:
     def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """For each of the step's tokens its row of the cache and its column, where they are known beforehand."""
         return range(tokens), [self.column] * tokens
+
+    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor] | None":
+        """For each of `layers`, how many of the first tokens run it, and their rows [layers, tokens] of the cache;
+        None where all do, in the rows that `places` says.
+        """
+        return None
+
+    def run(self, block: "LeanBlock", index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
+        """Run layer `index`, which is `block`, on the tokens of `hidden` [rows, hidden] that run it."""
+        return block(hidden, cached, self)
 
     def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """A function that treats each row of its arguments [rows, ...] by itself."""

@@ -44,6 +44,11 @@ class PlannedLayer(CacheLayerMixin):
         self.buffers = (self.keys, self.values)
         self.is_initialized = True
 
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write into memory that somebody else allocated, in place of buffers of its own, of the same shape."""
+        self.keys, self.values = self.buffers = keys, values
+        self.is_initialized = True
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

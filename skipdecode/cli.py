@@ -15,6 +15,7 @@ _COMMANDS = {
     "info": "what a checkpoint was trained for, and what each speed costs",
     "compare": "the same prompts at several speeds, side by side with times",
     "export": "a smaller checkpoint for one speed",
+    "serve": "answer requests with OpenAI's interface, each at a speed of its own",
     "calibrate": "measure this machine's clock once, for speeds that are met on it",
 }
 _LARGEST = 1_000_000  # of what is counted: rows, tokens, rounds
@@ -41,7 +42,13 @@ without schedules and without code. Then every token must have been trained to r
 (schedule.decay=constant schedule.prompt=max).
 """
 
+_SERVE = """\
+Answer requests with OpenAI's interface (/v1/completions, /v1/chat/completions), many at once, each at a speed of its
+own: `speedup` in the body, or in `extra_body` of the openai client. At / is a page to try it, at /metrics are figures
+for Prometheus. SIGTERM and Ctrl-C take no more requests and answer those there are.
 
+Needs pip install 'skipdecode[serve]'.
+"""
 _CALIBRATE = """\
 Time decode steps and prompts of a checkpoint on this machine, and keep the times where caches belong. From then on a
 speed that is asked for here is solved for this clock: by skip_generate, by this command and by python -m eval. Without
@@ -66,7 +73,16 @@ def _run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
-    for name in ("batch_size", "prompt_length", "new_tokens", "max_new_tokens", "repeats"):
+    for name in (
+        "batch_size",
+        "prompt_length",
+        "new_tokens",
+        "max_new_tokens",
+        "most_new_tokens",
+        "repeats",
+        "rows",
+        "queue",
+    ):
         values = 1 if given.get(name) is None else given[name]
         for value in values if isinstance(values, list) else [values]:
             if not 1 <= value <= _LARGEST:
@@ -79,6 +95,12 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--speedup is {speedup:g}: it must be a number of at least 1")
     if len(set(speedups)) != len(speedups):
         raise ConfigError(f"--speedup is {speedups}: name different targets")
+    for name in ("cache_gb", "timeout", "drain"):
+        value = given.get(name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}: it must be a number above 0")
+    if not 0 <= given.get("port", 0) <= 65535:
+        raise ConfigError(f"--port is {options.port}: it must lie between 0 and 65535")
     if not options.checkpoint:
         raise ConfigError("the checkpoint is an empty name: name a folder, or a repository of the Hub")
 
@@ -166,6 +188,11 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     export.add_argument("--standalone", action="store_true", help="a plain model of fewer layers, for any engine")
     export.set_defaults(run=subcommands.export)
 
+    serve = command("serve", _SERVE, "example: skipdecode serve outputs/quickstart --speedup 3 --port 8000")
+    _add_checkpoint(serve, trusts=False)
+    _add_serving(serve)
+    serve.set_defaults(run=subcommands.serve, trust_remote_code=False)
+
     calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")
     _add_checkpoint(calibrate)
     sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
@@ -175,17 +202,46 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     )
     calibrate.add_argument("--repeats", type=int, default=8, metavar="N", help="of each (default 8)")
     calibrate.set_defaults(run=subcommands.calibrate)
-    return {"generate": generate, "info": info, "compare": compare, "export": export, "calibrate": calibrate}
+    return {
+        "generate": generate,
+        "info": info,
+        "compare": compare,
+        "export": export,
+        "serve": serve,
+        "calibrate": calibrate,
+    }
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoint(parser: argparse.ArgumentParser, *, trusts: bool = True) -> None:
     parser.add_argument("checkpoint", help="a folder, or a repository of the Hub")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument(
         "--weights", choices=["model", "packed", "int8", "int4"], help="what prompts and decode steps are computed with"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    if trusts:
+        parser.add_argument(
+            "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings"
+        )
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--speedup", type=float, default=1, metavar="X", help="of requests that name none (default 1)")
+    _add_over(parser)
+    add("--name", help="of the model in requests (default: the last part of the checkpoint's name)")
+    add("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1: this machine alone)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default 8000)")
+    add("--api-key", metavar="KEY", help="that requests must show; better in the environment, as SKIPDECODE_API_KEY")
+    add("--rows", type=int, default=32, metavar="N", help="texts that decode at once (default 32)")
+    add("--queue", type=int, default=256, metavar="N", help="texts that wait at most; more get 429 (default 256)")
+    add("--cache-gb", type=float, metavar="GB", help="keys and values (default: a quarter of the free memory at most)")
+    add("--wave-rows", type=int, default=1, metavar="N", help="admit when so many texts wait (default 1)")
+    add("--wave-seconds", type=float, default=0.05, metavar="S", help="or the first has waited so long (default 0.05)")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="of requests that don't say (default 64)")
+    add("--most-new-tokens", type=int, default=1024, metavar="N", help="that a request may ask for (default 1024)")
+    add("--timeout", type=float, default=300, metavar="S", help="after which a request is given up (default 300)")
+    add("--drain", type=float, default=30, metavar="S", help="that requests may still take at the end (default 30)")
 
 
 def _add_over(parser: argparse.ArgumentParser) -> None:

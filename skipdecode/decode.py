@@ -117,7 +117,7 @@ def skip_generate(
         raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
     if draft_counts is not None and not lossless:
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
-    _check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
+    check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
     prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     arguments: dict[str, Any] = {
         "logits_processor": logits_processor,
@@ -296,13 +296,14 @@ def _warn_beyond(config: SkipConfig, speedup: float) -> None:
         )
 
 
-def _check_request(
+def check_request(
     model: GenerativeModel,
     input_ids: torch.Tensor,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
+    """Raise ConfigError for what `generate` was asked for and a schedule can't decode, as `skip_generate` says."""
     if (generation_config.num_beams or 1) > 1:
         raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
     mode = generation_config.get_generation_mode(dropped_by_generate("assistant_model"))

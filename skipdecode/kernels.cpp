@@ -55,6 +55,8 @@ struct Step {
   const int32_t *row, *column, *last;
   const float *cos, *sin, *bias;
   int64_t bias_row_stride, bias_head_stride;
+  // Where layers run prefixes of the tokens: for each that runs its tokens, and the rows of them [layer_count][tokens].
+  const int32_t *layer_tokens, *layer_rows;
   int32_t layer_count, tokens, hidden_size, threads, cache_type, one_token_a_row, rotated, rotary_stride, last_count;
 };
 // Tokens that are chosen greedily, several of each text one after another; a Step holds what they have in common, and the

@@ -1201,9 +1201,14 @@ static void run_step(const Step &step, const Buffers &buffers) {
     begin_team();
     if (step.token_ids) embed(step, buffers.hidden);
     float *scores = buffers.scores + (int64_t)omp_get_thread_num() * buffers.of_thread;
+    Step of_layer = step;
     for (int i = 0; i < step.layer_count; i++) {
       const Layer &layer = step.layers[step.running[i]];
-      run_layer(*layer.block, step, layer, buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
+      if (step.layer_tokens) {
+        of_layer.tokens = step.layer_tokens[i];
+        of_layer.row = step.layer_rows + (int64_t)i * step.tokens;
+      }
+      run_layer(*layer.block, of_layer, layer, buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
     }
     int rows = step.last ? step.last_count : step.tokens;
     if (step.logits) {

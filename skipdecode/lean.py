@@ -107,12 +107,12 @@ class LeanDecoder:
         if bool((lengths == lengths[:1]).all()):
             lengths = lengths[:1]
         positions = lengths + torch.arange(max(steps, 1), device=attention_mask.device)  # [batch or 1, steps]
-        bias = self._bias(attention_mask, positions.shape[1], padded)
-        looked_up, rotary = self._placed(positions.expand(batch, -1) if self._positions == "learned" else positions)
+        bias = self.bias(attention_mask, positions.shape[1], padded)
+        looked_up, rotary = self.placed(positions.expand(batch, -1) if self._positions == "learned" else positions)
         looked_up = looked_up.T.contiguous() if looked_up is not None else None  # [steps, batch]
         return PreparedInputs(prompt, looked_up, rotary, bias)
 
-    def _placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    def placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
         """What `positions` [batch or 1, columns] are to the model: rows of its table, or cosines and signed sines, each
         [batch or 1, columns, 1, rotated dimensions].
         """
@@ -126,7 +126,7 @@ class LeanDecoder:
         signs[..., : sin.shape[-1] // 2] = -1
         return None, (cos[:, :, None], (sin * signs)[:, :, None])
 
-    def _bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
+    def bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
         """The values added to the scores of every column, prompt and generated."""
         if not padded and self._positions != "alibi":
             return None
@@ -150,7 +150,7 @@ class LeanDecoder:
         hidden = self.embed(tokens, inputs)
         blocks, cached = self.blocks, cache.layers
         for index in layers:
-            hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
+            hidden = inputs.run(blocks[index], index, hidden, cached[index])  # type: ignore[arg-type]
         return self.logits(hidden)
 
     def choosing(self, tokens: int) -> NativeSteps | None:
@@ -203,7 +203,7 @@ class LeanDecoder:
         batch, columns = mask.shape
         padded = not bool(mask.all())
         positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -columns:]
-        looked_up, rotary = self._placed(positions)
+        looked_up, rotary = self.placed(positions)
         shown = None
         if padded:
             mask = mask.clone()
@@ -226,7 +226,7 @@ class LeanDecoder:
             last,
             position_ids=of_tokens(looked_up) if looked_up is not None else None,
             rotary=(of_tokens(rotary[0]), of_tokens(rotary[1])) if rotary is not None else None,
-            bias=self._bias(mask, 0, padded),
+            bias=self.bias(mask, 0, padded),
         )
 
     def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -351,7 +351,7 @@ def choose_weights(model: PreTrainedModel) -> Weights:
     if "packed" in decoders:
         return "packed"
     needed = sum(p.numel() * p.element_size() for p in model.parameters())
-    return "packed" if needed < _free_memory() / 2 else "model"
+    return "packed" if needed < free_memory() / 2 else "model"
 
 
 def usual_weights(model: PreTrainedModel) -> Weights:
@@ -359,7 +359,7 @@ def usual_weights(model: PreTrainedModel) -> Weights:
     return choose_weights(model) if why_not_lean(model) is None else "model"
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Bytes that can be allocated without swapping, as Linux says it; elsewhere as many as one likes."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -96,6 +96,8 @@ class StepStruct(Structure):
         ("bias", c_void_p),
         ("bias_row_stride", c_int64),
         ("bias_head_stride", c_int64),
+        ("layer_tokens", c_void_p),
+        ("layer_rows", c_void_p),
         *(
             (name, c_int32)
             for name in (

@@ -231,6 +231,10 @@ class NativeSteps:
                 hidden.copy_(entered)
             alive["hidden"] = hidden if last is None else hidden[: len(last)]
             step.hidden = hidden.data_ptr()
+        prefixes = inputs.prefixes(layers)
+        if prefixes is not None:
+            alive["prefixes"] = prefixes
+            step.layer_tokens, step.layer_rows = _place_of(prefixes[0]), prefixes[1].data_ptr()
         alive["rotary"] = _set_rotary(step, inputs.rotary)
         if inputs.bias is not None:
             bias = alive["bias"] = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]

@@ -278,14 +278,21 @@ def make_columns_runner(
     model_kwargs: dict[str, Any],
 ) -> ColumnsRunner:
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
-    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    reason = reason or _why_a_forward_pass(model, synced_gpus, model_kwargs)
+    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
     if cuda_graphs:
         raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
     steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
     return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
+
+
+def why_not_lean_steps(
+    model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
+    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
+    return reason or _why_a_forward_pass(model, synced_gpus, model_kwargs)
 
 
 def _why_another_cache(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -13,6 +14,8 @@ from skipdecode.errors import ConfigError
 
 if TYPE_CHECKING:
     from skipdecode.texts import Decoded, Decoder
+
+API_KEY = "SKIPDECODE_API_KEY"  # the environment's, of `serve`
 
 # Ends of lines to readers of Unicode texts, though not to JSON.
 _LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
@@ -244,6 +247,43 @@ def calibrate(options: argparse.Namespace) -> int:
         print(line)
     print(f"\nkept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
     return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Answer requests until it is told to end. Returns the exit status."""
+    try:
+        from skipdecode.serve import run
+        from skipdecode.serve.settings import ServeSettings
+    except ModuleNotFoundError as error:
+        if str(error.name).split(".")[0] == "skipdecode":
+            raise
+        raise ConfigError(
+            f"serving needs {error.name}, which isn't installed: pip install 'skipdecode[serve]'"
+        ) from error
+    settings = ServeSettings(
+        name=options.name or Path(options.checkpoint).name,
+        speedup=options.speedup,
+        over=options.over,
+        new_tokens=min(options.max_new_tokens, options.most_new_tokens),
+        most_new_tokens=options.most_new_tokens,
+        timeout=options.timeout,
+        drain=options.drain,
+        api_key=options.api_key if options.api_key is not None else os.environ.get(API_KEY),
+    )
+    decoder = _decoder(options)
+    from skipdecode.engine import Engine
+
+    engine = Engine(
+        decoder.model,
+        decoder.tokenizer,
+        most_rows=options.rows,
+        most_waiting=options.queue,
+        cache_bytes=round(options.cache_gb * 1e9) if options.cache_gb is not None else None,
+        wave_rows=options.wave_rows,
+        wave_seconds=options.wave_seconds,
+        weights=options.weights,
+    )
+    return run.run(engine, decoder.tokenizer, settings, options.host, options.port)
 
 
 def _side_by_side(headers: Sequence[str], texts: Sequence[str], width: int) -> list[str]:

@@ -47,12 +47,12 @@ def test_packed_weights_are_the_models_own_in_another_layout(name: str, dtype: t
 def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_opt("opt", 6, seed=12)
     size = sum(p.numel() * 4 for p in model.parameters())
-    monkeypatch.setattr(lean, "_free_memory", lambda: 2 * size)
+    monkeypatch.setattr(lean, "free_memory", lambda: 2 * size)
     assert choose_weights(model) == "model"
-    monkeypatch.setattr(lean, "_free_memory", lambda: 2 * size + 1)
+    monkeypatch.setattr(lean, "free_memory", lambda: 2 * size + 1)
     assert choose_weights(model) == "packed"
     lean_decoder(model)
-    monkeypatch.setattr(lean, "_free_memory", lambda: 0)
+    monkeypatch.setattr(lean, "free_memory", lambda: 0)
     assert choose_weights(model) == "packed"  # they are there already
     assert choose_weights(tiny_opt("opt", 6, seed=13).half()) == "model"
 

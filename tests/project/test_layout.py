@@ -38,8 +38,24 @@ def test_imports_go_one_way(package: str) -> None:
 
 
 def test_the_library_needs_torch_and_transformers_alone() -> None:
-    used = set().union(*(imported(file) for file in (ROOT / "skipdecode").rglob("*.py")))
+    serving = {file.name for file in (ROOT / "skipdecode" / "serve").glob("*.py")}
+    assert {path.name for path in (ROOT / "skipdecode").iterdir() if path.is_dir()} - {"__pycache__"} == {"serve"}
+    used = set().union(*(imported(file) for file in (ROOT / "skipdecode").glob("*.py")))
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
+    extra = set().union(*(imported(ROOT / "skipdecode" / "serve" / name) for name in serving))
+    extra -= {"torch", "transformers", "skipdecode", *sys.stdlib_module_names}
+    assert extra == {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}  # skipdecode[serve]
+
+
+def test_one_function_alone_imports_what_serves() -> None:
+    files = [file for package in ALLOWED for file in (ROOT / package).rglob("*.py") if file.parent.name != "serve"]
+    at = {
+        (file.name, node.col_offset > 0)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skipdecode.serve")
+    }
+    assert at == {("subcommands.py", True)}
 
 
 def private_names(file: Path) -> set[str]:
@@ -58,7 +74,7 @@ def private_names(file: Path) -> set[str]:
 
 
 def test_the_libraries_private_names_stand_in_one_module() -> None:
-    files = {file.name: private_names(file) for file in (ROOT / "skipdecode").glob("*.py")}
+    files = {file.name: private_names(file) for file in (ROOT / "skipdecode").rglob("*.py")}
     assert "_pad_token_tensor" in files.pop("internals.py")
     assert {name: names for name, names in files.items() if names} == {}
 
@@ -81,6 +97,7 @@ def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"skipdecode", "skipdecode-0.1.0.dist-info"}
-    for module in (ROOT / "skipdecode").glob("*.py"):
-        assert f"skipdecode/{module.name}" in names
+    for module in (ROOT / "skipdecode").rglob("*.py"):
+        assert str(module.relative_to(ROOT)) in names
+    assert "skipdecode/serve/page.html" in names
     assert "skipdecode/py.typed" in names

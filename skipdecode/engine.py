@@ -1,0 +1,403 @@
+"""An engine: texts are admitted while others are decoded, each with its own speed, settings and seed.
+
+A step runs one token of every text. Texts are ordered deepest budget first, so each layer runs on a prefix of them
+(law 7), whatever their positions; the weights of a layer are read once for all texts that run it.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skipdecode.arena import Arena, ArenaCache, Span
+from skipdecode.decode import resolve_schedule
+from skipdecode.errors import ConfigError, check_counts
+from skipdecode.families import text_config, unwrap
+from skipdecode.lean import free_memory, lean_decoder, why_not_lean
+from skipdecode.loop import GenerativeModel
+from skipdecode.prefixes import PrefixInputs, TextPositions, nested_groups, prefix_lengths
+from skipdecode.projections import Weights
+from skipdecode.request import Answer, Chosen, Text, prepare
+from skipdecode.schedule import Over, SkipSchedule
+
+MEMORY_SHARE = 0.25  # of the memory that is free, for keys and values where nobody says how much
+LONGEST = 4096  # columns of a text that memory is kept for, of a model without a table of positions
+
+
+class EngineFull(Exception):
+    """As many requests wait as may: submit it again later."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """An engine at a moment, and what it has done since its start.
+
+    Attributes:
+        waiting, running: requests.
+        free_columns, columns: of all layers' keys and values.
+        steps: decode steps.
+        tokens: that were chosen, those of prompts' passes among them.
+        rows: tokens that decode steps ran; over `steps` the mean batch.
+        layers: that these ran together; over `rows` the layers a token.
+        prompt_tokens: that were run.
+        requests: that have ended, cancelled ones among them.
+    """
+
+    waiting: int
+    running: int
+    free_columns: int
+    columns: int
+    steps: int
+    tokens: int
+    rows: int
+    layers: int
+    prompt_tokens: int
+    requests: int
+
+
+class _Row:
+    """A text that decodes, and the columns that it holds."""
+
+    def __init__(self, text: Text, spans: list[Span | None], slot: int) -> None:
+        self.text = text
+        self.spans = spans
+        self.slot = slot
+        cutoffs = text.schedule.cutoffs(text.steps)
+        # (steps after which it is free, its columns), the last first
+        self.held = sorted(
+            ((cutoff, span) for cutoff, span in zip(cutoffs, spans, strict=True) if span is not None), reverse=True
+        )
+
+
+class Engine:
+    """Decodes requests side by side with one model.
+
+    `with Engine(model, tokenizer) as engine:` starts a thread that decodes what `submit` is given, until the block
+    ends. Without it, `step` decodes one token of each text.
+
+    A text is that of `skip_generate` for its prompt alone (law 5). With the compiled kernels its logits are the same
+    bit for bit, but for bfloat16; elsewhere they differ in their last digits, so that a token may where the best two
+    lie that close. A sampled text with a seed is that of `skip_generate` behind `torch.manual_seed(seed)`.
+
+    Args:
+        model: a causal language model in evaluation mode, whose steps can be lean (`skipdecode.lean`).
+        tokenizer: for `stop_strings`.
+        most_rows: texts that decode at once.
+        most_waiting: requests that wait at most.
+        cache_bytes: of keys and values; by default enough for `most_rows` of the longest texts at full depth, and a
+            quarter of the free memory at most.
+        wave_rows, wave_seconds: while texts decode, others are admitted when so many wait, or the first has waited so
+            long. Texts of one age run few layers together in their later steps, as the weights of a layer are read
+            for the deepest text.
+        wave_tokens: of prompts that run between two steps, at most, unless a single one has more.
+        weights: as in `skip_generate`.
+
+    Raises:
+        ConfigError: for a model whose steps can't be lean, with the reason, and for numbers out of range.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        tokenizer: Any = None,
+        *,
+        most_rows: int = 32,
+        most_waiting: int = 256,
+        cache_bytes: int | None = None,
+        wave_rows: int = 1,
+        wave_seconds: float = 0.05,
+        wave_tokens: int = 512,
+        weights: Weights | None = None,
+    ) -> None:
+        check_counts(most_rows=most_rows, most_waiting=most_waiting, wave_rows=wave_rows, wave_tokens=wave_tokens)
+        if not 0 <= wave_seconds < math.inf:
+            raise ConfigError(f"wave_seconds is {wave_seconds!r}: it must be a number of seconds, 0 or more")
+        inner = unwrap(model)
+        reason = why_not_lean(inner)
+        if reason is not None:
+            raise ConfigError(f"an engine can't decode with this model: {reason}")
+        self.model, self.tokenizer, self.weights = model, tokenizer, weights
+        self._decoder = lean_decoder(inner, weights)
+        self._depth = len(self._decoder.blocks)
+        positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+        self._longest = positions or LONGEST
+        self._cache = ArenaCache(self._arena(cache_bytes, most_rows), self._depth)
+        self._positions = TextPositions(self._decoder, self.model.device)
+        self._starts = torch.zeros(most_rows, self._depth, dtype=torch.int32)
+        self._slots = list(reversed(range(most_rows)))  # free ones
+        self._most_waiting = most_waiting
+        self._wave = (min(wave_rows, most_rows), wave_seconds, wave_tokens)
+        self._waiting: deque[Text] = deque()
+        self._rows: list[_Row] = []
+        self._counts = dict.fromkeys(("steps", "tokens", "rows", "layers", "prompt_tokens", "requests"), 0)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._draining = False
+
+    def _arena(self, cache_bytes: int | None, most_rows: int) -> Arena:
+        block = self._decoder.blocks[0]
+        size = 2 * block.kv_heads * block.head_dim * torch.empty(0, dtype=self._decoder.dtype).element_size()
+        device = self.model.device
+        if cache_bytes is None:
+            free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
+            cache_bytes = int(min(MEMORY_SHARE * free, most_rows * self._longest * self._depth * size))
+        columns = cache_bytes // size
+        if columns < 2 * self._depth:
+            raise ConfigError(
+                f"cache_bytes is {cache_bytes}: a column of this model's keys and values takes {size} bytes a layer, "
+                f"and a text of two tokens {2 * self._depth} of them"
+            )
+        columns = min(columns, 2**31 - 1)  # the kernels count them so
+        return Arena(columns, block.kv_heads, block.head_dim, self._decoder.dtype, device)
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        schedule: SkipSchedule | Mapping[str, Any] | None = None,
+        speedup: float | None = None,
+        over: Over | None = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        listener: Callable[[Chosen], None] | None = None,
+        **settings: Any,
+    ) -> Answer:
+        """Hand in a request; any thread may.
+
+        Args:
+            prompt: token ids.
+            schedule, speedup, over: as in `skip_generate`; the schedule is that of the prompt alone.
+            seed: of sampling. Without one, samples are drawn from torch's own generator.
+            logprobs: how many of the likeliest tokens to give with each token.
+            listener: as of `Answer`.
+            settings: generate's own, such as `max_new_tokens`, `do_sample`, `temperature`, `stop_strings`.
+
+        Raises:
+            ConfigError: for what `skip_generate` refuses, and for a text that can never fit; nothing is decoded then.
+            EngineFull: where as many wait as may.
+        """
+        if settings.pop("lossless", False):
+            raise ConfigError("lossless is True: an engine doesn't draft and verify yet; use skip_generate")
+        if logprobs is not None and not 0 <= logprobs <= 100:
+            raise ConfigError(f"logprobs is {logprobs!r}: it must be a number of tokens from 0 to 100")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
+            raise ConfigError(f"seed is {seed!r}: it must be an integer of 64 bits")
+        self._check_open()
+        prepared = prepare(self.model, prompt, self.tokenizer, settings)
+        found = resolve_schedule(self.model, schedule, speedup, over=over, weights=self.weights, prompts=[len(prompt)])
+        answer = Answer(len(prompt), found, listener)
+        text = Text(prepared, answer, seed, logprobs)
+        needed = sum(_columns(text))
+        if needed > self._cache.arena.columns:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens with up to {prepared.new_tokens} new ones needs {needed} columns of "
+                f"keys and values over all layers, and the engine has {self._cache.arena.columns}: shorten it, lower "
+                "max_new_tokens, or give the engine more cache_bytes"
+            )
+        with self._changed:
+            self._check_open()
+            if len(self._waiting) >= self._most_waiting:
+                raise EngineFull(f"{len(self._waiting)} requests wait already")
+            self._waiting.append(text)
+            self._changed.notify_all()
+        return answer
+
+    def _check_open(self) -> None:
+        if self._closing or self._draining:
+            raise ConfigError("the engine is closed: it takes no requests any more")
+
+    @property
+    def state(self) -> EngineState:
+        """What there is at the moment."""
+        arena = self._cache.arena
+        return EngineState(len(self._waiting), len(self._rows), arena.free, arena.columns, **self._counts)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs and takes requests."""
+        return self._thread is not None and self._thread.is_alive() and not (self._closing or self._draining)
+
+    @property
+    def gaps(self) -> int:
+        """Pieces that the free memory of keys and values is in; 1 where nobody holds any."""
+        return self._cache.arena.gaps
+
+    # ---- the thread
+
+    def __enter__(self) -> "Engine":
+        self._thread = threading.Thread(target=self._run, name="skipdecode-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait for the end of all, so many seconds at most. Returns whether it came."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+            if self._thread is not None:
+                return self._changed.wait_for(lambda: not self._waiting and not self._rows, timeout)
+        while self.step():
+            pass
+        return True
+
+    def close(self) -> None:
+        """End every text where it is, and the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for text in [*self._waiting, *(row.text for row in self._rows)]:
+            text.answer.cancel()
+        self._waive()
+        self._leave()
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self.step():
+                with self._changed:
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._waiting or self._closing, 0.1)
+
+    # ---- steps
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Admit what may be, and decode one token of every text. Returns whether there was any."""
+        self._waive()
+        self._leave()
+        self._admit()
+        if not self._rows:
+            return False
+        going = list(self._rows)
+        layer_sets = [row.text.layers() for row in going]
+        for group in nested_groups(layer_sets):
+            rows = [going[n] for n in group]
+            try:
+                self._decode(rows, [layer_sets[n] for n in group])
+            except Exception as error:  # none of them can go on, and others must
+                self._fail(rows, error)
+        self._counts["steps"] += 1
+        return True
+
+    def _waive(self) -> None:
+        """Let requests go that were cancelled while they waited."""
+        if any(text.answer.cancelled for text in self._waiting):
+            with self._changed:
+                gone = [text for text in self._waiting if text.answer.cancelled]
+                self._waiting = deque(text for text in self._waiting if not text.answer.cancelled)
+            for text in gone:
+                text.answer.add(Chosen(-1, end="cancelled"))
+                self._counts["requests"] += 1
+
+    def _leave(self) -> None:
+        """Let texts go that were cancelled."""
+        for row in [row for row in self._rows if row.text.answer.cancelled]:
+            self._drop(row)
+            row.text.answer.add(Chosen(-1, end="cancelled"))
+
+    def _drop(self, row: _Row) -> None:
+        """Free what a text holds."""
+        self._rows.remove(row)
+        for _, span in row.held:
+            self._cache.arena.give(span)
+        row.held.clear()
+        self._slots.append(row.slot)
+        self._counts["requests"] += 1
+
+    def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
+        for row in [row for row in rows if row in self._rows]:
+            self._drop(row)
+            row.text.answer.add(Chosen(-1, end="failed", error=error))
+
+    def _admit(self) -> None:
+        """Admit a wave of the requests that wait, in their order, as far as there is room."""
+        least, patience, tokens = self._wave
+        waiting = len(self._waiting)
+        if not waiting or not self._slots:
+            return
+        waited = time.monotonic() - self._waiting[0].answer.times.submitted
+        if self._rows and min(waiting, len(self._slots)) < least and waited < patience:
+            return
+        while self._waiting and self._slots and tokens > 0:
+            text = self._waiting[0]
+            counts = _columns(text)
+            taken = self._cache.arena.take([count for count in counts if count])
+            if taken is None:
+                return
+            with self._changed:
+                self._waiting.popleft()
+            spans = iter(taken)
+            row = _Row(text, [next(spans) if count else None for count in counts], self._slots.pop())
+            self._rows.append(row)
+            tokens -= text.prompt.shape[1]
+            try:
+                self._prefill(row)
+            except Exception as error:
+                self._fail([row], error)
+
+    def _prefill(self, row: _Row) -> None:
+        """Run a prompt, by what runs it in `skip_generate`, and choose its text's first token."""
+        text = row.text
+        text.answer.times.admitted = time.monotonic()
+        for layer, span in enumerate(row.spans):
+            self._starts[row.slot, layer] = span.start if span is not None else 0
+        cache = self._cache.arena.cache_of(text.schedule, text.steps, row.spans)
+        layers = text.schedule.prompt_layers
+        logits = self._decoder.prefill(text.prompt, layers, cache, torch.ones_like(text.prompt))
+        self._counts["prompt_tokens"] += text.prompt.shape[1]
+        self._extend([row], logits)
+
+    def _decode(self, rows: Sequence[_Row], layer_sets: Sequence[tuple[int, ...]]) -> None:
+        """Run the last token of texts whose sets of layers nest, the largest first, and choose what follows."""
+        layers = layer_sets[0]
+        columns = [row.text.columns - 1 for row in rows]
+        self._positions.reach(max(columns) + 1)
+        inputs = PrefixInputs(
+            self._cache.arena,
+            self._starts[[row.slot for row in rows]],
+            columns,
+            layers,
+            prefix_lengths(layer_sets),
+            *self._positions.of(columns),
+        )
+        tokens = torch.tensor([row.text.last for row in rows], device=self.model.device)
+        logits = self._decoder(tokens, layers, self._cache, inputs)  # type: ignore[arg-type]
+        self._counts["rows"] += len(rows)
+        self._counts["layers"] += sum(map(len, layer_sets))
+        self._extend(rows, logits)
+
+    def _extend(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
+        """Give each text its next token, of logits [texts, vocabulary], and free what isn't read any more."""
+        logits = logits.float()
+        greedy = logits.argmax(dim=-1).tolist() if any(row.text.plain for row in rows) else []
+        for n, row in enumerate(rows):
+            own = logits[n : n + 1]
+            try:
+                ended = row.text.extend(greedy[n] if row.text.plain else row.text.choose(own), own)
+            except Exception as error:  # of a processor or a criterion of this text's
+                self._fail([row], error)
+                continue
+            self._counts["tokens"] += 1
+            if ended:
+                self._drop(row)
+                continue
+            while row.held and row.held[-1][0] <= row.text.step:  # no later token runs the layer
+                self._cache.arena.give(row.held.pop()[1])
+
+
+def _columns(text: Text) -> list[int]:
+    """The columns that a text needs of each layer: its prompt's and those of tokens that run it, or none (law 6)."""
+    prompt = text.prompt.shape[1]
+    return [prompt + count if count else 0 for count in text.schedule.cutoffs(text.steps)]

@@ -1,0 +1,304 @@
+"""What a request of an engine asks for, prepared by transformers' own `generate`; and its answer, token by token."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from skipdecode.decode import check_request
+from skipdecode.endings import Endings
+from skipdecode.errors import ConfigError
+from skipdecode.internals import given_a_tokenizer
+from skipdecode.runners import why_not_lean_steps
+from skipdecode.schedule import SkipSchedule
+
+End = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `generate` hands to a decoding loop for one prompt.
+
+    Attributes:
+        input_ids: the prompt [1, columns].
+        processor, criteria, config: generate's own.
+    """
+
+    input_ids: torch.Tensor
+    processor: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens at most."""
+        return int(self.config.max_length - self.input_ids.shape[1])
+
+
+# Arguments of `generate` that are no settings of it.
+_NOT_SETTINGS = (
+    *("inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values", "streamer"),
+    *("custom_generate", "synced_gpus", "tokenizer", "assistant_model", "weights", "cuda_graphs", "draft_counts"),
+)
+
+
+def prepare(model: Any, prompt: Sequence[int], tokenizer: Any, settings: dict[str, Any]) -> Prepared:
+    """Have `generate` prepare a prompt, with its own settings. Raises ConfigError for what an engine doesn't decode."""
+    if not prompt:
+        raise ConfigError("the prompt is empty: it must have at least one token")
+    for name in _NOT_SETTINGS:
+        if settings.get(name) is not None:
+            raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for token in prompt:
+        if not 0 <= token < vocabulary:
+            raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
+    input_ids = torch.tensor([list(prompt)], device=model.device)
+    found: Prepared = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        custom_generate=_prepared,
+        **({"tokenizer": tokenizer} if settings.get("stop_strings") else {}),
+        **settings,
+    )
+    return found
+
+
+@given_a_tokenizer
+def _prepared(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Prepared:
+    """A `custom_generate` that decodes nothing."""
+    check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
+    if len(input_ids) > 1:
+        raise ConfigError(f"num_return_sequences is {len(input_ids)}: submit so many requests, with a seed each")
+    if generation_config.return_dict_in_generate:
+        raise ConfigError("return_dict_in_generate is True: an engine gives tokens, and with logprobs their chances")
+    if generation_config.guidance_scale not in (None, 1):
+        raise ConfigError(f"guidance_scale is {generation_config.guidance_scale}: an engine runs a text once a token")
+    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
+    if reason is not None:
+        raise ConfigError(f"an engine can't decode with this model: {reason}")
+    return Prepared(input_ids, logits_processor, stopping_criteria, generation_config)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token of a text.
+
+    Attributes:
+        token: its id.
+        logprob: the logarithm of its probability in the model's own distribution, where logprobs were asked for.
+        top: the likeliest tokens there, with theirs.
+        end: what ended the text with it; None where the text goes on. After a cancellation or a failure there is no
+            token (-1).
+        error: what failed.
+        at: when it was chosen, by `time.monotonic`.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    end: End | None = None
+    error: BaseException | None = None
+    at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A text that has ended.
+
+    Attributes:
+        tokens: as `generate` gives them behind the prompt, the end token or stop string among them.
+        end: what ended it.
+        layers: that its tokens ran, on average, but for the first, which comes from the prompt's pass.
+        waited, first_token, seconds: wall clock from its submission until it was admitted, its first token was chosen,
+            and it ended; None for what didn't come to pass.
+    """
+
+    tokens: tuple[int, ...]
+    end: End
+    layers: float
+    waited: float | None
+    first_token: float | None
+    seconds: float
+
+
+@dataclass
+class Times:
+    """When a request was submitted, admitted and got its first and last token, by `time.monotonic`."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+class Answer:
+    """The text of a request, while it is decoded: iterate over it for its tokens as they come.
+
+    Args:
+        prompt_tokens: of the prompt.
+        schedule: which layers its tokens run.
+        listener: called with each token in place of keeping it for an iterator, in the engine's thread: it must be
+            quick and raise nothing.
+
+    Attributes:
+        prompt_tokens, schedule: as given.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, schedule: SkipSchedule, listener: Callable[[Chosen], None] | None = None
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.schedule = schedule
+        self._times = Times()
+        self._tokens: list[int] = []
+        self._last: Chosen | None = None
+        self._ended = threading.Event()
+        self._cancelled = False
+        self._queue: queue.SimpleQueue[Chosen] = queue.SimpleQueue()
+        self._hear = listener or self._queue.put
+
+    def __iter__(self) -> Iterator[Chosen]:
+        """The tokens as they come, up to the one that ends the text. Raises what made it fail."""
+        while True:
+            chosen = self._queue.get()
+            if chosen.error is not None:
+                raise chosen.error
+            if chosen.end != "cancelled":
+                yield chosen
+            if chosen.end is not None:
+                return
+
+    def cancel(self) -> None:
+        """End the text where it is; what it holds is free before the next step."""
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled, be it after its end."""
+        return self._cancelled
+
+    @property
+    def times(self) -> Times:
+        """When what came to pass."""
+        return self._times
+
+    def result(self, timeout: float | None = None) -> Completed:
+        """Wait for the end of the text. Raises what made it fail, and TimeoutError after so many seconds."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the text hasn't ended after {timeout} s")
+        assert self._last is not None
+        assert self._last.end is not None
+        if self._last.error is not None:
+            raise self._last.error
+        times, steps = self._times, len(self._tokens) - 1
+        start = times.submitted
+        return Completed(
+            tuple(self._tokens),
+            self._last.end,
+            self.schedule.mean_budget(steps) if steps > 0 else 0.0,
+            times.admitted - start if times.admitted is not None else None,
+            times.first - start if times.first is not None else None,
+            (times.last or start) - start,
+        )
+
+    def add(self, chosen: Chosen) -> None:
+        """Take a token: the engine's."""
+        if chosen.token >= 0:
+            self._tokens.append(chosen.token)
+            self._times.first = self._times.first or chosen.at
+        if chosen.end is not None:
+            self._times.last = chosen.at
+            self._last = chosen
+        self._hear(chosen)
+        if chosen.end is not None:
+            self._ended.set()
+
+
+class Text:
+    """A request's text, of which the engine holds the columns.
+
+    Args:
+        prepared: what was asked for.
+        answer: where its tokens go.
+        seed: of its own generator; None for torch's own.
+        logprobs: how many of the likeliest tokens to give with each; None for no probabilities at all.
+    """
+
+    def __init__(self, prepared: Prepared, answer: Answer, seed: int | None, logprobs: int | None) -> None:
+        self.answer = answer
+        self.schedule = answer.schedule
+        self.steps = prepared.new_tokens - 1  # at most: the last token is never an input
+        self.do_sample = bool(prepared.config.do_sample)
+        self.processor = prepared.processor
+        self.logprobs = logprobs
+        self.plain = not self.do_sample and not prepared.processor
+        self.prompt = prepared.input_ids
+        device = self.prompt.device
+        columns = self.prompt.shape[1]
+        self._ids = torch.empty(1, columns + prepared.new_tokens, dtype=torch.int64, device=device)
+        self._ids[:, :columns] = self.prompt
+        self.columns = columns  # of prompt and text so far
+        self.last = int(prepared.input_ids[0, -1])  # token of them
+        self._sets: dict[int, tuple[int, ...]] = {}
+        self.generator: torch.Generator | None = None
+        if self.do_sample and seed is not None:
+            self.generator = torch.Generator(device).manual_seed(seed)
+        self._ends = Endings(prepared.criteria, 1)
+        self._limit = columns + prepared.new_tokens
+
+    @property
+    def step(self) -> int:
+        """The number of the token that is run next, among the generated ones."""
+        return self.columns - self.prompt.shape[1] - 1
+
+    def layers(self) -> tuple[int, ...]:
+        """Those that the token runs that is run next, ascending."""
+        budget = self.schedule.budget(self.step)
+        found = self._sets.get(budget)
+        if found is None:
+            found = self._sets[budget] = self.schedule.layers_for(budget)
+        return found
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token, of logits [1, vocabulary] in float32."""
+        scores = self.processor(self._ids[:, : self.columns], logits.clone())  # type: ignore[arg-type]
+        if not self.do_sample:
+            return int(scores.argmax(dim=-1))
+        probabilities = torch.softmax(scores, dim=-1)
+        return int(torch.multinomial(probabilities, num_samples=1, generator=self.generator))
+
+    def extend(self, token: int, logits: torch.Tensor) -> bool:
+        """Add a token, chosen of `logits` [1, vocabulary]. Returns whether the text ends with it."""
+        self._ids[0, self.columns] = self.last = token
+        self.columns += 1
+        ends = self._ends(self._ids[:, : self.columns], None)[0]
+        end: End | None = None
+        if ends:
+            stopped = token in self._ends.tokens or self.columns < self._limit
+            end = "stop" if stopped else "length"
+        self.answer.add(self._chosen(token, logits, end))
+        return ends
+
+    def _chosen(self, token: int, logits: torch.Tensor, end: End | None) -> Chosen:
+        if self.logprobs is None:
+            return Chosen(token, end=end)
+        logprobs = logits[0].log_softmax(-1)
+        values, tokens = logprobs.topk(self.logprobs)
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        return Chosen(token, float(logprobs[token]), top, end)

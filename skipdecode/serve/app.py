@@ -1,0 +1,238 @@
+"""The server's addresses."""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.engine import Engine
+from skipdecode.errors import ConfigError
+from skipdecode.families import decoder_layers
+from skipdecode.serve.answers import events, whole
+from skipdecode.serve.job import Job
+from skipdecode.serve.metrics import Metrics
+from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
+from skipdecode.serve.settings import ServeSettings
+
+LOG = logging.getLogger("skipdecode.serve")
+_OPEN = ("/", "/health")  # without a key: the page asks for it
+# The page asks this server and nobody else, and no other page may show it.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
+    """The application: it starts the engine's thread, and ends it."""
+    metrics = Metrics(lambda: engine.state)
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        with engine:
+            yield
+
+    app = FastAPI(title="skipdecode", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    _add_errors(app)
+    page = _page(engine, tokenizer, settings)
+    model: dict[str, Any] = {"id": settings.name, "object": "model", "created": started, "owned_by": "skipdecode"}
+    model["speedup"] = settings.speedup
+
+    def check_model(name: str) -> None:
+        if name != settings.name:
+            message = f"the model {name!r} is not served here: this server has {settings.name!r}"
+            raise Failure(404, message, "model_not_found", "model")
+
+    @app.get("/", response_class=HTMLResponse)
+    def index() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        alive = engine.alive
+        return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    def read_metrics() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return model
+
+    async def answer(asked: Asked, request: Request) -> Response:
+        check_model(asked.model)
+        job = Job(engine, tokenizer, settings, metrics, asked)
+        request.state.job = job  # for the line of the log
+        await job.start()
+        if asked.stream:
+            return StreamingResponse(events(job, tokenizer), media_type="text/event-stream")
+        work, gone = asyncio.ensure_future(whole(job, tokenizer)), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)  # nobody reads it
+            return JSONResponse(work.result())
+        finally:
+            job.cancel()
+            for task in (work, gone):
+                task.cancel()
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionAsked, request: Request) -> Response:
+        return await answer(asked, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatAsked, request: Request) -> Response:
+        return await answer(asked, request)
+
+    return app
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)
+
+
+def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
+    """The page with what it is to know of the checkpoint."""
+    remembered = SkipConfig.of(engine.model.config)
+    trained = remembered.trained_range if remembered is not None else None
+    known = {
+        "model": settings.name,
+        "speedup": settings.speedup,
+        "fastest": max(trained[1] if trained else 1.0, settings.speedup),
+        "layers": len(decoder_layers(engine.model)),
+        "example": remembered.task.get("example", "") if remembered is not None else "",
+        "tokens": settings.new_tokens,
+        "mostTokens": settings.most_new_tokens,
+        "key": settings.api_key is not None,
+    }
+    text = files("skipdecode.serve").joinpath("page.html").read_text(encoding="utf-8")
+    return text.replace("{{known}}", json.dumps(known).replace("<", "\\u003c"))
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Errors in OpenAI's form, whatever they come from."""
+
+    def error(status: int, message: str, *details: str | None, headers: Any = None) -> JSONResponse:
+        return JSONResponse(error_body(status, message, *details), status, headers)
+
+    @app.exception_handler(Failure)
+    async def failure(_: Request, found: Failure) -> JSONResponse:
+        return JSONResponse(found.body, found.status, found.headers)
+
+    @app.exception_handler(ConfigError)
+    async def config_error(_: Request, found: ConfigError) -> JSONResponse:
+        return error(400, str(found))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, found: RequestValidationError) -> JSONResponse:
+        first = found.errors()[0]
+        if first["type"] == "json_invalid":
+            return error(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "invalid_json")
+        where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+        more = f" (and {len(found.errors()) - 1} more)" if len(found.errors()) > 1 else ""
+        return error(400, f"{where}: {first['msg']}{more}", "invalid_value", where)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, found: HTTPException) -> JSONResponse:
+        return error(found.status_code, str(found.detail), headers=found.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, found: Exception) -> JSONResponse:
+        return error(500, "the server has failed; its log says more")
+
+
+class Guard:
+    """What comes before every address: the key, the size of bodies; and the line of the log behind it."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 499
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope.setdefault("state", {})
+        try:
+            refused = self._refused(scope)
+            if refused is not None:
+                await JSONResponse(refused.body, refused.status, refused.headers)(scope, receive, watch)
+            else:
+                await self._app(scope, self._counted(receive), watch)
+        finally:
+            self._log(scope, status, time.monotonic() - start)
+
+    def _refused(self, scope: Scope) -> Failure | None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        key = self._settings.api_key
+        if key is not None and scope["path"] not in _OPEN:
+            shown = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(shown, f"Bearer {key}".encode()):
+                return Failure(
+                    401, "the API key is missing or wrong", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._settings.most_bytes:
+            return Failure(413, self._too_large, "too_large")
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than the {self._settings.most_bytes} bytes that this server reads"
+
+    def _counted(self, receive: Receive) -> Callable[[], Any]:
+        """`receive` that gives up a body that grows too large: one may come without saying its length."""
+        count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > self._settings.most_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return counted
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", "other")  # not what the client wrote: it could be anything
+        self._metrics.requests.labels(path, str(status)).inc()
+        job: Job | None = scope["state"].get("job")
+        line = f"{scope['method']} {path} {status} {seconds:.3f} s"
+        if job is not None:
+            texts = f"{len(job.choices)} texts, " if len(job.choices) != 1 else ""
+            line += (
+                f", {texts}{job.speedup:g}x, {job.prompt_tokens} + {job.new_tokens} tokens, "
+                f"{job.layers_per_token:.2f} layers a token"
+            )
+        LOG.info(line)

@@ -1,0 +1,222 @@
+"""One request: its texts in the engine, and what comes of them, in the order in which it comes."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipdecode.engine import Engine, EngineFull
+from skipdecode.errors import ConfigError
+from skipdecode.request import Answer, Chosen
+from skipdecode.serve.metrics import Metrics
+from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure
+from skipdecode.serve.settings import ServeSettings
+from skipdecode.serve.words import Words
+
+
+@dataclass
+class Choice:
+    """One text of a request.
+
+    Attributes:
+        index: among the request's.
+        answer: of the engine.
+        words: its text.
+        tokens: of it so far.
+        end: what ended it, as OpenAI says it.
+        layers: that its tokens ran after the first one, which comes from the prompt's pass.
+        last: when its last token came.
+        logprobs: of its tokens, where they were asked for.
+    """
+
+    index: int
+    answer: Answer
+    words: Words
+    tokens: int = 0
+    end: str | None = None
+    layers: int = 0
+    last: float | None = None
+    logprobs: list[Chosen] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a text grew by.
+
+    Attributes:
+        choice: whose it is.
+        text: maybe empty.
+        chosen: the token.
+        layers: that it ran.
+        offset: characters that stood before it.
+    """
+
+    choice: Choice
+    text: str
+    chosen: Chosen
+    layers: int
+    offset: int
+
+
+class Job:
+    """The texts of one request.
+
+    Args:
+        engine, tokenizer, settings, metrics: of the server.
+        asked: the request.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: Metrics, asked: Asked) -> None:
+        self._engine, self._tokenizer, self._settings, self._metrics = engine, tokenizer, settings, metrics
+        self.asked = asked
+        self.speedup = settings.speedup if asked.speedup is None else asked.speedup
+        self.choices: list[Choice] = []
+        self.prompt_tokens = 0
+        self._heard: asyncio.Queue[tuple[int, Chosen]] = asyncio.Queue()
+        self._until = time.monotonic() + settings.timeout
+
+    async def start(self) -> None:
+        """Hand all texts to the engine, or none. Raises ConfigError and Failure where that can't be."""
+        prompts = self._prompts()
+        if len(prompts) * self.asked.n > self._settings.most_texts:
+            raise ConfigError(
+                f"{len(prompts)} prompts with n = {self.asked.n} are {len(prompts) * self.asked.n} texts: a request "
+                f"may have {self._settings.most_texts}"
+            )
+        self.prompt_tokens = sum(map(len, prompts))
+        try:
+            # In a thread: what `generate` prepares takes a millisecond or more, and others' tokens are to go out.
+            await asyncio.to_thread(self._submit, prompts, asyncio.get_running_loop())
+        except EngineFull as error:
+            self.cancel()
+            raise Failure(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _prompts(self) -> list[list[int]]:
+        if isinstance(self.asked, ChatAsked):
+            return [self._chat(self.asked)]
+        assert isinstance(self.asked, CompletionAsked)
+        return [list(self._tokenised(p)) if isinstance(p, str) else p for p in self.asked.prompts]
+
+    def _tokenised(self, prompt: str) -> Sequence[int]:
+        if any("\ud800" <= mark <= "\udfff" for mark in prompt):
+            raise ConfigError("the prompt is no text in UTF-8")
+        tokens: Sequence[int] = self._tokenizer(prompt, verbose=False)["input_ids"]
+        return tokens
+
+    def _chat(self, asked: ChatAsked) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            raise Failure(
+                400, "this checkpoint's tokenizer has no chat template: use /v1/completions", "no_chat_template"
+            )
+        messages = [message.plain() for message in asked.messages]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs, and refuse messages by exceptions of jinja's
+            raise Failure(400, f"the chat template refuses these messages: {error}", param="messages") from error
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _submit(self, prompts: Sequence[list[int]], loop: asyncio.AbstractEventLoop) -> None:
+        asked, settings = self.asked, self._settings
+        new_tokens = asked.new_tokens or settings.new_tokens
+        if new_tokens > settings.most_new_tokens:
+            raise ConfigError(f"max_tokens is {new_tokens}: this server gives {settings.most_new_tokens} at most")
+        stops = asked.stops
+        sampling = asked.sampling
+        for prompt in prompts:
+            for n in range(asked.n):
+                index = len(self.choices)
+                seed = None
+                if sampling["do_sample"]:
+                    # Texts of one request differ, and the first is that of its seed.
+                    seed = secrets.randbits(63) if asked.seed is None else asked.seed + n
+                answer = self._engine.submit(
+                    prompt,
+                    speedup=self.speedup,
+                    over=asked.over or (settings.over if asked.speedup is None else None),
+                    seed=seed,
+                    logprobs=asked.top_logprobs_asked,
+                    listener=self._listener(index, loop),
+                    lossless=asked.lossless,
+                    max_new_tokens=new_tokens,
+                    **sampling,
+                )
+                self.choices.append(Choice(index, answer, Words(self._tokenizer, stops)))
+
+    def _listener(self, index: int, loop: asyncio.AbstractEventLoop) -> Callable[[Chosen], None]:
+        def listen(chosen: Chosen) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._heard.put_nowait, (index, chosen))
+
+        return listen
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """What comes of the texts, until the last has ended. Raises Failure for one that fails, or takes too long."""
+        try:
+            while any(choice.end is None for choice in self.choices):
+                left = self._until - time.monotonic()
+                try:
+                    index, chosen = await asyncio.wait_for(self._heard.get(), max(0.0, left))
+                except asyncio.TimeoutError as error:
+                    seconds = self._settings.timeout
+                    raise Failure(504, f"the request took more than {seconds:g} s", "timeout") from error
+                choice = self.choices[index]
+                if choice.end is not None:
+                    continue  # it was cancelled behind a stop, and a token more had been chosen
+                if chosen.error is not None:
+                    raise Failure(500, "the text could not be decoded", "failed") from chosen.error
+                if chosen.end == "cancelled":
+                    raise Failure(503, "the server is shutting down", "shutting_down")
+                yield self._part(choice, chosen)
+        finally:
+            self.cancel()
+
+    def _part(self, choice: Choice, chosen: Chosen) -> Part:
+        schedule = choice.answer.schedule
+        layers = schedule.budget(choice.tokens - 1) if choice.tokens else schedule.prompt_budget
+        choice.layers += layers if choice.tokens else 0
+        choice.tokens += 1
+        offset = len(choice.words.text)
+        text = choice.words.add(chosen.token, last=chosen.end is not None)
+        if choice.words.stopped:
+            choice.end = "stop"
+            choice.answer.cancel()
+        elif chosen.end is not None:
+            choice.end = chosen.end
+        if chosen.logprob is not None:
+            choice.logprobs.append(chosen)
+        self._time(choice, chosen)
+        return Part(choice, text, chosen, layers, offset)
+
+    def _time(self, choice: Choice, chosen: Chosen) -> None:
+        now = chosen.at
+        submitted = choice.answer.times.submitted
+        if choice.last is None:
+            self._metrics.first_token.observe(now - submitted)
+        else:
+            self._metrics.between_tokens.observe(now - choice.last)
+        choice.last = now
+        if choice.end is not None:
+            self._metrics.whole.observe(now - submitted)
+
+    def cancel(self) -> None:
+        """End every text that hasn't ended, and free its row."""
+        for choice in self.choices:
+            if choice.end is None:
+                choice.answer.cancel()
+
+    @property
+    def new_tokens(self) -> int:
+        """Of all texts so far."""
+        return sum(choice.tokens for choice in self.choices)
+
+    @property
+    def layers_per_token(self) -> float:
+        """Over the tokens after each text's first."""
+        tokens = sum(max(0, choice.tokens - 1) for choice in self.choices)
+        return sum(choice.layers for choice in self.choices) / tokens if tokens else 0.0

@@ -1,0 +1,64 @@
+"""The process of a server: from a checkpoint to the last answer."""
+
+import logging
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+
+from skipdecode.decode import resolve_schedule
+from skipdecode.engine import Engine
+from skipdecode.errors import ConfigError
+from skipdecode.serve.app import LOG, make_app
+from skipdecode.serve.settings import ServeSettings
+
+
+def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port: int) -> int:
+    """Serve until SIGTERM or Ctrl-C, and answer what was asked before. Returns the exit status.
+
+    Raises ConfigError for an address that can't be had, and a speed that the checkpoint can't have.
+    """
+    schedule = resolve_schedule(engine.model, None, settings.speedup, over=settings.over, weights=engine.weights)
+    app = make_app(engine, tokenizer, settings)
+    listening = _listen(host, port)
+    _log_to_stderr()
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    LOG.info(
+        f"serving {settings.name} at {settings.speedup:g}x ({schedule.max_layers} to {schedule.min_layers} of "
+        f"{schedule.num_layers} layers a token; others by `speedup`) on {address}/v1, a page at {address}/"
+    )
+    if host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
+        LOG.warning("anybody who reaches this address may use it: there is no --api-key")
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(settings.drain),
+        h11_max_incomplete_event_size=2**16,
+    )
+    # uvicorn drains on a signal, and raises it again afterwards: an end that was asked for is no failure.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listening])
+    LOG.info("ended")
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host {host!r} --port {port} can't be had: {reason}") from error
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    LOG.handlers, LOG.propagate = [handler], False
+    LOG.setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").handlers = [handler]
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

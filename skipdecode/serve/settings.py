@@ -1,0 +1,51 @@
+"""What a server is told: addresses, limits and the speed that requests have where they name none."""
+
+import math
+from dataclasses import dataclass
+
+from skipdecode.errors import ConfigError, check_counts
+from skipdecode.schedule import Over
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """A server's settings.
+
+    Args:
+        name: of the model, as requests say it.
+        speedup, over: of requests that name none.
+        new_tokens: of requests that don't say how many.
+        most_new_tokens: that a text may have.
+        most_texts: of a request, over its prompts and `n`.
+        most_bytes: of a request's body.
+        timeout: seconds after which a request is given up.
+        drain: seconds that requests may still take when the server is told to end.
+        api_key: that requests must show; None for none.
+
+    Raises:
+        ConfigError: for numbers out of range.
+    """
+
+    name: str
+    speedup: float = 1.0
+    over: Over | None = None
+    new_tokens: int = 64
+    most_new_tokens: int = 1024
+    most_texts: int = 64
+    most_bytes: int = 2**20
+    timeout: float = 300.0
+    drain: float = 30.0
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ("new_tokens", "most_new_tokens", "most_texts", "most_bytes")
+        check_counts(**{name: getattr(self, name) for name in names})
+        if self.new_tokens > self.most_new_tokens:
+            raise ConfigError(
+                f"new_tokens is {self.new_tokens}: it must be at most most_new_tokens ({self.most_new_tokens})"
+            )
+        for name in ("timeout", "drain"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be a number of seconds above 0")
+        if self.api_key is not None and not self.api_key:
+            raise ConfigError("the API key is empty: name one, or leave it out")

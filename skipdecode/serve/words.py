@@ -1,0 +1,62 @@
+"""Text from tokens as they come, up to what ends it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+
+
+class Words:
+    """The text of one answer, whose tokens come one after another.
+
+    Args:
+        tokenizer: of the model.
+        stops: texts that end the answer, and are no part of it.
+
+    Attributes:
+        text: so far, without what may be the beginning of a stop.
+        stopped: whether a stop has come.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._tokens: list[int] = []
+        # Tokens are decoded behind a few that are known: some tokenizers drop the space before a first word.
+        self._from, self._read = 0, 0
+        self._whole = ""
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int, *, last: bool) -> str:
+        """Take a token. Returns what the text grows by, which may be nothing until more is known."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._from : self._read])
+        after = self._decode(self._tokens[self._from :])
+        if last or not after.endswith(_UNFINISHED):
+            self._whole += after[len(before) :]
+            self._from, self._read = self._read, len(self._tokens)
+        at = min((found for stop in self._stops if (found := self._whole.find(stop)) >= 0), default=None)
+        if at is not None:
+            self.stopped, shown = True, self._whole[:at]
+        else:
+            shown = self._whole[: len(self._whole) - (0 if last else self._held_back())]
+        new = shown[len(self.text) :]
+        self.text = shown
+        return new
+
+    def _held_back(self) -> int:
+        """Characters at the end that a stop may begin with."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        return next(
+            (
+                n
+                for n in range(min(longest, len(self._whole)), 0, -1)
+                if any(stop.startswith(self._whole[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

@@ -1,0 +1,227 @@
+"""An engine's texts are those of each prompt alone, whatever decodes beside it, and afterwards nothing is held."""
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import FAMILIES, SCHEDULES, play
+from hypothesis import given
+from hypothesis import strategies as st
+from lean_cases import fresh, tiny
+from tiny_models import VOCABULARY
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
+from skipdecode.arena import Arena, Span
+from skipdecode.engine import EngineFull
+from skipdecode.prefixes import nested_groups, prefix_lengths
+
+PROMPT = [5, 9, 30, 7]
+FULL = SkipSchedule.full_depth(6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_among_others_are_those_of_their_prompts_alone(name: str) -> None:
+    assert play(name, torch.float64, 60, seed=1) > 0
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3", "bloom", "mistral", "opt-350m"])
+def test_so_are_they_with_the_compiled_kernels_in_float32(name: str) -> None:
+    assert play(name, torch.float32, 40, seed=2) > 0
+
+
+def test_so_are_they_in_waves() -> None:
+    assert play("opt", torch.float64, 40, seed=3, wave_rows=3, wave_seconds=60.0) > 0
+
+
+def test_so_are_they_where_threads_submit_and_a_thread_decodes() -> None:
+    model: Any = tiny("llama")
+    found: dict[int, tuple[int, ...]] = {}
+    with Engine(model, most_rows=4) as engine:
+
+        def ask(number: int) -> None:
+            prompt = [4 + number] * (1 + number % 5)
+            answer = engine.submit(prompt, schedule=SCHEDULES[number % 3], max_new_tokens=8, do_sample=False)
+            tokens = [chosen.token for chosen in answer]
+            assert tuple(tokens) == answer.result(10).tokens
+            found[number] = tuple(tokens)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert engine.drain(10)
+    for number, tokens in found.items():
+        ids = torch.tensor([[4 + number] * (1 + number % 5)])
+        how: Any = {"schedule": SCHEDULES[number % 3], "max_new_tokens": 8, "do_sample": False}
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=skip_generate, **how)
+        assert alone[0, ids.shape[1] :].tolist() == list(tokens)
+    assert len(found) == 20
+
+
+def test_a_text_gives_back_the_columns_of_a_layer_when_it_has_passed_its_cutoff() -> None:
+    schedule = SkipSchedule(6, 4, 2, horizon=4)
+    cutoffs = schedule.cutoffs(9)
+    engine = Engine(tiny("opt"))
+    engine.submit(PROMPT, schedule=schedule, max_new_tokens=10, do_sample=False, eos_token_id=None)
+    for done in range(1, 10):
+        engine.step()
+        held = sum(len(PROMPT) + cutoff for cutoff in cutoffs if cutoff > done) if done < 9 else 0
+        assert engine.state.columns - engine.state.free_columns == held
+
+
+def test_what_fits_later_waits_its_turn_and_what_never_fits_is_refused() -> None:
+    column = 2 * 32 * 4
+    engine = Engine(tiny("opt"), cache_bytes=6 * 30 * column)
+    how: Any = {"schedule": FULL, "do_sample": False, "eos_token_id": None}
+    with pytest.raises(
+        ConfigError, match="needs 258 columns of keys and values over all layers, and the engine has 180"
+    ):
+        engine.submit(PROMPT, max_new_tokens=40, **how)
+    first, second, third = (engine.submit(PROMPT, max_new_tokens=new, **how) for new in (20, 20, 2))
+    for _ in range(19):
+        engine.step()
+        assert (engine.state.running, engine.state.waiting) == ((1, 2) if first.times.last is None else (0, 2))
+    assert engine.drain()
+    assert [len(answer.result(0).tokens) for answer in (first, second, third)] == [20, 20, 2]
+    assert first.times.last < second.times.admitted <= third.times.admitted  # type: ignore[operator]
+
+
+def test_a_wave_waits_for_so_many_or_so_long_while_texts_decode() -> None:
+    how: Any = {"schedule": FULL, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    engine = Engine(tiny("opt"), wave_rows=2, wave_seconds=1e6)
+    engine.submit(PROMPT, **how)
+    engine.step()  # nobody decodes: it is admitted at once
+    engine.submit(PROMPT, **how)
+    engine.step()
+    assert (engine.state.running, engine.state.waiting) == (1, 1)
+    engine.submit(PROMPT, **how)
+    engine.step()
+    assert (engine.state.running, engine.state.waiting) == (3, 0)
+    impatient = Engine(tiny("opt"), wave_rows=2, wave_seconds=0.0)
+    for _ in range(2):
+        impatient.submit(PROMPT, **how)
+        impatient.step()
+    assert impatient.state.running == 2
+
+
+def test_prompts_between_two_steps_are_few() -> None:
+    engine = Engine(tiny("opt"), wave_tokens=8)
+    for _ in range(5):
+        engine.submit(PROMPT, schedule=FULL, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    running = []
+    for _ in range(3):
+        engine.step()
+        running.append(engine.state.running)
+    assert running == [2, 4, 5]
+
+
+def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
+    engine = Engine(tiny("opt"), most_waiting=1)
+    waiting = engine.submit(PROMPT, schedule=FULL)
+    with pytest.raises(EngineFull, match="1 requests wait already"):
+        engine.submit(PROMPT, schedule=FULL)
+    engine.close()
+    assert waiting.result(0).end == "cancelled"
+    with pytest.raises(ConfigError, match="the engine is closed"):
+        engine.submit(PROMPT, schedule=FULL)
+
+
+def test_a_processor_that_fails_ends_its_own_text_alone() -> None:
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if input_ids.shape[1] > len(PROMPT) + 2:
+                raise RuntimeError("of its own")
+            return scores
+
+    engine = Engine(tiny("opt"))
+    how: Any = {"schedule": FULL, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    broken = engine.submit(PROMPT, logits_processor=LogitsProcessorList([Broken()]), **how)
+    whole = engine.submit(PROMPT, **how)
+    assert engine.drain()
+    with pytest.raises(RuntimeError, match="of its own"):
+        broken.result(0)
+    assert len(whole.result(0).tokens) == 6
+    assert engine.state.free_columns == engine.state.columns
+
+
+def test_probabilities_are_the_models_own() -> None:
+    model: Any = fresh("opt").double()
+    engine = Engine(model)
+    how: Any = {"max_new_tokens": 4, "do_sample": True, "temperature": 0.5, "eos_token_id": None}
+    answer = engine.submit(PROMPT, schedule=FULL, seed=3, logprobs=2, **how)
+    assert engine.drain()
+    chosen = list(answer)
+    with torch.no_grad():
+        whole = model(torch.tensor([[*PROMPT, *(each.token for each in chosen)]])).logits[0].float().log_softmax(-1)
+    for n, each in enumerate(chosen):
+        row = whole[len(PROMPT) - 1 + n]
+        assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-5)
+        assert [token for token, _ in each.top] == row.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"lossless": True}, "an engine doesn't draft and verify yet"),
+        ({"speedup": 2}, "doesn't say what schedules it was trained for"),
+        ({"schedule": FULL, "num_beams": 2}, "num_beams is 2"),
+        ({"schedule": FULL, "do_sample": True, "num_return_sequences": 2}, "num_return_sequences is 2"),
+        ({"schedule": FULL, "max_new_tokens": 200}, "positions are needed and the model has 96"),
+        ({"schedule": FULL, "seed": "7"}, "seed is '7'"),
+        ({"schedule": FULL, "logprobs": -1}, "logprobs is -1"),
+        ({"schedule": FULL, "position_ids": torch.zeros(1, 4)}, "position_ids is given"),
+        ({}, "schedule is missing"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(request_: dict[str, Any], message: str) -> None:
+    engine = Engine(tiny("opt"))
+    with pytest.raises(ConfigError, match=message):
+        engine.submit(PROMPT, **request_)
+    for prompt in ([], [VOCABULARY], [-1]):
+        with pytest.raises(ConfigError, match="prompt"):
+            engine.submit(prompt, schedule=FULL)
+    assert engine.state.waiting == 0
+
+
+def test_a_model_whose_steps_cannot_be_lean_is_refused_with_the_reason() -> None:
+    model = fresh("opt")
+    model.register_forward_hook(lambda *_: None)
+    model.model.decoder.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"an engine can't decode with this model: .* has hooks"):
+        Engine(model)
+    with pytest.raises(ConfigError, match="cache_bytes is 10"):
+        Engine(tiny("opt"), cache_bytes=10)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_columns_are_never_held_twice_and_all_come_back(sizes: list[int], draw: random.Random) -> None:
+    arena = Arena(12, 1, 1, torch.float32, torch.device("cpu"))
+    held: list[Span] = []
+    for size in sizes:
+        before = arena.free
+        taken = arena.take([size, 1])
+        if taken is None:
+            assert arena.free == before
+        held += taken or []
+        columns = [column for span in held for column in range(span.start, span.start + span.columns)]
+        assert len(columns) == len(set(columns)) == 12 - arena.free
+        assert not columns or max(columns) < 12
+        while held and draw.random() < 0.4:
+            arena.give(held.pop(draw.randrange(len(held))))
+    for span in held:
+        arena.give(span)
+    assert (arena.free, arena.gaps) == (12, 1)
+
+
+@given(st.lists(st.sets(st.integers(1, 4)).map(lambda layers: (0, *sorted(layers))), min_size=1, max_size=9))
+def test_in_a_group_the_texts_that_run_a_layer_are_the_first_ones(layer_sets: list[tuple[int, ...]]) -> None:
+    groups = nested_groups(layer_sets)
+    assert sorted(text for group in groups for text in group) == list(range(len(layer_sets)))
+    for group in groups:
+        own = [layer_sets[text] for text in group]
+        for layer, count in zip(own[0], prefix_lengths(own), strict=True):
+            assert [layer in layers for layers in own] == [n < count for n in range(len(own))]

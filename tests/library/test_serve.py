@@ -1,0 +1,330 @@
+"""A server process, asked by OpenAI's own client and by clients that are none."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+import torch
+from small_checkpoints import save_checkpoint
+
+import skipdecode
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "a key of the tests"
+PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n", "vehicle: tram\n"]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+NEW = 12
+
+
+class Server(NamedTuple):
+    folder: Path
+    process: "subprocess.Popen[str]"
+    address: str
+    client: openai.OpenAI
+
+    def running(self) -> int:
+        page = httpx.get(f"{self.address}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        return int(sum(float(found) for found in re.findall(r"^skipdecode_(?:running|waiting) (.+)$", page, re.M)))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 6)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    script = ROOT / "tests" / "support" / "slow_server.py"
+    options = ["--speedup", "2", "--port", "0", "--rows", "4", "--queue", "6", "--max-new-tokens", str(NEW)]
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder), *options],
+        env={**os.environ, "SKIPDECODE_API_KEY": KEY},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    while not (found := re.search(r"on (http://127\.0\.0\.1:\d+)/v1", lines[-1] if lines else "")):
+        line = process.stderr.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    address = found[1]
+    while True:
+        try:
+            if httpx.get(f"{address}/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    yield Server(folder, process, address, openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0))
+    process.kill()
+    process.wait()
+
+
+def alone(server: Server, prompt: str, speedup: float, **settings: Any) -> list[int]:
+    """The new tokens of `skip_generate`."""
+    model, tokenizer = skipdecode.load(str(server.folder))
+    inputs = tokenizer([prompt], return_tensors="pt")
+    settings = {"max_new_tokens": NEW, "do_sample": False, **settings}
+    out = model.generate(**inputs, custom_generate=skipdecode.skip_generate, speedup=speedup, **settings)
+    found: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+    return found
+
+
+def text_of(server: Server, tokens: list[int]) -> str:
+    tokenizer: Any = skipdecode.load(str(server.folder))[1]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def test_each_request_of_a_batch_has_a_speed_of_its_own(server: Server) -> None:
+    asked = [(prompt, speedup) for prompt in PROMPTS for speedup in (1, 2, 3)]
+
+    def ask(pair: tuple[str, float]) -> Any:
+        extra = {"speedup": pair[1], "details": True}
+        return server.client.completions.create(model="tiny", prompt=pair[0], extra_body=extra)
+
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(ask, asked))
+    for (prompt, speedup), answer in zip(asked, found, strict=True):
+        tokens = alone(server, prompt, speedup)
+        assert answer.choices[0].text == text_of(server, tokens)
+        assert answer.usage.completion_tokens == len(tokens)
+        assert answer.choices[0].finish_reason == ("length" if len(tokens) == NEW else "stop")
+    assert len({answer.choices[0].text for answer in found[:3]}) > 1  # random weights: speeds say different things
+    layers = [answer.skipdecode["layers_per_token"] for answer in found[:3]]
+    assert layers[0] == 6 > layers[1] > layers[2]
+
+
+def test_without_a_speed_it_is_the_servers_own_and_a_request_may_have_several_prompts(server: Server) -> None:
+    answer = server.client.completions.create(model="tiny", prompt=PROMPTS)
+    assert [c.text for c in answer.choices] == [text_of(server, alone(server, prompt, 2)) for prompt in PROMPTS]
+    tokens = skipdecode.load(str(server.folder))[1](PROMPTS[0])["input_ids"]
+    of_tokens = server.client.completions.create(model="tiny", prompt=tokens)
+    assert of_tokens.choices[0].text == answer.choices[0].text
+    assert server.client.models.list().data[0].id == "tiny"
+
+
+def test_a_stream_gives_the_same_text_and_usage_at_its_end(server: Server) -> None:
+    whole = server.client.completions.create(model="tiny", prompt=PROMPTS[0])
+    stream = server.client.completions.create(
+        model="tiny", prompt=PROMPTS[0], stream=True, stream_options={"include_usage": True}
+    )
+    *parts, last = list(stream)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert len(parts) > 3
+    assert [part.choices[0].finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.usage == whole.usage
+
+
+def test_a_chat_is_its_templates_text(server: Server) -> None:
+    messages: Any = [{"role": "user", "content": "vehicle: tram"}]
+    plain = server.client.completions.create(
+        model="tiny",
+        prompt=skipdecode.load(str(server.folder))[1]("user: vehicle: tram\n", add_special_tokens=False)["input_ids"],
+    )
+    answer = server.client.chat.completions.create(model="tiny", messages=messages)
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    parts = list(server.client.chat.completions.create(model="tiny", messages=messages, stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == plain.choices[0].text
+
+
+def test_a_seed_gives_the_texts_of_skip_generate_behind_it_and_n_of_them_differ(server: Server) -> None:
+    how: Any = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 1.3, "seed": 11, "n": 3}
+    answer = server.client.completions.create(**how)
+    expected = []
+    for n in range(3):
+        torch.manual_seed(11 + n)
+        tokens = alone(server, PROMPTS[1], 2, do_sample=True, temperature=1.3, top_k=0, top_p=1.0)
+        expected.append(text_of(server, tokens))
+    assert [choice.text for choice in answer.choices] == expected
+    assert len(set(expected)) == 3
+    streamed = ["", "", ""]
+    for part in server.client.completions.create(**how, stream=True):
+        streamed[part.choices[0].index] += part.choices[0].text
+    assert streamed == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_before_a_stop(server: Server, stream: bool) -> None:
+    whole = text_of(server, alone(server, PROMPTS[0], 2))
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    answer: Any = server.client.completions.create(model="tiny", prompt=PROMPTS[0], stop=["never", stop], stream=stream)
+    choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_probabilities_come_with_the_tokens(server: Server) -> None:
+    answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0], logprobs=2)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs is not None
+    assert found.top_logprobs is not None
+    tokens = alone(server, PROMPTS[0], 2)
+    assert len(found.token_logprobs) == len(tokens)
+    assert found.token_logprobs == [max(top.values()) for top in found.top_logprobs]  # greedy
+    chat = server.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=3
+    )
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in content)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"model": "other"}, "the model 'other' is not served here"),
+        ({"prompt": ""}, "the prompt is empty|at least one token"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99999]}, "the prompt holds token 99999"),
+        ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
+        ({"max_tokens": 5000}, "this server gives 1024 at most"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"n": 100}, "a request may have 64"),
+        ({"temperature": 9}, "temperature"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"extra_body": {"speedup": 90}}, "reaches at most"),
+        ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
+        ({"extra_body": {"speedup": "fast"}}, "speedup: Input should be a valid number"),
+        ({"extra_body": {"lossless": True}}, "an engine doesn't draft and verify yet"),
+        ({"extra_body": {"sped_up": 3}}, "sped_up: Extra inputs are not permitted"),
+    ],
+)
+def test_what_cannot_be_answered_is_an_error_of_openais_form(
+    server: Server, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.APIStatusError, match=message) as found:
+        server.client.completions.create(**{"model": "tiny", "prompt": PROMPTS[0], **asked})
+    assert isinstance(found.value, openai.NotFoundError if "model" in asked else openai.BadRequestError)
+    assert isinstance(found.value.body, dict)
+    assert {"message", "type", "param", "code"} <= found.value.body.keys()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[" * 100_000, 400),
+        (b"\xff\xfe", 400),
+        (b'"a text"', 400),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', 400),
+        (b'{"model": "tiny", "prompt": "' + b"a" * 2**20 + b'"}', 413),
+    ],
+)
+def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    for content in (body, iter([body])):  # with a length, and in chunks without one
+        answer = httpx.post(f"{server.address}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+    assert httpx.get(f"{server.address}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+
+
+def test_without_the_key_there_are_no_answers(server: Server) -> None:
+    for key in ("wrong", KEY[:-1], KEY + "a", "é"):
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        for path in ("/v1/models", "/metrics", "/v1/completions"):
+            answer = httpx.request("POST" if "comp" in path else "GET", server.address + path, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="other", max_retries=0).models.list()
+
+
+def test_more_than_may_wait_get_429_and_nothing_of_theirs_stays(server: Server) -> None:
+    with pytest.raises(openai.RateLimitError, match="the server is busy") as found:
+        server.client.completions.create(model="tiny", prompt=PROMPTS[0], n=40, temperature=1)
+    assert found.value.response.headers["Retry-After"] == "1"
+    _wait_until_idle(server)
+    server.client.completions.create(model="tiny", prompt=PROMPTS[0], n=4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_rows(server: Server, stream: bool) -> None:
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 100, "n": 3, "stream": stream}
+    body |= {"logit_bias": {"2": -100}}  # no end token
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        if stream:
+            with client.stream("POST", f"{server.address}/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{server.address}/v1/completions", json=body, timeout=0.2)
+    assert _wait_until_idle(server) < 0.6  # the texts would take a second
+
+
+def _wait_until_idle(server: Server) -> float:
+    start = time.monotonic()
+    while server.running():
+        assert time.monotonic() - start < 5
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def test_the_page_asks_for_nothing_of_anybody_else(server: Server) -> None:
+    answer = httpx.get(server.address)
+    assert answer.status_code == 200
+    assert not re.search(r"https?://|src=|@import|url\(", answer.text)
+    assert "default-src 'none'; connect-src 'self'" in answer.headers["Content-Security-Policy"]
+    known = re.search(r'<script type="application/json" id="known">(.*?)</script>', answer.text, re.S)
+    assert known is not None
+    assert json.loads(known[1])["model"] == "tiny"
+
+
+def test_figures_count_what_was_done(server: Server) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def figures() -> dict[str, float]:
+        page = httpx.get(f"{server.address}/metrics", headers=headers).text
+        return {name: float(value) for name, value in re.findall(r"^(\S+) ([-+\d.e]+)$", page, re.M)}
+
+    before = figures()
+    answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0])
+    after = figures()
+    assert answer.usage is not None
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("skipdecode_tokens_total") == answer.usage.completion_tokens
+    assert grown("skipdecode_prompt_tokens_total") == answer.usage.prompt_tokens
+    assert grown("skipdecode_first_token_seconds_count") == 1
+    assert grown("skipdecode_between_tokens_seconds_count") == answer.usage.completion_tokens - 1
+    assert grown('skipdecode_requests_total{path="/v1/completions",status="200"}') == 1
+    assert after["skipdecode_cache_columns"] == after["skipdecode_cache_columns_free"]
+
+
+def test_sigterm_lets_a_stream_end_and_takes_nothing_more(server: Server) -> None:
+    stream = server.client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=60, stream=True, logit_bias={"2": -100}
+    )
+    next(iter(stream))
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.address}/health")
+    parts = list(stream)
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert server.process.wait(10) == 0
+
+
+def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "tiny", 6)
+    code = (
+        "import sys\nsys.modules['fastapi'] = None\nfrom skipdecode.cli import main\n"
+        f"sys.exit(main(['serve', {str(folder)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: serving needs fastapi, which isn't installed: pip install 'skipdecode[serve]'\n"
