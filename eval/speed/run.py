@@ -18,10 +18,11 @@ from configs.shapes import random_model, read_shape
 from eval.console import make_console
 from eval.journal import Journal
 from eval.machine import copy_bytes_per_second, describe_machine, versions
-from eval.speed.peers import CTranslate2, SkipDecode, TimedDecoder, Transformers
+from eval.speed.peers import SkipDecode, TimedDecoder, Transformers
 from eval.speed.profiles import print_profiles
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speeds
 from eval.speed.request import SpeedRequest
+from eval.speed.served import CTranslate2
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
