@@ -13,7 +13,7 @@ from skipdecode.profile import processor
 
 PACKAGES = (
     *("skipdecode", "torch", "transformers", "tokenizers"),
-    *("sacrebleu", "rouge-score", "nltk", "bert-score", "ctranslate2"),
+    *("sacrebleu", "rouge-score", "nltk", "bert-score", "ctranslate2", "llama-cpp-python", "gguf"),
 )
 
 

@@ -10,12 +10,25 @@ from skipdecode.command import run_command
 from skipdecode.projections import Weights
 from skipdecode.schedule import Over
 
+EXAMPLES = """examples:
+  python -m eval.speed --model opt-1.3b --dtype bfloat16 --batch-size 1 8 --output speed.json
+  python -m eval.speed --model llama-1.1b --dtype bfloat16 --weights int8 int4 --peers llama.cpp --output a.json
+  python -m eval.speed --merge a.json b.json c.json --output speed.md"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    if reports := values.pop("merge"):
+        return run_command(lambda: _merge(reports, values["output"]))
     return run_command(lambda: _benchmark(values), left=lambda: "the same command goes on")
+
+
+def _merge(reports: tuple[Path, ...], output: Path) -> None:
+    from eval.speed.merge import merge
+
+    merge(reports, output)
 
 
 def _benchmark(values: dict[str, Any]) -> None:
@@ -30,11 +43,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Time decoding at several target speeds, by the wall clock: each batch size a table, every decoder "
         "taking turns, medians [quartiles]; beside it the peers on the same weights, and the bytes that a step must "
         "read over the bytes per second that a large copy reaches. The report is written after each batch size; a "
-        "benchmark that was cut off goes on when it is started again with the same options.",
-        epilog="example: python -m eval.speed --model opt-1.3b --dtype bfloat16 --batch-size 1 8 --output speed.json",
+        "benchmark that was cut off goes on when it is started again with the same options. Several runs, best at "
+        "different hours, become one table with --merge.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder")
+    several = "reports of the same benchmark: their medians, and the worst of them, into a .md"
+    what.add_argument("--merge", nargs="+", type=Path, metavar="REPORT", help=several)
     add("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     add("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
@@ -49,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--over", choices=get_args(Over), default="decode", help=over)
     kinds = "kinds to time, as in skip_generate; default: what it chooses"
     add("--weights", nargs="+", choices=get_args(Weights), help=kinds)
-    add("--peers", nargs="*", choices=PEERS, default=["transformers"], help="default: transformers")
+    beside = "on the same weights, in turns with ours; default: transformers. CTranslate2 (in float32 or int8) needs "
+    beside += "the extra speed, llama.cpp (Llamas alone, in Q8_0 and Q4_0) the extra llama-cpp"
+    add("--peers", nargs="*", choices=PEERS, default=["transformers"], help=beside)
     add("--repeats", type=int, default=5, metavar="R", help="default: 5")
     predict = "solve for the predicted clock instead of one that is calibrated first"
     add("--predict", action="store_true", help=predict)

@@ -61,6 +61,7 @@ class SpeedRow:
         bandwidth_share: the time in which a copy would move the bytes that this row must read, over decode_seconds.
         cache_bytes, full_depth_cache_bytes: of keys and values held.
         prefill_over_peers: the prefill by each peer over this row's; empty in reports of earlier versions.
+        peer_prefill_seconds: of one batch, medians over repeats; empty in reports of earlier versions.
     """
 
     batch_size: int
@@ -81,6 +82,7 @@ class SpeedRow:
     cache_bytes: int
     full_depth_cache_bytes: int
     prefill_over_peers: dict[str, Ratio] = field(default_factory=dict)
+    peer_prefill_seconds: dict[str, float] = field(default_factory=dict)
 
     def speed(self, over: Over) -> Ratio:
         """Over full depth, of decoding or of the whole."""
@@ -109,16 +111,17 @@ class SpeedReport:
             raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
 
     def to_markdown(self) -> str:
-        """A table for each batch size, and below what they were measured with."""
+        """Tables for each batch size, ours and that of the peers, and below what they were measured with."""
         parts = []
         for batch_size, rows in self._by_batch():
-            parts += [f"Batch {batch_size}:", self._table(rows).to_markdown()]
+            parts += [f"Batch {batch_size}:", *(table.to_markdown() for table in self._tables(rows))]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def to_tables(self) -> list[rich.table.Table]:
         """The same for the terminal."""
         title = f"{self.conditions.model}, {self.conditions.dtype}, batch"
-        return [self._table(rows, f"{title} {batch_size}").to_rich() for batch_size, rows in self._by_batch()]
+        tables = [self._tables(rows, f"{title} {batch_size}") for batch_size, rows in self._by_batch()]
+        return [table.to_rich() for of_batch in tables for table in of_batch]
 
     def notes(self) -> list[str]:
         """Say how the figures were measured, a line each."""
@@ -140,6 +143,24 @@ class SpeedReport:
     def _by_batch(self) -> list[tuple[int, list[SpeedRow]]]:
         sizes = dict.fromkeys(row.batch_size for row in self.rows)
         return [(size, [row for row in self.rows if row.batch_size == size]) for size in sizes]
+
+    def _tables(self, rows: Sequence[SpeedRow], title: str | None = None) -> list[Table]:
+        """Of one batch size: this library's rows, and the peers that took turns with them, if any."""
+        peers = self._peers(rows[0])
+        return [self._table(rows, title), *([peers] if peers.rows else [])]
+
+    def _peers(self, row: SpeedRow) -> Table:
+        tokens = row.batch_size * (self.conditions.new_tokens - 1)
+        rows = [
+            (
+                name,
+                f"{row.peer_prefill_seconds[name]:.3f}" if name in row.peer_prefill_seconds else "",
+                f"{decode:.3f}",
+                f"{tokens / decode:.1f}",
+            )
+            for name, decode in row.peer_decode_seconds.items()
+        ]
+        return Table(("peer, at full depth", "prefill s", "decode s", "tokens/s"), rows, left=1)
 
     def _table(self, rows: Sequence[SpeedRow], title: str | None = None) -> Table:
         kinds = {"decoding over": "over_peers", "prefill over": "prefill_over_peers"}

@@ -10,7 +10,7 @@ from skipdecode.projections import Weights
 from skipdecode.schedule import Over
 
 LARGEST = 1_000_000  # of rows, tokens and repeats
-PEERS = ("transformers", "transformers-static", "ctranslate2")
+PEERS = ("transformers", "transformers-static", "ctranslate2", "llama.cpp")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from eval.speed.peers import SkipDecode, TimedDecoder, Transformers
 from eval.speed.profiles import print_profiles
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speeds
 from eval.speed.request import SpeedRequest
-from eval.speed.served import CTranslate2
+from eval.speed.served import CTranslate2, LlamaCpp
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
@@ -116,7 +116,7 @@ def _conditions(
         calibrated=not request.predict,
         copy_bytes_per_second=bytes_per_second,
         unreachable=list(unreachable),
-        date=datetime.date.today().isoformat(),
+        date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
         command=shlex.join(["python", "-m", "eval.speed", *sys.argv[1:]]),
         machine=describe_machine(model.device),
         versions=versions(),
@@ -156,17 +156,20 @@ def _model(request: SpeedRequest, device: torch.device) -> GenerativeModel:
 def _peers(
     names: Sequence[str], model: GenerativeModel, weights: Sequence[Weights], device: torch.device
 ) -> list[TimedDecoder]:
+    on_cpu = [name for name in names if name in ("ctranslate2", "llama.cpp")]
+    if on_cpu and device.type != "cpu":
+        raise ConfigError(f"--peers {on_cpu[0]} is a peer on CPU: leave it out, or give --device cpu")
     peers: list[TimedDecoder] = []
     if "transformers" in names:
         peers.append(Transformers(model))
     if "transformers-static" in names:
         peers.append(Transformers(model, static=True))
     if "ctranslate2" in names:
-        if device.type != "cpu":
-            raise ConfigError("--peers ctranslate2 is a peer on CPU: leave it out, or give --device cpu")
-        # The nearest to each kind of weights: it has no bfloat16 on CPU.
-        kinds = dict.fromkeys("int8" if kind == "int8" else "float32" for kind in weights)
+        # The nearest to each kind of weights: it has no bfloat16 on CPU, and no 4 bits.
+        kinds = dict.fromkeys("int8" if kind in ("int8", "int4") else "float32" for kind in weights)
         peers += [CTranslate2(model, kind) for kind in kinds]
+    if "llama.cpp" in names:
+        peers += [LlamaCpp(model, quantization) for quantization in ("Q8_0", "Q4_0")]
     return peers
 
 
@@ -280,6 +283,7 @@ def _rows(
                 over_peers={peer.decoder.name: Ratio.of(peer.decode, entry.decode) for peer in peers},
                 prefill_over_peers={peer.decoder.name: Ratio.of(peer.prefill, entry.prefill) for peer in peers},
                 peer_decode_seconds={peer.decoder.name: statistics.median(peer.decode) for peer in peers},
+                peer_prefill_seconds={peer.decoder.name: statistics.median(peer.prefill) for peer in peers},
                 bound_speedup=full_bound / bound,
                 bandwidth_share=bound / decode,
                 cache_bytes=cost.cache_bytes(entry.schedule, request.prompt_length, steps, batch_size),

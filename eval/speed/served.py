@@ -1,23 +1,71 @@
-"""Decoders of other libraries, each in a process of its own: CTranslate2."""
+"""Decoders of other libraries, each in a process of its own: CTranslate2 and llama.cpp."""
 
 import contextlib
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
+from eval.speed.gguf_file import write_gguf
+from eval.speed.llama import GreedyLlama
 from eval.speed.peers import TimedDecoder
 from skipdecode import ConfigError
 
 _SETTLE = 0.3  # seconds after which the threads of a process that is done no longer spin
 
+# Prompts of one length and new tokens -> seconds of prefill, and of decoding.
+Timed: TypeAlias = Callable[[Sequence[list[int]], int], tuple[float, float]]
 
-class CTranslate2(TimedDecoder):
+
+class ServedDecoder(TimedDecoder):
+    """What a process of its own continues.
+
+    In this one its threads, which go on spinning for a while after each turn, would slow down every other decoder,
+    small shapes by two to three times.
+    """
+
+    def __init__(self, name: str, load: Callable[..., Timed], *arguments: Any) -> None:
+        """Start the process, and wait until it has loaded the model. Raises ConfigError where it can't.
+
+        Args:
+            name: of the decoder.
+            load: a function of a module, called in that process.
+            arguments: for it.
+        """
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, load, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self._connection.recv()
+        except EOFError as error:
+            raise ConfigError(f"{name} stopped as it loaded the model: see what it printed above") from error
+
+    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        self._connection.send((ids.tolist(), new_tokens))
+        prefill, decode = self._connection.recv()
+        time.sleep(_SETTLE)
+        return prefill, decode
+
+
+def _serve(connection: Connection, load: Callable[..., Timed], arguments: tuple[Any, ...]) -> None:
+    """Time what comes down the connection, (prompts, new tokens), until it is closed."""
+    timed = load(*arguments)
+    connection.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(timed(*connection.recv()))
+
+
+class CTranslate2(ServedDecoder):
     """The same weights in CTranslate2, on CPU.
 
     Raises ConfigError where it isn't installed, or has no converter for the model.
@@ -28,7 +76,6 @@ class CTranslate2(TimedDecoder):
             import ctranslate2
         except ImportError as error:
             raise ConfigError("ctranslate2 is not installed: pip install 'skipdecode[speed]'") from error
-        self.name = f"CTranslate2 {compute_type}"
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "model"), str(Path(folder, "converted"))
             model.save_pretrained(source)
@@ -38,28 +85,11 @@ class CTranslate2(TimedDecoder):
                 converter.convert(target, quantization=compute_type)
             except (ValueError, NotImplementedError, AttributeError) as error:
                 raise ConfigError(f"CTranslate2 can't convert {model.config.model_type}: {error}") from error
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            request = (target, compute_type, torch.get_num_threads(), theirs)
-            # In a process of its own: its threads go on spinning for a while after each turn, and in this one they
-            # slow down every other decoder, small shapes by two to three times.
-            self._process = context.Process(target=_serve_ctranslate2, args=request, daemon=True)
-            self._process.start()
-            theirs.close()
-            try:
-                self._connection.recv()  # once it has read the files, which are about to go
-            except EOFError as error:
-                raise ConfigError("CTranslate2 stopped as it loaded the model: see what it printed above") from error
-
-    def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-        self._connection.send((ids.tolist(), new_tokens))
-        prefill, whole = self._connection.recv()
-        time.sleep(_SETTLE)
-        return prefill, whole - prefill
+            arguments = (target, compute_type, torch.get_num_threads())
+            super().__init__(f"CTranslate2 {compute_type}", _load_ctranslate2, *arguments)
 
 
-def _serve_ctranslate2(folder: str, compute_type: str, threads: int, connection: Connection) -> None:
-    """Time what comes down the connection, (prompts, new tokens), until it is closed: (prefill, whole) in seconds."""
+def _load_ctranslate2(folder: str, compute_type: str, threads: int) -> Timed:
     import ctranslate2
 
     generator = ctranslate2.Generator(folder, "cpu", compute_type=compute_type, intra_threads=threads)
@@ -79,12 +109,12 @@ def _serve_ctranslate2(folder: str, compute_type: str, threads: int, connection:
         assert lengths == {new_tokens}, f"CTranslate2 gave {lengths} tokens instead of {new_tokens}"
         return elapsed
 
-    connection.send("ready")
-    with contextlib.suppress(EOFError):
-        while True:
-            ids, new_tokens = connection.recv()
-            prompts = [[f"t{token}" for token in row] for row in ids]
-            connection.send((seconds(prompts, 1), seconds(prompts, new_tokens)))
+    def timed(ids: Sequence[list[int]], new_tokens: int) -> tuple[float, float]:
+        prompts = [[f"t{token}" for token in row] for row in ids]
+        prefill = seconds(prompts, 1)
+        return prefill, seconds(prompts, new_tokens) - prefill
+
+    return timed
 
 
 def _numbered_tokenizer(size: int) -> Any:
@@ -97,3 +127,34 @@ def _numbered_tokenizer(size: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="t3", bos_token="t2", eos_token="t2", pad_token="t1"
     )
+
+
+class LlamaCpp(ServedDecoder):
+    """The same weights in llama.cpp, on CPU, quantised as `Q8_0` or `Q4_0`: 32 inputs share a scale.
+
+    Raises ConfigError where it isn't installed, or where the model is none that it can be given.
+    """
+
+    def __init__(self, model: PreTrainedModel, quantization: str) -> None:
+        if model.config.model_type != "llama":
+            raise ConfigError(f"llama.cpp is a peer of Llama models alone, and this one is {model.config.model_type}")
+        try:
+            import gguf  # noqa: F401
+            import llama_cpp  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("llama.cpp is not installed: pip install 'skipdecode[llama-cpp]'") from error
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.gguf")
+            write_gguf(model, path, quantization)
+            super().__init__(f"llama.cpp {quantization}", _load_llama_cpp, path, torch.get_num_threads())
+
+
+def _load_llama_cpp(path: Path, threads: int) -> Timed:
+    llama = GreedyLlama(path, threads)
+
+    def timed(ids: Sequence[list[int]], new_tokens: int) -> tuple[float, float]:
+        continued = llama.run(ids, new_tokens)
+        return continued.prefill_seconds, continued.decode_seconds
+
+    return timed

@@ -1,6 +1,7 @@
 """The speed benchmark, run as a user would on a tiny shape."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
         ({"--output": "speed.txt"}, "name a .json file"),
         ({"--device": "cuda:9"}, "--device is 'cuda:9', which can't be used"),
         ({"--device": "gpu"}, "--device is 'gpu', which can't be used"),
+        ({"--peers": "llama.cpp"}, "llama.cpp is a peer of Llama models alone, and this one is opt"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
@@ -153,6 +155,59 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert message in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+def test_a_peer_that_is_not_installed_names_its_extra(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it weren't, where it is
+    shape = tmp_path / "llama.yaml"
+    shape.write_text("model_type: llama\nhidden_size: 32\nnum_attention_heads: 4\nnum_hidden_layers: 2\n")
+    assert main(arguments(str(shape), tmp_path / "speed.json", **{"--peers": "llama.cpp"})) == 2
+    assert "pip install 'skipdecode[llama-cpp]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["llama.yaml"]
+
+
+def test_several_runs_become_medians_and_the_worst(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    seconds = {"transformers": 8.0, "skipdecode 1x, model weights": 4.0, "skipdecode 2x, model weights": 2.0}
+    slower = 1.0
+
+    def run(self: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        return seconds[self.name] * slower / 4, seconds[self.name] * (1.0 if "2x" in self.name else slower)
+
+    monkeypatch.setattr(Transformers, "run", run)
+    words = {"--speedup": "2", "--batch-size": "1", "--weights": "model"}
+    reports = [tmp_path / f"{slower}.json" for slower in (1.0, 0.5, 0.75)]
+    for report in reports:
+        slower = float(report.stem)
+        assert main([*arguments(shape, report, **words), "--predict"]) == 0
+    merged = tmp_path / "merged.md"
+    assert main(["--merge", *map(str, reports), "--output", str(merged)]) == 0
+    cells = [line.strip("| ").split(" | ") for line in merged.read_text().splitlines() if line.startswith("| ")]
+    own = [dict(zip(cells[0], row, strict=True)) for row in cells[2:4]]
+    assert [row["runs"] for row in own] == ["3", "3"]
+    assert [row["prefill s"] for row in own] == ["0.750 (1.000)", "0.375 (0.500)"]
+    assert [row["tokens/s"] for row in own] == ["2.3 (1.8)", "3.5 (3.5)"]
+    assert [row["decoding (asked)"] for row in own] == ["1.00x (1.00x)", "1.50x (1.00x)"]
+    assert [row["decoding over transformers"] for row in own] == ["2.00x (2.00x)", "3.00x (2.00x)"]
+    assert cells[-1] == ["transformers", "3", "1.500 (2.000)", "1.2 (0.9)"]
+    assert main(["--merge", *map(str, reports), "--output", str(merged)]) == 2
+    assert "merged.md is there already" in capsys.readouterr().err
+
+
+def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path, capsys: Any) -> None:
+    reports = [tmp_path / f"{length}.json" for length in (6, 7)]
+    for report in reports:
+        words = {"--speedup": "1", "--batch-size": "1", "--peers": "", "--prompt-length": report.stem}
+        assert main([*arguments(shape, report, **words), "--predict"]) == 0
+    for others, message in (([reports[1]], "prompt_length is 7 in"), ([tmp_path / "none.json"], "is no report")):
+        assert main(["--merge", str(reports[0]), *map(str, others), "--output", str(tmp_path / "merged.md")]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["--merge", str(reports[0]), "--output", str(tmp_path / "merged.json")]) == 2
+    assert "name a .md file" in capsys.readouterr().err
+    assert not (tmp_path / "merged.md").exists()
 
 
 def test_a_result_is_never_overwritten(shape: str, tmp_path: Path, capsys: Any) -> None:

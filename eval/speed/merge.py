@@ -1,0 +1,148 @@
+"""Several runs of one benchmark, at different hours: medians, and the lowest."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from eval.console import make_console
+from eval.output import check_new_files
+from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
+from eval.speed.report import SpeedReport, SpeedRow
+from eval.tables import Column, Table
+from skipdecode.errors import ConfigError
+from skipdecode.files import write_whole
+from skipdecode.schedule import Over
+
+_ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over")
+_MACHINE = ("processor", "cores", "threads")
+
+Value = TypeVar("Value")
+
+
+def merge(paths: Sequence[Path], output: Path) -> None:
+    """Write the table of several reports as Markdown, and print it.
+
+    Raises ConfigError for files that are no reports, and for reports of different benchmarks or machines.
+    """
+    if output.suffix != ".md":
+        raise ConfigError(f"--output {output}: name a .md file for what --merge gives")
+    check_new_files("--output", output)
+    merged = MergedReport(tuple(SpeedReport.load(path) for path in paths))
+    merged.check(paths)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, merged.to_markdown())
+    console = make_console(width=200)
+    for table in merged.tables():
+        console.print(table.to_rich())
+    for line in merged.notes():
+        console.print(line, style="dim")
+
+
+@dataclass(frozen=True)
+class MergedReport:
+    """Reports of runs of the same benchmark on the same machine."""
+
+    runs: tuple[SpeedReport, ...]
+
+    def check(self, names: Sequence[Path]) -> None:
+        """Raises ConfigError where a run differs from the first in what its figures depend on."""
+        known = [{**asdict(run.conditions), **run.conditions.machine} for run in self.runs]
+        for name, values in zip(names, known, strict=True):
+            for key in (*_ALIKE, *_MACHINE):
+                if values[key] != known[0][key]:
+                    raise ConfigError(
+                        f"--merge is for runs of one benchmark: {key} is {values[key]} in {name}, and {known[0][key]} "
+                        f"in {names[0]}"
+                    )
+
+    def tables(self) -> list[Table]:
+        """For each batch size one of this library's rows, and one of the peers where there are any."""
+        found: list[Table] = []
+        for size in _ordered(row.batch_size for run in self.runs for row in run.rows):
+            of_size = [row for run in self.runs for row in run.rows if row.batch_size == size]
+            title = f"{self.runs[0].conditions.model}, {self.runs[0].conditions.dtype}, batch {size}"
+            found.append(self._own(of_size, title))
+            if peers := self._peers(of_size):
+                found.append(Table(("peer, at full depth", "runs", "prefill s", "tokens/s"), peers, left=1))
+        return found
+
+    def to_markdown(self) -> str:
+        """The tables, and below what they were measured with."""
+        parts = []
+        for table in self.tables():
+            parts += [*([f"{table.title}:"] if table.title else []), table.to_markdown()]
+        return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
+
+    def notes(self) -> list[str]:
+        """Say how the figures were measured, a line each."""
+        first = self.runs[0].conditions
+        copies = _of((run.conditions.copy_bytes_per_second / 1e9 for run in self.runs), "{:.1f}", min)
+        return [
+            f"{first.parameters / 1e6:,.0f} M parameters, {first.dtype} on {first.machine['processor']} "
+            f"({first.machine['threads']} threads), prompt {first.prompt_length}, {first.new_tokens} new tokens; runs "
+            f"of {', '.join(run.conditions.date for run in self.runs)}.",
+            f"Asked is the speed of {SPEEDS_IN_FULL[first.over]}. Medians of the runs (their worst); a run's figure is "
+            "the median of its repeats. Of copy: the time of the bytes that decoding must read at the speed of a "
+            f"large copy, {copies} GB/s, over the row's.",
+            *_ordered(f"Command: `{run.conditions.command}`" for run in self.runs),
+        ]
+
+    def _own(self, rows: Sequence[SpeedRow], title: str) -> Table:
+        groups = [
+            [row for row in rows if (row.weights, row.speedup_target) == key]
+            for key in _ordered((row.weights, row.speedup_target) for row in rows)
+        ]
+        columns: list[Column[list[SpeedRow]]] = [
+            ("weights", lambda g: g[0].weights),
+            ("asked", lambda g: f"{g[0].speedup_target:g}x"),
+            ("runs", lambda g: str(len(g))),
+            ("layers", lambda g: f"{statistics.median(row.mean_layers for row in g):.2f}"),
+            ("prefill s", lambda g: _of((row.prefill_seconds for row in g), "{:.3f}", max)),
+            ("tokens/s", lambda g: _of((row.tokens_per_second for row in g), "{:.1f}", min)),
+        ]
+        for over, header in zip(SPEEDS, speed_headers(self.runs[0].conditions.over), strict=True):
+            columns.append((header, _speed(over)))
+        for part, field in (("decoding", "over_peers"), ("prefill", "prefill_over_peers")):
+            for name in _ordered(name for row in rows for name in getattr(row, field)):
+                columns.append((f"{part} over {name}", _over_peer(field, name)))
+        columns.append(("of copy", lambda g: _of((row.bandwidth_share for row in g), "{:.2f}", min)))
+        return Table.of(groups, columns, title)
+
+    def _peers(self, rows: Sequence[SpeedRow]) -> list[tuple[str, str, str, str]]:
+        """Cells of each peer: it took one set of turns in each run, which all of its rows have."""
+        firsts = [beside[0] for run in self.runs if (beside := [row for row in rows if row in run.rows])]
+        steps = self.runs[0].conditions.new_tokens - 1
+        found = []
+        for name in _ordered(name for row in firsts for name in row.peer_decode_seconds):
+            decodes = [
+                row.batch_size * steps / row.peer_decode_seconds[name] for row in firsts if name in row.over_peers
+            ]
+            prefills = [row.peer_prefill_seconds[name] for row in firsts if name in row.peer_prefill_seconds]
+            found.append((name, str(len(decodes)), _of(prefills, "{:.3f}", max), _of(decodes, "{:.1f}", min)))
+        return found
+
+
+def _of(values: Iterable[float], form: str, worst: Callable[[Sequence[float]], float]) -> str:
+    """Such as `2.53 (1.90)`: the median, and the worst of several."""
+    found = list(values)
+    if not found:
+        return ""
+    median = form.format(statistics.median(found))
+    return f"{median} ({form.format(worst(found))})" if len(found) > 1 else median
+
+
+def _speed(over: Over) -> Callable[[list[SpeedRow]], str]:
+    return lambda rows: _of((row.speed(over).median for row in rows), "{:.2f}x", min)
+
+
+def _over_peer(field: str, name: str) -> Callable[[list[SpeedRow]], str]:
+    return lambda rows: _of(
+        (getattr(row, field)[name].median for row in rows if name in getattr(row, field)), "{:.2f}x", min
+    )
+
+
+def _ordered(values: Iterable[Value]) -> list[Value]:
+    """Each once, in the order of their first."""
+    return list(dict.fromkeys(values))
