@@ -10,6 +10,13 @@ from skipdecode.command import run_command
 from skipdecode.projections import Weights
 from skipdecode.schedule import Over
 
+DESCRIPTION = """Time decoding at several target speeds, by the wall clock: each batch size a table,
+every decoder taking turns, medians [quartiles]; beside it the peers on the same weights,
+and the bytes that a step must read over the bytes per second that a large copy reaches.
+
+The report is written after each batch size; a benchmark that was cut off goes on when it
+is started again with the same options. Several runs, best at different hours, become one
+table with --merge."""
 EXAMPLES = """examples:
   python -m eval.speed --model opt-1.3b --dtype bfloat16 --batch-size 1 8 --output speed.json
   python -m eval.speed --model llama-1.1b --dtype bfloat16 --weights int8 int4 --peers llama.cpp --output a.json
@@ -40,11 +47,7 @@ def _benchmark(values: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval.speed",
-        description="Time decoding at several target speeds, by the wall clock: each batch size a table, every decoder "
-        "taking turns, medians [quartiles]; beside it the peers on the same weights, and the bytes that a step must "
-        "read over the bytes per second that a large copy reaches. The report is written after each batch size; a "
-        "benchmark that was cut off goes on when it is started again with the same options. Several runs, best at "
-        "different hours, become one table with --merge.",
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EXAMPLES,
     )

@@ -1,6 +1,7 @@
 """Decoders of other libraries, each in a process of its own: CTranslate2 and llama.cpp."""
 
 import contextlib
+import importlib.util
 import multiprocessing
 import tempfile
 import time
@@ -27,7 +28,7 @@ class ServedDecoder(TimedDecoder):
     """What a process of its own continues.
 
     In this one its threads, which go on spinning for a while after each turn, would slow down every other decoder,
-    small shapes by two to three times.
+    small shapes by two to three times. Its library stays out of this one too.
     """
 
     def __init__(self, name: str, load: Callable[..., Timed], *arguments: Any) -> None:
@@ -45,9 +46,11 @@ class ServedDecoder(TimedDecoder):
         self._process.start()
         theirs.close()
         try:
-            self._connection.recv()
+            refused = self._connection.recv()
         except EOFError as error:
             raise ConfigError(f"{name} stopped as it loaded the model: see what it printed above") from error
+        if refused is not None:
+            raise ConfigError(refused)
 
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
         self._connection.send((ids.tolist(), new_tokens))
@@ -58,8 +61,12 @@ class ServedDecoder(TimedDecoder):
 
 def _serve(connection: Connection, load: Callable[..., Timed], arguments: tuple[Any, ...]) -> None:
     """Time what comes down the connection, (prompts, new tokens), until it is closed."""
-    timed = load(*arguments)
-    connection.send("ready")
+    try:
+        timed = load(*arguments)
+    except ConfigError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
     with contextlib.suppress(EOFError):
         while True:
             connection.send(timed(*connection.recv()))
@@ -72,27 +79,23 @@ class CTranslate2(ServedDecoder):
     """
 
     def __init__(self, model: PreTrainedModel, compute_type: str) -> None:
-        try:
-            import ctranslate2
-        except ImportError as error:
-            raise ConfigError("ctranslate2 is not installed: pip install 'skipdecode[speed]'") from error
+        _check_installed("speed", "ctranslate2")
         with tempfile.TemporaryDirectory() as folder:
-            source, target = Path(folder, "model"), str(Path(folder, "converted"))
-            model.save_pretrained(source)
-            _numbered_tokenizer(model.config.vocab_size).save_pretrained(source)
-            try:
-                converter = ctranslate2.converters.TransformersConverter(str(source))
-                converter.convert(target, quantization=compute_type)
-            except (ValueError, NotImplementedError, AttributeError) as error:
-                raise ConfigError(f"CTranslate2 can't convert {model.config.model_type}: {error}") from error
-            arguments = (target, compute_type, torch.get_num_threads())
+            model.save_pretrained(folder)
+            _numbered_tokenizer(model.config.vocab_size).save_pretrained(folder)
+            arguments = (folder, compute_type, torch.get_num_threads())
             super().__init__(f"CTranslate2 {compute_type}", _load_ctranslate2, *arguments)
 
 
 def _load_ctranslate2(folder: str, compute_type: str, threads: int) -> Timed:
     import ctranslate2
 
-    generator = ctranslate2.Generator(folder, "cpu", compute_type=compute_type, intra_threads=threads)
+    converted = str(Path(folder, "converted"))
+    try:
+        ctranslate2.converters.TransformersConverter(folder).convert(converted, quantization=compute_type)
+    except (ValueError, NotImplementedError, AttributeError) as error:
+        raise ConfigError(f"CTranslate2 can't convert this model: {error}") from error
+    generator = ctranslate2.Generator(converted, "cpu", compute_type=compute_type, intra_threads=threads)
 
     def seconds(prompts: list[list[str]], new_tokens: int) -> float:
         start = time.perf_counter()
@@ -138,16 +141,18 @@ class LlamaCpp(ServedDecoder):
     def __init__(self, model: PreTrainedModel, quantization: str) -> None:
         if model.config.model_type != "llama":
             raise ConfigError(f"llama.cpp is a peer of Llama models alone, and this one is {model.config.model_type}")
-        try:
-            import gguf  # noqa: F401
-            import llama_cpp  # noqa: F401
-        except ImportError as error:
-            raise ConfigError("llama.cpp is not installed: pip install 'skipdecode[llama-cpp]'") from error
-
+        _check_installed("llama-cpp", "llama_cpp", "gguf")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.gguf")
             write_gguf(model, path, quantization)
             super().__init__(f"llama.cpp {quantization}", _load_llama_cpp, path, torch.get_num_threads())
+
+
+def _check_installed(extra: str, *packages: str) -> None:
+    """Raises ConfigError for a package that isn't there. None is imported: their libraries stay out of this process."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not installed: pip install 'skipdecode[{extra}]'")
 
 
 def _load_llama_cpp(path: Path, threads: int) -> Timed:

@@ -1,7 +1,7 @@
 """The speed benchmark, run as a user would on a tiny shape."""
 
+import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,23 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 def test_a_peer_that_is_not_installed_names_its_extra(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it weren't, where it is
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else found(name))
     shape = tmp_path / "llama.yaml"
     shape.write_text("model_type: llama\nhidden_size: 32\nnum_attention_heads: 4\nnum_hidden_layers: 2\n")
     assert main(arguments(str(shape), tmp_path / "speed.json", **{"--peers": "llama.cpp"})) == 2
     assert "pip install 'skipdecode[llama-cpp]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["llama.yaml"]
+
+
+def test_a_model_that_a_peer_can_not_convert_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    shape = tmp_path / "olmo.yaml"
+    shape.write_text(
+        "model_type: olmo\nhidden_size: 32\nnum_attention_heads: 4\nnum_hidden_layers: 2\nvocab_size: 96\n"
+    )
+    assert main(arguments(str(shape), tmp_path / "speed.json", **{"--peers": "ctranslate2"})) == 2
+    assert "CTranslate2 can't convert this model: No conversion is registered" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["olmo.yaml"]
 
 
 def test_several_runs_become_medians_and_the_worst(
