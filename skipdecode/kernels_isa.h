@@ -374,17 +374,17 @@ static inline void all_dots(const W *w, int64_t stride, const X *x, int n, int c
 
 // Sums [16] of products of unsigned bytes [16][4] with the same four signed ones.
 #if defined(DOT_INT8)
-struct Sums { __m512i v; };
-static inline Sums start(int32_t x) { return {_mm512_set1_epi32(x)}; }
+typedef __m512i Sums;  // in a struct, more of them than 12 aren't kept in registers
+static inline Sums start(int32_t x) { return _mm512_set1_epi32(x); }
 static inline __m512i bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline __m512i low_nibbles(__m512i b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 static inline __m512i high_nibbles(__m512i b) { return low_nibbles(_mm512_srli_epi16(b, 4)); }
 template <int KIND> static inline void add(Sums &s, __m512i w, const int8_t *x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
-  s.v = _mm512_dpbusd_epi32(s.v, w, _mm512_set1_epi32(four));
+  s = _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(four));
 }
-static inline void floats(const Sums &s, float *out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(s.v)); }
+static inline void floats(const Sums &s, float *out) { _mm512_storeu_ps(out, _mm512_cvtepi32_ps(s)); }
 #elif defined(MADD_INT8)
 struct Bytes { __m256i a, b; };
 struct Sums { __m256i a, b; };
@@ -843,7 +843,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
-    } else if (two && (LANES == 16 ? beside(linear, rows) == 1 : rows < 4)) {
+    } else if (two && (LANES == 16 ? linear.kind != INT4 || rows < 4 : rows < 4)) {
       block_unit<2>(linear, x, inputs, rows, first, to);
     } else {
       block_unit<1>(linear, x, inputs, rows, first, to);
