@@ -264,11 +264,21 @@ class Engine:
         self._leave()
 
     def _run(self) -> None:
-        while not self._closing:
-            if not self.step():
-                with self._changed:
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._waiting or self._closing, 0.1)
+        try:
+            while not self._closing:
+                if not self.step():
+                    with self._changed:
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: self._waiting or self._closing, 0.1)
+        except BaseException as error:  # a fault of the engine's own: nobody is to wait for it
+            with self._changed:
+                self._closing = True
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            self._fail(list(self._rows), error)
+            for text in waiting:
+                text.answer.add(Chosen(-1, end="failed", error=error))
+            raise
 
     # ---- steps
 
@@ -316,7 +326,7 @@ class Engine:
         self._slots.append(row.slot)
         self._counts["requests"] += 1
 
-    def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
+    def _fail(self, rows: Sequence[_Row], error: BaseException) -> None:
         for row in [row for row in rows if row in self._rows]:
             self._drop(row)
             row.text.answer.add(Chosen(-1, end="failed", error=error))
