@@ -91,9 +91,9 @@ class Engine:
         most_waiting: requests that wait at most.
         cache_bytes: of keys and values; by default enough for `most_rows` of the longest texts at full depth, and a
             quarter of the free memory at most.
-        wave_rows, wave_seconds: while texts decode, others are admitted when so many wait, or the first has waited so
-            long. Texts of one age run few layers together in their later steps, as the weights of a layer are read
-            for the deepest text.
+        wave_rows: while texts decode, others are admitted when so many wait. Texts of one age run few layers together
+            in their later steps, as the weights of a layer are read for the deepest text.
+        wave_seconds: or when the first has waited so long.
         wave_tokens: of prompts that run between two steps, at most, unless a single one has more.
         weights: as in `skip_generate`.
 
@@ -174,7 +174,9 @@ class Engine:
 
         Args:
             prompt: token ids.
-            schedule, speedup, over: as in `skip_generate`; the schedule is that of the prompt alone.
+            schedule: as in `skip_generate`.
+            speedup: likewise; it is solved for the prompt alone.
+            over: likewise.
             seed: of sampling. Without one, samples are drawn from torch's own generator.
             logprobs: how many of the likeliest tokens to give with each token.
             listener: as of `Answer`.
@@ -264,11 +266,21 @@ class Engine:
         self._leave()
 
     def _run(self) -> None:
-        while not self._closing:
-            if not self.step():
-                with self._changed:
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._waiting or self._closing, 0.1)
+        try:
+            while not self._closing:
+                if not self.step():
+                    with self._changed:
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: self._waiting or self._closing, 0.1)
+        except BaseException as error:  # a fault of the engine's own: nobody is to wait for it
+            with self._changed:
+                self._closing = True
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            self._fail(list(self._rows), error)
+            for text in waiting:
+                text.answer.add(Chosen(-1, end="failed", error=error))
+            raise
 
     # ---- steps
 
@@ -316,7 +328,7 @@ class Engine:
         self._slots.append(row.slot)
         self._counts["requests"] += 1
 
-    def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
+    def _fail(self, rows: Sequence[_Row], error: BaseException) -> None:
         for row in [row for row in rows if row in self._rows]:
             self._drop(row)
             row.text.answer.add(Chosen(-1, end="failed", error=error))

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,38 @@ class Part:
     offset: int
 
 
+class Inbox:
+    """Tokens on their way from the engine's thread to a task of the loop, which is woken once for all that lie there.
+
+    Args:
+        each: whether each token matters when it comes, and not only the last of a text.
+        seconds: after which no more is waited for.
+    """
+
+    def __init__(self, *, each: bool, seconds: float) -> None:
+        self._each = each
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + seconds
+        self._lying: deque[tuple[int, Chosen]] = deque()
+        self._woken = asyncio.Event()
+        self._waking = False
+
+    def put(self, index: int, chosen: Chosen) -> None:
+        """Lay down a token of a text: the engine's thread."""
+        self._lying.append((index, chosen))
+        if not self._waking and (self._each or chosen.end is not None):
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._woken.set)
+
+    async def take(self) -> list[tuple[int, Chosen]]:
+        """Wait for tokens, and take all there are. Raises TimeoutError where none came in time."""
+        await asyncio.wait_for(self._woken.wait(), max(0.0, self._until - self._loop.time()))
+        self._woken.clear()
+        self._waking = False  # what is laid down from now on wakes anew
+        return [self._lying.popleft() for _ in range(len(self._lying))]
+
+
 class Job:
     """The texts of one request.
 
@@ -75,8 +108,8 @@ class Job:
         self.speedup = settings.speedup if asked.speedup is None else asked.speedup
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
-        self._heard: asyncio.Queue[tuple[int, Chosen]] = asyncio.Queue()
-        self._until = time.monotonic() + settings.timeout
+        each = asked.stream or bool(asked.stop)
+        self._inbox = Inbox(each=each, seconds=settings.timeout)
 
     async def start(self) -> None:
         """Hand all texts to the engine, or none. Raises ConfigError and Failure where that can't be."""
@@ -89,7 +122,7 @@ class Job:
         self.prompt_tokens = sum(map(len, prompts))
         try:
             # In a thread: what `generate` prepares takes a millisecond or more, and others' tokens are to go out.
-            await asyncio.to_thread(self._submit, prompts, asyncio.get_running_loop())
+            await asyncio.to_thread(self._submit, prompts)
         except EngineFull as error:
             self.cancel()
             raise Failure(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
@@ -121,7 +154,7 @@ class Job:
             raise Failure(400, f"the chat template refuses these messages: {error}", param="messages") from error
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _submit(self, prompts: Sequence[list[int]], loop: asyncio.AbstractEventLoop) -> None:
+    def _submit(self, prompts: Sequence[list[int]]) -> None:
         asked, settings = self.asked, self._settings
         new_tokens = asked.new_tokens or settings.new_tokens
         if new_tokens > settings.most_new_tokens:
@@ -141,38 +174,31 @@ class Job:
                     over=asked.over or (settings.over if asked.speedup is None else None),
                     seed=seed,
                     logprobs=asked.top_logprobs_asked,
-                    listener=self._listener(index, loop),
+                    listener=functools.partial(self._inbox.put, index),
                     lossless=asked.lossless,
                     max_new_tokens=new_tokens,
                     **sampling,
                 )
                 self.choices.append(Choice(index, answer, Words(self._tokenizer, stops)))
 
-    def _listener(self, index: int, loop: asyncio.AbstractEventLoop) -> Callable[[Chosen], None]:
-        def listen(chosen: Chosen) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(self._heard.put_nowait, (index, chosen))
-
-        return listen
-
     async def parts(self) -> AsyncIterator[Part]:
         """What comes of the texts, until the last has ended. Raises Failure for one that fails, or takes too long."""
         try:
             while any(choice.end is None for choice in self.choices):
-                left = self._until - time.monotonic()
                 try:
-                    index, chosen = await asyncio.wait_for(self._heard.get(), max(0.0, left))
+                    heard = await self._inbox.take()
                 except asyncio.TimeoutError as error:
                     seconds = self._settings.timeout
                     raise Failure(504, f"the request took more than {seconds:g} s", "timeout") from error
-                choice = self.choices[index]
-                if choice.end is not None:
-                    continue  # it was cancelled behind a stop, and a token more had been chosen
-                if chosen.error is not None:
-                    raise Failure(500, "the text could not be decoded", "failed") from chosen.error
-                if chosen.end == "cancelled":
-                    raise Failure(503, "the server is shutting down", "shutting_down")
-                yield self._part(choice, chosen)
+                for index, chosen in heard:
+                    choice = self.choices[index]
+                    if choice.end is not None:
+                        continue  # it was cancelled behind a stop, and a token more had been chosen
+                    if chosen.error is not None:
+                        raise Failure(500, "the text could not be decoded", "failed") from chosen.error
+                    if chosen.end == "cancelled":
+                        raise Failure(503, "the server is shutting down", "shutting_down")
+                    yield self._part(choice, chosen)
         finally:
             self.cancel()
 
