@@ -35,7 +35,7 @@ def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
         r"rows +60",
         r"effective batch size +8 rows",
         r"steps +3",
-        r"schedule +target 4x: \d to 1 of 8 layers over \d+ tokens, 8 for prompts, predicted 4\.\d+x",
+        r"schedule +target 4x: (\d) to 1 of 8 layers over \d+ tokens, \1 for prompts, predicted 4\.\d+x",
         r"widest batch +\d+ columns of prompts, \d+ of completions",
         r"memory, estimated +0\.\d\d GiB",
         r"  weights +0\.00 GiB",

@@ -279,7 +279,9 @@ def first_outputs(recipe: Recipe) -> tuple[Any, torch.Tensor, torch.Tensor, torc
     prompt_columns, labels = batch.pop("prompt_columns"), batch.pop("labels")
     full = model(**batch).logits.log_softmax(-1)
     texts = {"prompt_lengths": map(len, rows["prompt_ids"]), "lengths": map(len, rows["completion_ids"])}
-    schedule = solve_schedule(model, 3, horizon=task.horizon, **texts)
+    section = recipe.schedule
+    asked = {"over": section.over, "prompt": section.prompt, "batch_size": section.batch_size}
+    schedule = solve_schedule(model, 3, horizon=task.horizon, **asked, **texts)
     with skip_layers(model, schedule, prompt_columns=prompt_columns):
         skipped = model(**batch).logits.log_softmax(-1)
     return model, full[:, :-1], skipped[:, :-1], labels[:, 1:]
