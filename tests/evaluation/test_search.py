@@ -30,7 +30,13 @@ DATA = f"data.options={{train_size: 60, validation_size: {VALIDATION}, test_size
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("run") / "finished", "train.max_steps=6", DATA)
+    return train_small(
+        tmp_path_factory.mktemp("run") / "finished",
+        "train.max_steps=6",
+        "schedule.over=decode",
+        "schedule.batch_size=1",
+        DATA,
+    )
 
 
 @pytest.fixture(autouse=True)
