@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from data.pairs import by_meaning, csv_pairs
-from data.placeholders import capitals, hide, placeholder, put_back
-from data.source import hub_rows
+from data.placeholders import capitals, check_slots, hide, placeholder, put_back
+from data.source import check_folder, hub_rows
 from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError, unknown
+from skipdecode.errors import ConfigError
 
 # In the order in which prompts name them, whatever order a row has.
 SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
@@ -57,12 +57,7 @@ class E2E(Task):
         if type(holdout) is not int or holdout < 0:
             raise ConfigError(f"holdout is {holdout!r}: it must be an integer of 0 or more")
         self.path = Path(path) if path is not None else None
-        for slot in delexicalise:
-            if slot not in SLOTS:
-                raise unknown("slot in delexicalise", slot, SLOTS)
-        if len(set(delexicalise)) != len(delexicalise):
-            raise ConfigError(f"delexicalise is {list(delexicalise)}: name each slot once")
-        self.delexicalise = tuple(delexicalise)
+        self.delexicalise = check_slots(delexicalise, SLOTS)
         self.faithful = faithful
         self.holdout = holdout
 
@@ -108,8 +103,7 @@ class E2E(Task):
 
     def _file(self, split: Split) -> Path:
         assert self.path is not None
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        check_folder(self.path)
         if (self.path / "trainset.csv").exists():
             names = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
         else:

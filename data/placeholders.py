@@ -3,6 +3,18 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from skipdecode.errors import ConfigError, unknown
+
+
+def check_slots(delexicalise: Sequence[str], slots: Sequence[str]) -> tuple[str, ...]:
+    """The option `delexicalise` of a task that has these slots. Raises ConfigError for another, or one named twice."""
+    for slot in delexicalise:
+        if slot not in slots:
+            raise unknown("slot in delexicalise", slot, slots)
+    if len(set(delexicalise)) != len(delexicalise):
+        raise ConfigError(f"delexicalise is {list(delexicalise)}: name each slot once")
+    return tuple(delexicalise)
+
 
 def placeholder(slot: str) -> str:
     """The placeholder of a slot's value: letters alone, so that a tokenizer trained on it learns it as one token."""

@@ -96,8 +96,7 @@ class TextToText(Task):
     def _found(self) -> dict[Split, Path]:
         """The file of each split that has one."""
         assert self.path is not None
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        check_folder(self.path)
         files = sorted(file for file in self.path.iterdir() if file.suffix in BUILDERS and file.is_file())
         found: dict[Split, Path] = {}
         for split, prefixes in PREFIXES.items():
@@ -142,6 +141,12 @@ class TextToText(Task):
         rows = hub_rows(self.repository, split=split, streaming=True, **options)
         for number, values in enumerate(rows, start=1):
             yield Row(f"{self.repository}, {split}, row {number}", values)
+
+
+def check_folder(path: Path) -> None:
+    """Raises ConfigError where a task's folder isn't there."""
+    if not path.is_dir():
+        raise ConfigError(f"data.path is {str(path)!r}: no such folder")
 
 
 def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar, get_args
 
 from data.pairs import by_meaning, csv_pairs
-from data.placeholders import capitals, hide, placeholder, put_back
-from data.source import hub_rows
+from data.placeholders import capitals, check_slots, hide, placeholder, put_back
+from data.source import check_folder, hub_rows
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, unknown
 
@@ -56,12 +56,7 @@ class ViGGO(Task):
 
     def __init__(self, path: str | None = None, delexicalise: Sequence[str] = ()) -> None:
         self.path = Path(path) if path is not None else None
-        for slot in delexicalise:
-            if slot not in SLOTS:
-                raise unknown("slot in delexicalise", slot, SLOTS)
-        if len(set(delexicalise)) != len(delexicalise):
-            raise ConfigError(f"delexicalise is {list(delexicalise)}: name each slot once")
-        self.delexicalise = tuple(delexicalise)
+        self.delexicalise = check_slots(delexicalise, SLOTS)
 
     def stream(self, split: Split) -> Iterator[Example]:
         """A split as one example per meaning representation, in the order of their first rows, which are all read."""
@@ -74,8 +69,7 @@ class ViGGO(Task):
     def files(self, split: Split) -> tuple[Path, ...]:
         if self.path is None:
             return ()
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        check_folder(self.path)
         if not (self.path / FILES[split]).exists():
             raise ConfigError(f"data.path is {str(self.path)!r}: it has no {FILES[split]}")
         return (self.path / FILES[split],)

@@ -10,7 +10,7 @@ from typing import ClassVar, get_args
 from xml.etree import ElementTree
 
 from data.placeholders import capitals, placeholder, put_back
-from data.source import hub_rows
+from data.source import check_folder, hub_rows
 from data.task import Convention, Example, Split, Task
 from skipdecode.errors import ConfigError, unknown
 
@@ -73,8 +73,7 @@ class WebNLG(Task):
     def files(self, split: Split) -> tuple[Path, ...]:
         if self.path is None:
             return ()
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path is {str(self.path)!r}: no such folder")
+        check_folder(self.path)
         folder = self.path / FOLDERS[split]
         if split == "test":
             if not (folder / TEST_FILE).is_file():
