@@ -138,7 +138,7 @@ class PrefixInputs(StepInputs):
         super().__init__(max(columns), position_ids, rotary, bias)
         self._arena = arena
         self._starts = starts
-        self._layers, self._counts = layers, counts
+        self._counts = dict(zip(layers, counts, strict=True))
         self.columns = columns
         self._parts: dict[int, _Part] = {}
 
@@ -148,11 +148,11 @@ class PrefixInputs(StepInputs):
 
     def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
         """As StepInputs.prefixes: a row of the cache is a column of the arena."""
-        return array("i", self._counts), self._starts[:, list(layers)].T.contiguous()
+        return array("i", self._counts.values()), self._starts[:, list(layers)].T.contiguous()
 
     def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
         """As StepInputs.run, of the prefix that runs the layer."""
-        count = self._counts[self._layers.index(index)]
+        count = self._counts[index]
         part = self._parts.get(count)
         if part is None:
             part = self._parts[count] = self._first(count, hidden.device)
