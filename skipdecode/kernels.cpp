@@ -31,6 +31,7 @@ enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
 enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
+enum { BESIDE = 12, BESIDE_BF16 = 8 };  // rows that stand side by side, in 8 and 4 bits and in bfloat16
 enum { TOGETHER = 4 };  // queries of a prompt for which each key and value is read once
 
 extern "C" {  // as skipdecode/native.py declares them
@@ -199,7 +200,7 @@ static void widest(const Linear &linear, Inputs &inputs) {
 }
 
 // With those that are read beside the last ones: tiles, and rows side by side, are read whole.
-static int64_t rows_read(int64_t rows) { return (rows + 43) / 32 * 32; }
+static int64_t rows_read(int64_t rows) { return (rows + BESIDE + 31) / 32 * 32; }
 
 static int64_t bytes_of(const Inputs &inputs, int64_t rows) {
   return rows_read(rows) * (inputs.stride * 2 + 4 + inputs.groups * 4) + 256;

@@ -2,6 +2,10 @@
 // floats a register holds. Nothing of std is used here: an inline function of the library would be compiled for the
 // widest set and might be linked in where a narrower one has to run.
 
+#if defined(DOT_BF16) && !defined(TILES)
+#define DOT_BF16_BESIDE  // rows of bfloat16 side by side; tiles have a layout of their own
+#endif
+
 namespace ISA {
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -189,7 +193,6 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
 
 // How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
 // rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
-enum { BESIDE = 12, BESIDE_BF16 = 8 };
 static inline int beside(const Linear &linear, int rows) {
 #ifdef DOT_INT8
   if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
@@ -199,7 +202,7 @@ static inline int beside(const Linear &linear, int rows) {
     return BESIDE;
   }
 #endif
-#if defined(DOT_BF16) && !defined(TILES)
+#ifdef DOT_BF16_BESIDE
   if (linear.kind == BFLOAT16 && rows >= 2 && linear.inputs % 32 == 0) return BESIDE_BF16;
 #endif
   return 1;
@@ -313,7 +316,7 @@ static inline void dots(const bf16 *w, int64_t stride, const bf16 *x, int n, flo
 }
 #endif
 
-#ifdef DOT_BF16
+#ifdef DOT_BF16_BESIDE
 // What O rows of weights and R rows of inputs, side by side, add to their sums [O][8] from input `begin` on, to `end`: what is
 // read of one side serves all of the other.
 template <int O, int R>
@@ -524,7 +527,7 @@ struct Beside {
   int32_t shift(int r, int group) const { return shifts[BESIDE * group + r]; }
 };
 
-// The same with 8 bits, [outputs / 16][inputs / 4][16][4].
+// As float_tile with 8 bits, [outputs / 16][inputs / 4][16][4].
 template <int R, int B, class Rows>
 static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
   int steps = padded_inputs(linear) / 4;
@@ -766,7 +769,7 @@ static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
 }
 #endif
 
-#ifdef DOT_BF16
+#ifdef DOT_BF16_BESIDE
 // All rows, side by side, with 16 outputs from `first` on, by rows of weights as the model holds them.
 static void rows_beside_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
@@ -822,7 +825,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #pragma omp for schedule(dynamic, chunk)
   for (int pair = 0; pair < pairs; pair++) {
     int first = 2 * pair, two = first + 1 < blocks;
-#if defined(DOT_BF16) && !defined(TILES)
+#ifdef DOT_BF16_BESIDE
     if (linear.kind == BFLOAT16 && beside(linear, rows) > 1) {
       rows_beside_unit(linear, inputs, rows, first * 16, to);
       if (two) rows_beside_unit(linear, inputs, rows, first * 16 + 16, to);
@@ -843,7 +846,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
-    } else if (two && (LANES == 16 ? linear.kind != INT4 || rows < 4 : rows < 4)) {
+    } else if (two && (rows < 4 || (LANES == 16 && linear.kind != INT4))) {  // as there are registers
       block_unit<2>(linear, x, inputs, rows, first, to);
     } else {
       block_unit<1>(linear, x, inputs, rows, first, to);
@@ -1283,3 +1286,4 @@ static void run_linear(const Linear &linear, const float *x, int rows, int threa
 
 }  // namespace ISA
 #undef SHIFTED_BACK
+#undef DOT_BF16_BESIDE
