@@ -49,7 +49,16 @@ class ViGGO(Task):
 
     name: ClassVar[str] = "viggo"
     columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
-    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider")
+    metrics: ClassVar[tuple[str, ...]] = (
+        "bleu",
+        "nist",
+        "meteor",
+        "rouge1",
+        "rouge2",
+        "rougeL",
+        "cider",
+        "slot_error_rate",
+    )
     max_prompt_tokens: ClassVar[int] = 128
     max_new_tokens: ClassVar[int] = 96
     horizon: ClassVar[int] = 32
@@ -96,6 +105,11 @@ class ViGGO(Task):
     def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
         for row in hub_rows(HUB_REPOSITORY, revision=HUB_REVISION, split=split):
             yield row["meaning_representation"], row["target"]
+
+
+def is_act(meaning: str) -> bool:
+    """Say whether a meaning is in the notation of this task, `act(…)`."""
+    return _ACT.fullmatch(meaning) is not None
 
 
 def parse_act(mr: str) -> Meaning:

@@ -52,7 +52,16 @@ class WebNLG(Task):
 
     name: ClassVar[str] = "webnlg"
     columns: ClassVar[tuple[str, ...]] = ("modifiedtripleset", "lex", "category")
-    metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider")
+    metrics: ClassVar[tuple[str, ...]] = (
+        "bleu",
+        "nist",
+        "meteor",
+        "rouge1",
+        "rouge2",
+        "rougeL",
+        "cider",
+        "slot_error_rate",
+    )
     convention: ClassVar[Convention] = "webnlg"
     max_prompt_tokens: ClassVar[int] = 256
     max_new_tokens: ClassVar[int] = 128
@@ -89,14 +98,15 @@ class WebNLG(Task):
         return capitals(put_back(text, example.substitutions)) if example.substitutions else text.strip()
 
     def _example(self, name: str, entry: Entry, split: Split) -> Example:
-        letters = _letters(entry.triples) if self.delexicalise else {}
+        letters = letters_of(entry.triples) if self.delexicalise else {}
         part = ("unseen" if entry.category in UNSEEN else "seen") if split == "test" else ""
         return Example(
             id=name,
             prompt=linearise(entry.triples, letters) + "\n",
             references=entry.texts,
             targets=tuple(hide_names(text, letters) for text in entry.texts),
-            substitutions=tuple((placeholder(letter), _spoken(name)) for name, letter in letters.items()),
+            substitutions=tuple((placeholder(letter), spoken(name)) for name, letter in letters.items()),
+            meaning="\n".join(" | ".join(triple) for triple in entry.triples),
             part=part,
         )
 
@@ -139,13 +149,30 @@ def read_entries(file: Path) -> Iterator[Entry]:
 
 def _entry(where: str, category: str, triples: Sequence[str], texts: Sequence[tuple[str, str]]) -> Entry:
     """An entry of triples `subject | property | object` and texts with the challenge's comments on them."""
-    parted = [tuple(part.strip() for part in triple.split(" | ")) for triple in triples]
-    if not parted or any(len(triple) != 3 or not all(triple) for triple in parted):
+    parted = [_parts(triple) for triple in triples]
+    if not parted or None in parted:
         raise ConfigError(f"{where}: expected triples, subject | property | object, got {list(triples)}")
     good = [text.strip() for comment, text in texts if comment == "good"] or [text.strip() for _, text in texts]
     if not category or not good or not all(good):
         raise ConfigError(f"{where}: it must have a category and texts, none of them empty")
-    return Entry(category, tuple((s, p, o) for s, p, o in parted), tuple(good))
+    return Entry(category, tuple(filter(None, parted)), tuple(good))
+
+
+def read_triples(meaning: str) -> tuple[Triple, ...] | None:
+    """The triples of a meaning of this task, a line each (`Aarhus | leaderName | Jacob_Bundsgaard`); None of another.
+
+    >>> read_triples("Aarhus | leaderName | Jacob_Bundsgaard")
+    (('Aarhus', 'leaderName', 'Jacob_Bundsgaard'),)
+    >>> read_triples("name: Aromi | area: riverside | food: Thai")  # a prompt of E2E
+    """
+    parted = [_parts(line) for line in meaning.split("\n")]
+    found = tuple(triple for triple in parted if triple is not None and ": " not in triple[1])
+    return found if len(found) == len(parted) else None
+
+
+def _parts(triple: str) -> Triple | None:
+    parts = [part.strip() for part in triple.split(" | ")]
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 and all(parts) else None
 
 
 def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) -> str:
@@ -160,11 +187,11 @@ def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) 
 
     def mention(name: str) -> str:
         if name not in (letters or {}):
-            return _spoken(name)
+            return spoken(name)
         hidden = placeholder((letters or {})[name])
         again = name in told
         told.add(name)
-        return hidden if again else f"{hidden} {_spoken(name)}"
+        return hidden if again else f"{hidden} {spoken(name)}"
 
     return " | ".join(f"{mention(s)} : {_property(p)} : {mention(o)}" for s, p, o in triples)
 
@@ -178,25 +205,26 @@ def hide_names(text: str, letters: dict[str, str]) -> str:
     'Xqa is in Madrid.'
     """
     for name, letter in sorted(letters.items(), key=lambda item: len(item[0]), reverse=True):
-        words = [re.escape(word) for word in re.findall(r"\w+", _folded(_spoken(name)))]
+        words = [re.escape(word) for word in re.findall(r"\w+", folded(spoken(name)))]
         if not words:
             continue
         pattern = re.compile(r"(?<!\w)" + r"[^\w]{1,3}".join(words) + r"(?!\w)")
         pieces, end = [], 0
-        for match in pattern.finditer(_folded(text)):  # as long as the text, so places in one are places in the other
+        for match in pattern.finditer(folded(text)):  # as long as the text, so places in one are places in the other
             pieces += [text[end : match.start()], placeholder(letter)]
             end = match.end()
         text = "".join([*pieces, text[end:]])
     return text
 
 
-def _letters(triples: Sequence[Triple]) -> dict[str, str]:
-    """A placeholder's name for each subject and object, in their order."""
+def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
+    """The names of triples: a placeholder's name for each subject and object, in their order."""
     names = dict.fromkeys(name for subject, _, value in triples for name in (subject, value))
     return {name: f"q{chr(ord('a') + number)}" for number, name in enumerate(names)}
 
 
-def _spoken(name: str) -> str:
+def spoken(name: str) -> str:
+    """A name as people write it, without quotes and underscores."""
     return name.strip('"').replace("_", " ").strip()
 
 
@@ -204,6 +232,6 @@ def _property(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower()
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     """The text in lower case without accents, character for character."""
     return "".join(unicodedata.normalize("NFKD", sign)[0].lower()[0] for sign in text)

@@ -8,7 +8,8 @@ from data import load_task
 from data.e2e import parse_mr, read_meaning
 from eval.score.metric import NotAvailableError
 from eval.score.scores import score
-from eval.score.slot_errors import VALUES, slot_error_rate, slot_errors
+from eval.score.slot_errors import slot_error_rate
+from eval.score.slots_e2e import VALUES, slot_errors
 from skipdecode import ConfigError
 
 FULL = (

@@ -1,4 +1,4 @@
-"""The slot error rate of E2E NLG for `evaluate`: `evaluate.load("eval/metrics/slot_error_rate")`."""
+"""The slot error rate of E2E NLG, ViGGO and WebNLG for `evaluate`: `evaluate.load("eval/metrics/slot_error_rate")`."""
 
 from eval.score import loadable
 from eval.score.slot_errors import SLOT_ERROR_RATE

@@ -1,0 +1,155 @@
+"""Slot errors of ViGGO's dialogue acts and of WebNLG's triples, and which of the tasks a meaning is of."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from data import load_task
+from data.viggo import parse_act
+from data.webnlg import read_triples
+from eval.score.slot_errors import slot_error_rate
+from eval.score.slots_viggo import act_errors
+from eval.score.slots_webnlg import name_errors
+
+ACT = (
+    "inform(name[Portal 2], release_year[2011], developer[Valve Corporation], esrb[E 10+ (for Everyone 10 and Older)], "
+    "genres[platformer, puzzle, shooter], player_perspective[first person], has_multiplayer[yes], "
+    "platforms[PlayStation, Xbox, PC], available_on_steam[yes], has_linux_release[no])"
+)
+TOLD = (
+    "Portal 2 is a first person puzzle platformer and shooter of 2011 by Valve Corporation, rated E 10+. It is out on "
+    "PlayStation, Xbox and PC. It has multiplayer and is on Steam. It does not have a Linux release."
+)
+CITY = "Aarhus_Airport | cityServed | Aarhus\nAarhus | leaderName | Jacob_Bundsgaard"
+
+
+def found(text: str, act: str = ACT) -> dict[str, tuple[str, ...]]:
+    errors = act_errors(text, parse_act(act))
+    return {kind: slots for kind in ("missing", "wrong", "added") if (slots := getattr(errors, kind))}
+
+
+def test_an_act_that_is_told_has_no_error() -> None:
+    assert found(TOLD) == {}
+    assert slot_error_rate([TOLD], [ACT]).value == 0
+
+
+@pytest.mark.parametrize(
+    ("slot", "words"),
+    [
+        ("name", "Portal 2"),
+        ("release_year", " of 2011"),
+        ("developer", "Valve Corporation"),
+        ("esrb", ", rated E 10+"),
+        ("genres", " and shooter"),
+        ("player_perspective", "first person "),
+        ("platforms", ", Xbox"),
+        ("has_multiplayer", "It has multiplayer and is on Steam. "),
+        ("available_on_steam", " and is on Steam"),
+        ("has_linux_release", " It does not have a Linux release."),
+    ],
+)
+def test_a_slot_of_an_act_that_is_left_out_is_missing(slot: str, words: str) -> None:
+    assert TOLD.count(words) == 1
+    assert slot in found(TOLD.replace(words, ""))["missing"]
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "error"),
+    [
+        ("has multiplayer", "has no multiplayer", {"wrong": ("has_multiplayer",)}),
+        ("has multiplayer", "is single-player only", {"wrong": ("has_multiplayer",)}),
+        ("is on Steam", "isn't on Steam", {"wrong": ("available_on_steam",)}),
+        ("It does not have a Linux release", "It has a Linux release", {"wrong": ("has_linux_release",)}),
+        ("It does not have a Linux release", "Linux is not supported", {}),
+        ("It does not have a Linux release", "It has no Mac or Linux release", {"added": ("has_mac_release",)}),
+        ("PlayStation, Xbox and PC", "Nintendo Switch, PlayStation, Xbox and PC", {"added": ("platforms",)}),
+        ("first person", "Xname first person", {"added": ("name",)}),
+    ],
+)
+def test_another_value_of_an_act_is_wrong_or_added(words: str, others: str, error: dict[str, tuple[str, ...]]) -> None:
+    assert TOLD.count(words) == 1
+    assert found(TOLD.replace(words, others)) == error
+
+
+def test_the_words_of_a_game_and_its_developer_state_nothing_else() -> None:
+    act = "suggest(name[The Room Linux PC 1994], developer[Nintendo EAD])"
+    assert found("Have you played The Room Linux PC 1994 by Nintendo EAD?", act) == {}
+    assert found("Have you played The Room Linux PC 1994 by Nintendo EAD on Linux?", act) == {
+        "added": ("has_linux_release",)
+    }
+
+
+def test_what_is_asked_for_is_no_statement() -> None:
+    assert found("Which platform do you like?", "request_attribute(platforms[])") == {}
+    assert found("Do you hate Linux games?", "verify_attribute(has_linux_release[yes])") == {}
+    assert found("Do you hate games?", "verify_attribute(has_linux_release[yes])") == {
+        "missing": ("has_linux_release",)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("Aarhus_Airport", "The airport of Aarhus", True),
+        ("Aarhus", "The airport of Århus", False),
+        ("Aarhus", "The airport of AARHUS.", True),
+        ("Adolfo_Suárez_Madrid–Barajas_Airport", "Adolfo Suarez Madrid-Barajas", True),
+        ("Buzz_Aldrin_(astronaut)", "Buzz Aldrin", True),
+        ("Buzz_Aldrin_(astronaut)", "an astronaut", False),
+        ("N._R._Pogson", "discovered by N.R. Pogson", True),
+        ("N._R._Pogson", "discovered by N. R. Peters", False),
+        ("Italy", "an Italian dish", True),
+        ("Mexico", "a Mexican dish", True),
+        ("Java", "in Japan", False),
+        ("United_States", "the U.S. capital", True),
+        ("United_States", "a united front of us", True),  # half of its words: what is found is lenient
+        ("University_of_the_West", "of the university hospital", True),
+        ("University_of_the_West", "of the house", False),
+        ("1982-07-23", "born on 23 July 1982", True),
+        ("1982-07-23", "born on 7/23/1982", True),
+        ("1982-07-23", "born on 23 May 1982", False),
+        ("1982-07-23", "born in July", False),
+        ("25000.0", "25,000 students", True),
+        ("3800.0 (metres)", "3800 metres long", True),
+        ("3800.0 (metres)", "2800 metres long", False),
+        ("560", "5600 pages", False),
+        ('"SBCT"', "its code is SBCT", True),
+    ],
+)
+def test_a_name_of_a_triple_is_there_in_at_least_half_of_its_words(name: str, text: str, named: bool) -> None:
+    assert name_errors(text, [("x", "property", name)]).missing == (("x",) if named else ("x", name))
+
+
+def test_each_name_of_a_set_of_triples_counts_once() -> None:
+    told = "Aarhus Airport serves Aarhus, led by Jacob Bundsgaard."
+    assert slot_error_rate([told], [CITY]).value == 0
+    assert slot_error_rate([told.replace("Jacob Bundsgaard", "him")], [CITY]).value == pytest.approx(100 / 3)
+    triples = read_triples(CITY)
+    assert triples is not None
+    left = name_errors(told.replace("led by", "Xqd Xqd led by"), triples)
+    assert (left.slots, left.missing, left.added) == (3, (), ("Xqd",))
+
+
+def test_a_meaning_is_read_by_the_rules_of_its_own_task() -> None:
+    texts = ["Aromi by the river", "Tetris is here", "Aarhus and its airport"]
+    meanings = ["name: Aromi | area: riverside | food: Thai", "inform(name[Tetris], release_year[1984])", CITY]
+    assert slot_error_rate(texts, meanings).items.tolist() == [[1, 3], [1, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(("task", "floor", "best"), [("viggo", 0.5, 0.1), ("webnlg", 1.2, 0.4)])
+def test_references_have_few_errors_and_texts_of_other_items_many(
+    shared_data: Path, task: str, floor: float, best: float
+) -> None:
+    examples = load_task(task, path=str(shared_data / task)).load("test")
+    pairs = [(text, example.meaning) for example in examples for text in example.references]
+    assert slot_error_rate(*map(list, zip(*pairs, strict=True))).value < floor
+    least = [min(_rates(example.references, example.meaning)) for example in examples]
+    assert sum(least) / len(least) < best
+    others = random.Random(0).sample(examples, len(examples))
+    texts = [example.references[0] for example in others]
+    assert slot_error_rate(texts, [example.meaning for example in examples]).value > 90
+
+
+def _rates(texts: tuple[str, ...], meaning: str) -> list[float]:
+    return [slot_error_rate([text], [meaning]).value for text in texts]
