@@ -7,8 +7,11 @@ independent: two at a time with OMP_NUM_THREADS=1 take half as long on two cores
 """
 
 import argparse
+import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -47,6 +50,7 @@ class Experiment:
         frontiers: those of the reports that are drawn.
         evaluations: of a variant and the folder of its finished run, options of `python -m eval` by label.
         over: the speed that is drawn; None: what all targets are of.
+        start: the variant from whose finished run the others start: it is trained before them, and always.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Experiment:
     frontiers: Callable[[Mapping[str, Report]], Mapping[str, Report]] = dict
     evaluations: Callable[[str, Path], Mapping[str, Sequence[str]]] = lambda name, run: {name: at_speeds()}
     over: Over | None = None
+    start: str | None = None
 
 
 def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None = None) -> argparse.ArgumentParser:
@@ -79,8 +84,9 @@ def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None =
 def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     """Train what isn't, evaluate what is, and show it. Returns the exit status: 1 where a process of it failed."""
     check_counts(**{"--jobs": options.jobs})
-    only = [word for word in options.only if "=" not in word]  # overrides may follow the names
-    common = ["tracking.wandb=off", *options.overrides, *(word for word in options.only if "=" in word)]
+    following = [word for word in options.only if "=" in word and word not in experiment.overrides]
+    only = [word for word in options.only if word not in following]
+    common = ["tracking.wandb=off", *options.overrides, *following]
     if options.data_dir is not None:
         common.insert(0, f"data.path={options.data_dir.resolve()}")
     variants = Variants(options.recipe, tuple(common))
@@ -91,10 +97,11 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
         train = ["train.py", "--recipe", variants.name, *common]
         runs = {name: output / folder_name(name) for name in experiment.overrides}
         commands = {runs[name]: [*train, *each, f"output.dir={runs[name]}"] for name, each in overrides.items()}
-        done = run_unfinished(commands, "config.json", options.jobs)
+        first = {runs[name]: commands.pop(runs[name]) for name in overrides if name == experiment.start}
+        done = run_unfinished(first, "config.json", 1) and run_unfinished(commands, "config.json", options.jobs)
         if not options.train_only:
             finished = {name: run for name, run in runs.items() if (run / "config.json").exists()}
-            reports, all_evaluated = evaluate(options, experiment, finished, output / "evaluated")
+            reports, all_evaluated = evaluate(options, experiment, finished)
             show(experiment, variants, reports, output)
             done = done and all_evaluated
     return int(not done)
@@ -103,6 +110,8 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
 def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> dict[str, Sequence[str]]:
     """The overrides of what is to be trained. Raises ConfigError for names in `only` that aren't there or can't be."""
     found = {}
+    if only and experiment.start is not None:
+        only = [experiment.start, *only]
     for name in only or experiment.overrides:
         if name not in experiment.overrides:
             raise unknown("variant", name, experiment.overrides)
@@ -132,8 +141,13 @@ def folder_name(label: str) -> str:
     return label.replace(", ", "-").replace(" ", "-")
 
 
+def evaluated_in(output: Path, label: str) -> Path:
+    """The folder of an evaluation."""
+    return output.resolve() / "evaluated" / folder_name(label)
+
+
 def evaluate(
-    options: argparse.Namespace, experiment: Experiment, runs: Mapping[str, Path], into: Path
+    options: argparse.Namespace, experiment: Experiment, runs: Mapping[str, Path]
 ) -> tuple[dict[str, Report], bool]:
     """Evaluate finished runs, one after the other; returns the reports by label, and whether all are there."""
     common = ["--data-dir", str(options.data_dir.resolve())] if options.data_dir is not None else []
@@ -141,9 +155,9 @@ def evaluate(
     folders, commands = {}, {}
     for name, run in runs.items():
         for label, how in experiment.evaluations(name, run).items():
-            folders[label] = folder = into / folder_name(label)
+            folders[label] = folder = evaluated_in(options.output, label)
             commands[folder] = ["-m", "eval", "--checkpoint", str(run), *how, *common, "--output", str(folder)]
-    into.mkdir(exist_ok=True)
+    (options.output / "evaluated").mkdir(exist_ok=True)
     done = run_unfinished(commands, FILE_NAME, 1)
     files = {label: folder / FILE_NAME for label, folder in folders.items()}
     return {label: Report.load(file) for label, file in files.items() if file.exists()}, done
@@ -153,13 +167,39 @@ def show(experiment: Experiment, variants: Variants, reports: Mapping[str, Repor
     """Print the table, and write it and the picture."""
     if not reports:
         return
-    text = "\n".join(experiment.table(variants, reports))
+    lines = experiment.table(variants, reports)
+    minutes = [sum(seconds) / 60 for seconds in zip(*spent_in(output).values(), strict=True)]
+    if minutes:
+        lines = [*lines, "", f"Machine time: {minutes[0]:.1f} minutes of one core, over {minutes[1]:.1f} minutes."]
+    text = "\n".join(lines)
     write_whole(output / f"{experiment.name}.md", text + "\n")
     print(text)
     drawn = experiment.frontiers(reports) or reports
     draw_frontier(
         output / f"{experiment.name}.png", drawn, f"{variants.task.name}: {experiment.title}", over=experiment.over
     )
+
+
+def spent_in(output: Path) -> dict[str, tuple[float, float]]:
+    """By folder, the seconds of a core and those of a clock that its commands took, also those that were cut off."""
+    spent: dict[str, tuple[float, float]] = {}
+    for file in sorted(output.rglob("*.seconds")):
+        entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        spent[str(file)] = (sum(entry["core"] for entry in entries), sum(entry["clock"] for entry in entries))
+    return spent
+
+
+def run_python(command: Sequence[str], log: Path, seconds: Path) -> int:
+    """Run a command of Python in the checkout; what it took goes below `seconds`. Returns its status."""
+    started = time.monotonic()
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    entry = {"core": usage.ru_utime + usage.ru_stime, "clock": time.monotonic() - started}
+    with seconds.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+    return process.returncode
 
 
 def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:
@@ -169,8 +209,8 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
     """
 
     def run(folder: Path) -> int:
-        with folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log:
-            return subprocess.run([sys.executable, *commands[folder]], cwd=ROOT, stdout=log, stderr=log).returncode
+        log, seconds = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "seconds"))
+        return run_python(commands[folder], log, seconds)
 
     failed = False
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import eval.output
 import train.run
 from eval.output import only_writer
-from scripts.experiments import long_prompts, objectives, rivals, runner, settings, swiftkv
+from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings, swiftkv
+from scripts.experiments.from_trained import Way
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
@@ -30,6 +31,7 @@ from train.run import run
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
+FROM_TRAINED = ["--shares", "0.5", "--speeds", "2", "--only", "linear-0.5", "shallow-even-2x-0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,11 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
             SPREADS,
             ["| schedule.spread=0 | 4x |", "=0.5 | 4x | 8 | 2 to 2 | 4.08x | 3.06x | 67.10 [67.10, 67.10] |"],
         ),
+        (
+            from_trained,
+            FROM_TRAINED,
+            ["| 0 of 2 | (at 1x) |", "| 1 | linear |", "| 1 | shallow-even | 4.00 |", "| – | – |"],
+        ),
     ],
 )
 def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and_a_picture(
@@ -152,8 +159,48 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
     assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
-    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4}[name]
+    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4, "from_trained": 3}[name]
     assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_layers(
+    variants: Variants, tmp_path: Path
+) -> None:
+    run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
+    for way in (Way("early-termination", 0.5), Way("shallow-top", 1.0, 2.0), Way("full-depth", 0.5)):
+        overrides = way.overrides(tmp_path / "base", None, variants)
+        recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
+        run(recipe, way.name)
+        assert len(metrics(tmp_path / way.name)) == 2 * way.share
+        assert recipe.optim.learning_rate == pytest.approx(variants.recipe().optim.learning_rate / 3, rel=1e-3)
+        assert recipe.optim.warmup_steps == 0
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / way.name)
+        layers = variants.mean_layers(2.0) if way.speed is not None else 8
+        assert model.config.num_hidden_layers == layers < 9
+    # One step at a low rate leaves weights near those that it started from; random ones would be elsewhere.
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    for name, weight in model.state_dict().items():
+        assert (weight - start[name]).abs().max() < 0.01
+
+
+def test_the_time_of_an_experiment_is_that_of_its_commands_cut_off_ones_too(tmp_path: Path) -> None:
+    code = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nsys.exit(1)"
+    for _ in range(2):
+        assert not run_unfinished({tmp_path / "run": ["-c", code]}, "mark", 1)
+    ((core, clock),) = runner.spent_in(tmp_path).values()
+    assert 0.6 <= core <= clock + 0.1
+
+
+def test_a_variant_whose_name_is_an_override_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(
+        runner, "run_unfinished", lambda commands, *_: not trained.extend(each.name for each in commands)
+    )
+    words = ["--only", "schedule.spread=0 seed 1", "train.max_steps=1", "--train-only"]
+    given = ["--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS, *words]
+    monkeypatch.setattr(sys, "argv", ["script", *given])
+    assert settings.main() == 0
+    assert trained == ["schedule.spread=0-seed-1"]
 
 
 def test_what_cannot_be_trained_is_left_out_unless_it_is_named(

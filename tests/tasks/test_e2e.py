@@ -204,6 +204,18 @@ def test_where_every_reference_leaves_something_out_the_fullest_are_trained_on(t
     assert example.targets == ("Kids love Aromi.", "By the river: Aromi.")
 
 
+def test_concise_training_takes_the_shorter_half_of_the_faithful_references(tmp_path: Path) -> None:
+    texts = ["Aromi.", "By the river it is, Aromi.", "Aromi by the river.", "Riverside Aromi.", "The river has Aromi."]
+    rows = "".join(f'"name[Aromi], area[riverside]","{text}"\n' for text in texts)
+    folder_with(tmp_path, HEADER + rows)
+    options = [{"faithful": True}, {"concise": True}, {"faithful": True, "concise": True}]
+    faithful, short, both = (E2E(str(tmp_path), **each).load("train")[0] for each in options)
+    assert faithful.targets == tuple(texts[1:])
+    assert short.targets == (texts[0], texts[2], texts[3])
+    assert both.targets == (texts[2], texts[3])
+    assert both.references == tuple(texts)
+
+
 def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Path) -> None:
     hidden = ["name", "near", "eatType", "food"]
     counts = [
@@ -218,6 +230,7 @@ def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Pa
     [
         ("e2e", "faithful", "maybe"),
         ("e2e", "faithful", 1),
+        ("e2e", "concise", "maybe"),
         ("e2e", "delexicalise", "name"),
         ("e2e", "delexicalise", [1]),
         ("e2e", "delexicalise", ["name", "name"]),

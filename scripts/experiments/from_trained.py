@@ -1,0 +1,173 @@
+"""From one trained model at full depth to faster ones: what skips layers, and shallow models that keep some of them.
+
+    python scripts/experiments/from_trained.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/from-trained
+
+First the recipe is trained at full depth. From that model each way is trained for --shares of its steps: a checkpoint
+that skips, for all of the recipe's speeds, or a shallow model that is as fast as those are at one of --speeds. Beside
+each way's scores stands how far they are from those of the shallow model of even layers, by the bootstrap over prompts.
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from eval.results import Report, Row
+from eval.score.bootstrap import interval
+from eval.score.predictions import read_predictions
+from eval.score.scores import Scores, score
+from eval.tables import Table
+from scripts.experiments.rivals import FULL_DEPTH
+from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, make_parser, run_experiment
+from scripts.experiments.variants import Variants
+from skipdecode.command import run_command
+
+BASE = "full-depth"
+SKIPPING: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "constant": ("schedule.decay=constant",),
+    "early-termination": ("schedule.placement=bottom",),
+    "unified": ("schedule.placement=even", "schedule.decay=constant"),
+    "linear-half-distilled": ("optim.distillation=0.5",),
+}
+KEPT = ("even", "top", "ends")
+METRICS = ("bleu", "slot_error_rate")
+HEADERS = ["steps", "trained on as", "layers a token", "decoding", "whole", "BLEU [95 %]", "slot errors, % [95 %]"]
+HEADERS += ["BLEU less shallow-even's", "slot errors less shallow-even's"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is made of the trained model.
+
+    Attributes:
+        kind: `full-depth`, a name of SKIPPING, or `shallow-` and which layers stay.
+        share: of the trained model's steps.
+        speed: that a shallow model is made for; None of one that decodes at any.
+    """
+
+    kind: str
+    share: float
+    speed: float | None = None
+
+    @property
+    def name(self) -> str:
+        made_for = f"-{self.speed:g}x" if self.speed is not None else ""
+        return f"{self.kind}{made_for}-{self.share:g}"
+
+    def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
+        """Of the recipe."""
+        optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
+        start = ("model.shape=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
+        start += (f"optim.learning_rate={rate or optim.learning_rate / 3:g}",)
+        start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}",)
+        if self.kind == BASE:
+            return (*start, *FULL_DEPTH)
+        if self.speed is None:
+            return (*start, *SKIPPING[self.kind])
+        layers = (
+            f"model.layers={variants.mean_layers(self.speed)}",
+            f"model.keep={self.kind.removeprefix('shallow-')}",
+        )
+        return (*start, *FULL_DEPTH, *layers)
+
+    def row(self, report: Report, speed: float) -> Row | None:
+        """The row of a report that is to be compared at a speed."""
+        if self.kind == BASE:
+            return report.rows[0]
+        if self.speed is not None:
+            return report.rows[1] if self.speed == speed else None
+        return next((row for row in report.rows if row.speedup_target == speed), None)
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.2, 1.0], metavar="S", help="of the steps")
+    parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="that all are compared at")
+    parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
+    options = parser.parse_intermixed_args()
+    base = options.output.resolve() / BASE
+    ways: dict[str, Way] = {}
+    for share in options.shares:
+        several = [Way(kind, share) for kind in (*SKIPPING, BASE)]
+        several += [Way(f"shallow-{keep}", share, speed) for speed in options.speeds for keep in KEPT]
+        ways |= {way.name: way for way in several}
+
+    def evaluations(name: str, run: Path) -> dict[str, list[str]]:
+        if name not in ways or ways[name].kind == BASE:
+            return {name: at_speeds([1.0])}
+        if ways[name].speed is not None:
+            return {name: ["--reference", str(base)]}
+        return {name: at_speeds([1.0, *options.speeds])}
+
+    def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
+        def scored(name: str, row: Row) -> Scores:
+            folder = evaluated_in(options.output, name) / "predictions"
+            lines = read_predictions(folder / f"{row.label}.jsonl").values()
+            texts = [line.prediction for line in lines]
+            meanings = [line.meaning or line.prompt for line in lines]
+            known = {"meanings": meanings, "convention": variants.task.convention}
+            return score(texts, [line.references for line in lines], METRICS, **known)  # type: ignore[arg-type]
+
+        whole, lines = full_steps(variants), []
+        for speed in options.speeds:
+            rows = []
+            if BASE in reports:
+                start = reports[BASE].rows[0]
+                rows.append([f"0 of {whole}", "(at 1x)", *cells(start, scored(BASE, start), None)])
+            for share in options.shares:
+                found = {
+                    name: row
+                    for name, way in ways.items()
+                    if way.share == share and name in reports and (row := way.row(reports[name], speed)) is not None
+                }
+                scores = {name: scored(name, row) for name, row in found.items()}
+                against = scores.get(Way("shallow-even", share, speed).name)
+                for name, row in found.items():
+                    other = against if scores[name] is not against else None
+                    label = f"{ways[name].kind}{' (at 1x)' * (ways[name].kind == BASE)}"
+                    rows.append([f"{max(1, round(share * whole))}", label, *cells(row, scores[name], other)])
+            lines += [f"At {speed:g}x:", "", Table(HEADERS, rows).to_markdown(), ""]
+        return lines
+
+    made = {BASE: lambda _: FULL_DEPTH} | {
+        name: partial(way.overrides, base, options.rate) for name, way in ways.items()
+    }
+    title = "from a trained model"
+    experiment = Experiment("from_trained", title, made, table, drawn, evaluations=evaluations, start=BASE)
+    return run_experiment(options, experiment)
+
+
+def full_steps(variants: Variants) -> int:
+    """Steps of the recipe's training."""
+    section = variants.recipe().train
+    a_step = section.per_device_batch_size * section.gradient_accumulation_steps
+    return section.max_steps or round(section.epochs * math.ceil(len(variants.prepared.encoded.rows) / a_step))
+
+
+def cells(row: Row, scores: Scores, against: Scores | None) -> list[str]:
+    """Speeds, scores and how far these are from another's, with their intervals."""
+    found = [f"{row.mean_layers:.2f}", str(row.speed("decode")), str(row.speed("all"))]
+    for name in METRICS:
+        value, (low, high) = scores.values[name], scores.intervals[name]
+        found.append(f"{value:.2f} [{low:.1f}, {high:.1f}]")
+    for name in METRICS:
+        if against is None:
+            found.append("–")
+            continue
+        low, high = interval(scores.resampled[name] - against.resampled[name])
+        found.append(f"{scores.values[name] - against.values[name]:+.2f} [{low:+.2f}, {high:+.2f}]")
+    return found
+
+
+def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
+    """Those that skip: one checkpoint at several speeds is a line."""
+    return {name: report for name, report in reports.items() if len(report.rows) > 1 and report.reference is None}
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
