@@ -62,7 +62,8 @@ class Way:
     def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
         """Of the recipe."""
         optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
-        start = ("model.shape=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
+        # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
+        start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
         start += (f"optim.learning_rate={rate or optim.learning_rate / 3:g}",)
         start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}",)
         if self.kind == BASE:
