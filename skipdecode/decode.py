@@ -264,17 +264,23 @@ class _Solved:
     ) -> SkipSchedule:
         """The schedule of a speedup for a batch."""
         assert self.config is not None
+        asked = (speedup, over, tuple(prompts) if prompts is not None else None, profile)
+        found = self._schedules.get(asked)
+        if found is not None:
+            return found
         batches = None if prompts is None else [prompts]
         conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
         at_hand = [conditions.get(name) for name in ("batch_size", "prompt_length", "expected_steps")]
         key = (speedup, over, *at_hand, profile)
         found = self._schedules.get(key)
+        if len(self._schedules) >= MOST_SOLVED:
+            self._schedules.clear()
         if found is None:
-            if len(self._schedules) >= MOST_SOLVED:
-                self._schedules.clear()
-            found = self.config.schedule_for(self.sizes, speedup, over=over, prompts=batches, profile=profile)
-            self._schedules[key] = found
+            found = self._schedules[key] = self.config.schedule_for(
+                self.sizes, speedup, over=over, prompts=batches, profile=profile
+            )
             _warn_beyond(self.config, speedup)
+        self._schedules[asked] = found
         return found
 
 

@@ -22,7 +22,7 @@ from skipdecode.lean import free_memory, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
 from skipdecode.prefixes import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.projections import Weights
-from skipdecode.request import Answer, Chosen, Text, prepare
+from skipdecode.request import Answer, Chosen, Preparer, Text
 from skipdecode.schedule import Over, SkipSchedule
 
 MEMORY_SHARE = 0.25  # of the memory that is free, for keys and values where nobody says how much
@@ -67,10 +67,9 @@ class _Row:
         self.text = text
         self.spans = spans
         self.slot = slot
-        cutoffs = text.schedule.cutoffs(text.steps)
         # (steps after which it is free, its columns), the last first
         self.held = sorted(
-            ((cutoff, span) for cutoff, span in zip(cutoffs, spans, strict=True) if span is not None), reverse=True
+            ((cutoff, span) for cutoff, span in zip(text.cutoffs, spans, strict=True) if span is not None), reverse=True
         )
 
 
@@ -85,7 +84,8 @@ class Engine:
     lie that close. A sampled text with a seed is that of `skip_generate` behind `torch.manual_seed(seed)`.
 
     Args:
-        model: a causal language model in evaluation mode, whose steps can be lean (`skipdecode.lean`).
+        model: a causal language model in evaluation mode, whose steps can be lean (`skipdecode.lean`). It must not be
+            changed while the engine has it.
         tokenizer: for `stop_strings`.
         most_rows: texts that decode at once.
         most_waiting: requests that wait at most.
@@ -123,6 +123,7 @@ class Engine:
             raise ConfigError(f"an engine can't decode with this model: {reason}")
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self._decoder = lean_decoder(inner, weights)
+        self._prepare = Preparer(model, tokenizer)
         self._depth = len(self._decoder.blocks)
         positions = getattr(text_config(inner.config), "max_position_embeddings", None)
         self._longest = positions or LONGEST
@@ -193,7 +194,7 @@ class Engine:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
             raise ConfigError(f"seed is {seed!r}: it must be an integer of 64 bits")
         self._check_open()
-        prepared = prepare(self.model, prompt, self.tokenizer, settings)
+        prepared = self._prepare(prompt, settings)
         found = resolve_schedule(self.model, schedule, speedup, over=over, weights=self.weights, prompts=[len(prompt)])
         answer = Answer(len(prompt), found, listener)
         text = Text(prepared, answer, seed, logprobs)
@@ -305,13 +306,13 @@ class Engine:
 
     def _waive(self) -> None:
         """Let requests go that were cancelled while they waited."""
-        if any(text.answer.cancelled for text in self._waiting):
-            with self._changed:
-                gone = [text for text in self._waiting if text.answer.cancelled]
-                self._waiting = deque(text for text in self._waiting if not text.answer.cancelled)
-            for text in gone:
-                text.answer.add(Chosen(-1, end="cancelled"))
-                self._counts["requests"] += 1
+        with self._changed:  # others submit meanwhile
+            gone = [text for text in self._waiting if text.answer.cancelled]
+            if gone:
+                self._waiting = deque(text for text in self._waiting if text not in gone)
+        for text in gone:
+            text.answer.add(Chosen(-1, end="cancelled"))
+            self._counts["requests"] += 1
 
     def _leave(self) -> None:
         """Let texts go that were cancelled."""
@@ -412,4 +413,4 @@ class Engine:
 def _columns(text: Text) -> list[int]:
     """The columns that a text needs of each layer: its prompt's and those of tokens that run it, or none (law 6)."""
     prompt = text.prompt.shape[1]
-    return [prompt + count if count else 0 for count in text.schedule.cutoffs(text.steps)]
+    return [prompt + count if count else 0 for count in text.cutoffs]

@@ -4,11 +4,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from skipdecode.decode import check_request
 from skipdecode.endings import Endings
@@ -40,6 +49,9 @@ class Prepared:
         return int(self.config.max_length - self.input_ids.shape[1])
 
 
+# Processors and criteria that keep nothing of a text, and of a prompt know its length alone.
+_BY_LENGTH = {MaxLengthCriteria, EosTokenCriteria, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper}
+MOST_KNOWN = 4096  # kinds of requests that are kept prepared
 # Arguments of `generate` that are no settings of it.
 _NOT_SETTINGS = (
     *("inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values", "streamer"),
@@ -47,26 +59,60 @@ _NOT_SETTINGS = (
 )
 
 
-def prepare(model: Any, prompt: Sequence[int], tokenizer: Any, settings: dict[str, Any]) -> Prepared:
-    """Have `generate` prepare a prompt, with its own settings. Raises ConfigError for what an engine doesn't decode."""
-    if not prompt:
-        raise ConfigError("the prompt is empty: it must have at least one token")
-    for name in _NOT_SETTINGS:
-        if settings.get(name) is not None:
-            raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    for token in prompt:
-        if not 0 <= token < vocabulary:
-            raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
-    input_ids = torch.tensor([list(prompt)], device=model.device)
-    found: Prepared = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        custom_generate=_prepared,
-        **({"tokenizer": tokenizer} if settings.get("stop_strings") else {}),
-        **settings,
-    )
-    return found
+class Preparer:
+    """Has `generate` prepare prompts, with its own settings.
+
+    What it makes of settings that are plain values, of end tokens, limits and temperatures, depends on a prompt's
+    length and on nothing else of it. So it is kept: a server is asked for the same again and again, and `generate`
+    takes longer to prepare a text than a small model to decode it.
+
+    Args:
+        model: which must not be changed in between.
+        tokenizer: for `stop_strings`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._known: dict[Any, Prepared] = {}
+        self._defaults: dict[str, Any] = {}
+
+    def __call__(self, prompt: Sequence[int], settings: dict[str, Any]) -> Prepared:
+        """What a prompt is decoded with. Raises ConfigError for what an engine doesn't decode."""
+        if not prompt:
+            raise ConfigError("the prompt is empty: it must have at least one token")
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
+        input_ids = torch.tensor([list(prompt)], device=self._model.device)
+        defaults = vars(self._model.generation_config)
+        if defaults != self._defaults:
+            self._known.clear()
+            self._defaults = dict(defaults)
+        key = (len(prompt), *((name, type(value), value) for name, value in sorted(settings.items())))
+        plain = all(isinstance(value, int | float | str | None) for value in settings.values())
+        found = self._known.get(key) if plain else None
+        if found is not None:
+            return replace(found, input_ids=input_ids)
+        found = self._prepare(input_ids, settings)
+        if plain and {type(part) for part in (*found.processor, *found.criteria)} <= _BY_LENGTH:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def _prepare(self, input_ids: torch.Tensor, settings: dict[str, Any]) -> Prepared:
+        for name in _NOT_SETTINGS:
+            if settings.get(name) is not None:
+                raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
+        found: Prepared = self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            custom_generate=_prepared,
+            **({"tokenizer": self._tokenizer} if settings.get("stop_strings") else {}),
+            **settings,
+        )
+        return found
 
 
 @given_a_tokenizer
@@ -244,6 +290,7 @@ class Text:
         self.answer = answer
         self.schedule = answer.schedule
         self.steps = prepared.new_tokens - 1  # at most: the last token is never an input
+        self.cutoffs = self.schedule.cutoffs(self.steps)
         self.do_sample = bool(prepared.config.do_sample)
         self.processor = prepared.processor
         self.logprobs = logprobs

@@ -1,11 +1,11 @@
 """The answers to a request, in one piece or as a stream of server-sent events."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from skipdecode.request import Chosen
-from skipdecode.serve.job import Choice, Job
+from skipdecode.serve.job import Choice, Job, Part
 from skipdecode.serve.protocol import Envelope, Failure, usage
 
 
@@ -34,21 +34,10 @@ async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
                     [envelope.choice(c.index, "", None, None, part=True, first=True) for c in job.choices], part=True
                 )
             )
-        async for part in job.parts():
-            choice = part.choice
-            asked = job.asked.top_logprobs_asked is not None
-            if not (part.text or choice.end or asked or job.asked.details):
-                continue
-            new = [part.chosen] if asked else []
-            logprobs = _logprobs(envelope, tokenizer, choice, new, part.offset)
-            body = envelope.body([envelope.choice(choice.index, part.text, choice.end, logprobs, part=True)], part=True)
-            if job.asked.details:
-                body["skipdecode"] = {
-                    "token": part.chosen.token,
-                    "layers": part.layers,
-                    "seconds": part.chosen.at - choice.answer.times.submitted,
-                }
-            yield _event(body)
+        async for together in job.parts():
+            # In one piece: where steps take less than events do, the texts would be ever farther behind.
+            if found := "".join(_events(job, envelope, tokenizer, together)):
+                yield found
         if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
             yield _event(envelope.body([], part=True, usage=usage(job.prompt_tokens, job.new_tokens)))
         yield "data: [DONE]\n\n"
@@ -56,6 +45,31 @@ async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
         yield _event(failure.body)
     finally:
         job.cancel()
+
+
+def _events(job: Job, envelope: Envelope, tokenizer: Any, together: Sequence[Part]) -> Iterator[str]:
+    """An event for each token where more than its text is asked for, else one for each text that grew."""
+    if job.asked.top_logprobs_asked is None and not job.asked.details:
+        grown: dict[int, str] = {}
+        for part in together:
+            grown[part.choice.index] = grown.get(part.choice.index, "") + part.text
+        for index, text in grown.items():
+            end = job.choices[index].end
+            if text or end:
+                yield _event(envelope.body([envelope.choice(index, text, end, None, part=True)], part=True))
+        return
+    for part in together:
+        choice = part.choice
+        new = [part.chosen] if job.asked.top_logprobs_asked is not None else []
+        logprobs = _logprobs(envelope, tokenizer, choice, new, part.offset)
+        body = envelope.body([envelope.choice(choice.index, part.text, part.end, logprobs, part=True)], part=True)
+        if job.asked.details:
+            body["skipdecode"] = {
+                "token": part.chosen.token,
+                "layers": part.layers,
+                "seconds": part.chosen.at - choice.answer.times.submitted,
+            }
+        yield _event(body)
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from skipdecode.engine import Engine
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
 from skipdecode.serve.answers import events, whole
-from skipdecode.serve.job import Job
+from skipdecode.serve.job import Bell, Job
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
 from skipdecode.serve.settings import ServeSettings
@@ -41,7 +41,8 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
     started = int(time.time())
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.bell = Bell()
         with engine:
             yield
 
@@ -81,7 +82,7 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
     async def answer(asked: Asked, request: Request) -> Response:
         check_model(asked.model)
-        job = Job(engine, tokenizer, settings, metrics, asked)
+        job = Job(engine, tokenizer, settings, metrics, app.state.bell, asked)
         request.state.job = job  # for the line of the log
         await job.start()
         if asked.stream:

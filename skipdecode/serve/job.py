@@ -5,7 +5,7 @@ import contextlib
 import functools
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,10 @@ class Part:
     Attributes:
         choice: whose it is.
         text: maybe empty.
-        chosen: the token.
+        chosen: the token, or the last of several.
         layers: that it ran.
         offset: characters that stood before it.
+        end: what ended the text with it, as OpenAI says it; None where it goes on.
     """
 
     choice: Choice
@@ -60,35 +61,69 @@ class Part:
     chosen: Chosen
     layers: int
     offset: int
+    end: str | None
+
+
+class Bell:
+    """Wakes tasks of the running loop from other threads, once for many: each time is a write to a socket."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._to_wake: deque[asyncio.Event] = deque()
+        self._rung = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """Have an event set, soon."""
+        self._to_wake.append(event)
+        if not self._rung:
+            self._rung = True
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._rung = False  # who comes from now on rings anew
+        while self._to_wake:
+            self._to_wake.popleft().set()
 
 
 class Inbox:
     """Tokens on their way from the engine's thread to a task of the loop, which is woken once for all that lie there.
 
     Args:
+        bell: that wakes it.
         each: whether each token matters when it comes, and not only the last of a text.
         seconds: after which no more is waited for.
     """
 
-    def __init__(self, *, each: bool, seconds: float) -> None:
+    def __init__(self, bell: Bell, *, each: bool, seconds: float) -> None:
+        self._bell = bell
         self._each = each
-        self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + seconds
         self._lying: deque[tuple[int, Chosen]] = deque()
         self._woken = asyncio.Event()
         self._waking = False
+        self._late = False
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._late = True
+        self._woken.set()
+
+    def close(self) -> None:
+        """Wait no more."""
+        self._timer.cancel()
 
     def put(self, index: int, chosen: Chosen) -> None:
         """Lay down a token of a text: the engine's thread."""
         self._lying.append((index, chosen))
         if not self._waking and (self._each or chosen.end is not None):
             self._waking = True
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                self._loop.call_soon_threadsafe(self._woken.set)
+            self._bell.ring(self._woken)
 
     async def take(self) -> list[tuple[int, Chosen]]:
-        """Wait for tokens, and take all there are. Raises TimeoutError where none came in time."""
-        await asyncio.wait_for(self._woken.wait(), max(0.0, self._until - self._loop.time()))
+        """Wait for tokens, and take all there are. Raises TimeoutError where they come too late."""
+        await self._woken.wait()
+        if self._late:
+            raise TimeoutError
         self._woken.clear()
         self._waking = False  # what is laid down from now on wakes anew
         return [self._lying.popleft() for _ in range(len(self._lying))]
@@ -98,18 +133,28 @@ class Job:
     """The texts of one request.
 
     Args:
-        engine, tokenizer, settings, metrics: of the server.
+        engine, tokenizer, settings, metrics, bell: of the server.
         asked: the request.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, settings: ServeSettings, metrics: Metrics, asked: Asked) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        settings: ServeSettings,
+        metrics: Metrics,
+        bell: Bell,
+        asked: Asked,
+    ) -> None:
         self._engine, self._tokenizer, self._settings, self._metrics = engine, tokenizer, settings, metrics
         self.asked = asked
         self.speedup = settings.speedup if asked.speedup is None else asked.speedup
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
         each = asked.stream or bool(asked.stop)
-        self._inbox = Inbox(each=each, seconds=settings.timeout)
+        self._inbox = Inbox(bell, each=each, seconds=settings.timeout)
+        # Whether each token is looked at by itself, and not all together that have come.
+        self._singly = bool(asked.stop) or asked.details or asked.top_logprobs_asked is not None
 
     async def start(self) -> None:
         """Hand all texts to the engine, or none. Raises ConfigError and Failure where that can't be."""
@@ -181,57 +226,68 @@ class Job:
                 )
                 self.choices.append(Choice(index, answer, Words(self._tokenizer, stops)))
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """What comes of the texts, until the last has ended. Raises Failure for one that fails, or takes too long."""
+    async def parts(self) -> AsyncIterator[list[Part]]:
+        """What comes of the texts, all that has come by then at a time, until the last has ended.
+
+        Raises Failure for one that fails, or takes too long.
+        """
         try:
             while any(choice.end is None for choice in self.choices):
                 try:
                     heard = await self._inbox.take()
-                except asyncio.TimeoutError as error:
+                except TimeoutError as error:
                     seconds = self._settings.timeout
                     raise Failure(504, f"the request took more than {seconds:g} s", "timeout") from error
+                come: dict[int, list[Chosen]] = {}
                 for index, chosen in heard:
-                    choice = self.choices[index]
-                    if choice.end is not None:
-                        continue  # it was cancelled behind a stop, and a token more had been chosen
-                    if chosen.error is not None:
-                        raise Failure(500, "the text could not be decoded", "failed") from chosen.error
-                    if chosen.end == "cancelled":
-                        raise Failure(503, "the server is shutting down", "shutting_down")
-                    yield self._part(choice, chosen)
+                    come.setdefault(index, []).append(chosen)
+                yield [part for index, tokens in come.items() for part in self._parts(self.choices[index], tokens)]
         finally:
             self.cancel()
 
-    def _part(self, choice: Choice, chosen: Chosen) -> Part:
-        schedule = choice.answer.schedule
-        layers = schedule.budget(choice.tokens - 1) if choice.tokens else schedule.prompt_budget
-        choice.layers += layers if choice.tokens else 0
-        choice.tokens += 1
+    def _parts(self, choice: Choice, tokens: list[Chosen]) -> Iterator[Part]:
+        for new in [[token] for token in tokens] if self._singly else [tokens]:
+            if choice.end is not None:
+                return  # it was cancelled behind a stop, and a token more had been chosen
+            last = new[-1]
+            if last.error is not None:
+                raise Failure(500, "the text could not be decoded", "failed") from last.error
+            if last.end == "cancelled":
+                raise Failure(503, "the server is shutting down", "shutting_down")
+            yield self._part(choice, new)
+
+    def _part(self, choice: Choice, new: Sequence[Chosen]) -> Part:
+        schedule, last = choice.answer.schedule, new[-1]
+        layers = schedule.prompt_budget
+        for chosen in new:
+            if choice.tokens:
+                layers = schedule.budget(choice.tokens - 1)
+                choice.layers += layers
+            choice.tokens += 1
+            if chosen.logprob is not None:
+                choice.logprobs.append(chosen)
+            self._metrics_of(choice, chosen)
         offset = len(choice.words.text)
-        text = choice.words.add(chosen.token, last=chosen.end is not None)
+        text = choice.words.add([chosen.token for chosen in new], last=last.end is not None)
         if choice.words.stopped:
             choice.end = "stop"
             choice.answer.cancel()
-        elif chosen.end is not None:
-            choice.end = chosen.end
-        if chosen.logprob is not None:
-            choice.logprobs.append(chosen)
-        self._time(choice, chosen)
-        return Part(choice, text, chosen, layers, offset)
-
-    def _time(self, choice: Choice, chosen: Chosen) -> None:
-        now = chosen.at
-        submitted = choice.answer.times.submitted
-        if choice.last is None:
-            self._metrics.first_token.observe(now - submitted)
-        else:
-            self._metrics.between_tokens.observe(now - choice.last)
-        choice.last = now
+        elif last.end is not None:
+            choice.end = last.end
         if choice.end is not None:
-            self._metrics.whole.observe(now - submitted)
+            self._metrics.whole.observe(last.at - choice.answer.times.submitted)
+        return Part(choice, text, last, layers, offset, choice.end)
+
+    def _metrics_of(self, choice: Choice, chosen: Chosen) -> None:
+        if choice.last is None:
+            self._metrics.first_token.observe(chosen.at - choice.answer.times.submitted)
+        else:
+            self._metrics.between_tokens.observe(chosen.at - choice.last)
+        choice.last = chosen.at
 
     def cancel(self) -> None:
         """End every text that hasn't ended, and free its row."""
+        self._inbox.close()
         for choice in self.choices:
             if choice.end is None:
                 choice.answer.cancel()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+_DECODED_AGAIN = 12  # tokens, at most
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
 
@@ -23,19 +24,22 @@ class Words:
         self._stops = stops
         self._tokens: list[int] = []
         # Tokens are decoded behind a few that are known: some tokenizers drop the space before a first word.
-        self._from, self._read = 0, 0
+        self._from, self._read, self._known = 0, 0, ""
         self._whole = ""
         self.text = ""
         self.stopped = False
 
-    def add(self, token: int, *, last: bool) -> str:
-        """Take a token. Returns what the text grows by, which may be nothing until more is known."""
-        self._tokens.append(token)
-        before = self._decode(self._tokens[self._from : self._read])
-        after = self._decode(self._tokens[self._from :])
-        if last or not after.endswith(_UNFINISHED):
-            self._whole += after[len(before) :]
-            self._from, self._read = self._read, len(self._tokens)
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Take tokens. Returns what the text grows by, which may be nothing until more is known."""
+        self._tokens += tokens
+        behind = self._decode(self._tokens[self._from :])
+        if last or not behind.endswith(_UNFINISHED):
+            self._whole += behind[len(self._known) :]
+            self._known = behind
+            if len(self._tokens) - self._from > _DECODED_AGAIN:
+                self._from = self._read
+                self._known = self._decode(self._tokens[self._from :])
+            self._read = len(self._tokens)
         at = min((found for stop in self._stops if (found := self._whole.find(stop)) >= 0), default=None)
         if at is not None:
             self.stopped, shown = True, self._whole[:at]

@@ -1,12 +1,14 @@
 """An engine's texts are those of each prompt alone, whatever decodes beside it, and afterwards nothing is held."""
 
 import random
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import FAMILIES, SCHEDULES, play
+from engine_cases import FAMILIES, SCHEDULES, alone, play
 from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh, tiny
@@ -17,6 +19,7 @@ from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.arena import Arena, Span
 from skipdecode.engine import EngineFull
 from skipdecode.prefixes import nested_groups, prefix_lengths
+from skipdecode.request import Answer
 
 PROMPT = [5, 9, 30, 7]
 FULL = SkipSchedule.full_depth(6)
@@ -60,6 +63,50 @@ def test_so_are_they_where_threads_submit_and_a_thread_decodes() -> None:
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=skip_generate, **how)
         assert alone[0, ids.shape[1] :].tolist() == list(tokens)
     assert len(found) == 20
+
+
+def test_so_are_they_where_threads_change_places_at_any_moment() -> None:
+    how: Any = {"schedule": SCHEDULES[1], "max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with Engine(tiny("opt"), most_rows=3, most_waiting=2000) as engine:
+
+            def ask(number: int) -> list[Answer]:
+                return [engine.submit([4 + number] * 3, **how) for _ in range(120)]
+
+            with ThreadPoolExecutor(4) as pool:
+                found = list(pool.map(ask, range(4)))
+            found[0][-1].cancel()
+            assert engine.drain(60)
+            texts = [{answer.result(0).tokens for answer in answers} for answers in found]
+    finally:
+        sys.setswitchinterval(interval)
+    assert [len(text) for text in texts[1:]] == [1, 1, 1]
+
+
+def test_what_is_kept_of_a_request_is_only_what_the_next_one_asks_for_too() -> None:
+    model: Any = fresh("opt")
+    engine = Engine(model)
+    prompts = [PROMPT, [7, 7, 7, 7], [9, 8]]
+    asked: list[dict[str, Any]] = [
+        {"max_new_tokens": 5, "do_sample": False},
+        {"max_new_tokens": 7, "do_sample": False},
+        {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 11},
+        {"max_new_tokens": 5, "do_sample": True, "temperature": 1.7, "seed": 3},
+        {"max_new_tokens": 5, "do_sample": True, "temperature": 0.6, "seed": 3},
+        {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": 5.0},
+        {"max_new_tokens": 5, "do_sample": False, "sequence_bias": {(40,): 9.0}},
+    ]
+    for default in (None, 40):  # a default that is changed holds from then on
+        model.generation_config.eos_token_id = default
+        for _ in range(2):
+            for prompt in prompts:
+                answers = [engine.submit(prompt, schedule=FULL, **settings) for settings in asked]
+                assert engine.drain()
+                engine._draining = False
+                for settings, answer in zip(asked, answers, strict=True):
+                    assert list(answer.result(0).tokens) == alone(model, prompt, {"schedule": FULL, **settings})
 
 
 def test_a_text_gives_back_the_columns_of_a_layer_when_it_has_passed_its_cutoff() -> None:

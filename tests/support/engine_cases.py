@@ -48,7 +48,7 @@ def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any)
     assert held.gaps == 1, "what was given back is in pieces"
     cancelled = 0
     for prompt, request, answer in asked:
-        found, expected = answer.result(0), _alone(model, prompt, request)
+        found, expected = answer.result(0), alone(model, prompt, request)
         assert list(found.tokens) == expected[: len(found.tokens)], (prompt, request)
         if found.end == "cancelled":
             cancelled += 1
@@ -69,7 +69,8 @@ def _request(draw: random.Random, number: int) -> tuple[list[int], dict[str, Any
     return prompt, request
 
 
-def _alone(model: Any, prompt: list[int], request: dict[str, Any]) -> list[int]:
+def alone(model: Any, prompt: list[int], request: dict[str, Any]) -> list[int]:
+    """The new tokens of `skip_generate` for a prompt alone."""
     settings = dict(request)
     torch.manual_seed(settings.pop("seed", 0))
     ids = torch.tensor([prompt])

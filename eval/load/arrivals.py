@@ -1,0 +1,34 @@
+"""When requests come, and which: pure functions of a seed."""
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds from the beginning at which so many requests come, ascending: a Poisson process, the first at 0.
+
+    Args:
+        rate: requests a second; infinite: all come at once.
+        count: of requests.
+        seed: of the draw.
+
+    >>> [round(at, 2) for at in poisson_arrivals(2.0, 4, seed=0)]
+    [0.0, 0.93, 1.64, 1.92]
+    >>> poisson_arrivals(float("inf"), 2, seed=0)
+    [0.0, 0.0]
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    draw = random.Random(f"arrivals {seed}")
+    return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+
+
+def drawn_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
+    """So many prompts in an order drawn at random; each comes once before one comes again."""
+    draw = random.Random(f"prompts {seed}")
+    found: list[str] = []
+    while len(found) < count:
+        found += draw.sample(prompts, min(len(prompts), count - len(found)))
+    return found

@@ -1,0 +1,150 @@
+"""A benchmark under load, from a request to its report."""
+
+import asyncio
+import datetime
+import shlex
+import sys
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+import torch
+from rich.progress import Progress, TimeRemainingColumn
+
+from data import load_task
+from eval.console import bar_columns, make_console
+from eval.journal import Journal
+from eval.load.arrivals import drawn_prompts, poisson_arrivals
+from eval.load.client import Asked, Outcome, play
+from eval.load.report import LoadConditions, LoadReport, draw_load, row_of
+from eval.load.request import LoadRequest
+from eval.load.systems import served
+from eval.loading import task_options
+from eval.machine import describe_machine, versions
+from skipdecode import ConfigError
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.files import write_whole
+
+WARM_UP = 8  # requests at once, before a system is timed
+
+
+def benchmark(request: LoadRequest) -> None:
+    """Put every system under load in turns; write the report as JSON, Markdown and a picture, and print it.
+
+    One that is cut off goes on where it was when it is asked for again: until all is measured, a journal lies beside
+    the report.
+
+    Raises ConfigError for a request that can't be met, and for a system that answers nothing.
+    """
+    remembered = SkipConfig.load(request.checkpoint) if request.checkpoint is not None else None
+    name, options = task_options(request.task, remembered)
+    task = load_task(name, path=request.data_dir, **options)
+    prompts = [example.prompt for example in task.stream("test")]
+    max_new_tokens = request.max_new_tokens or task.max_new_tokens
+    journal = Journal(request.journal, _identity(request, prompts, max_new_tokens), "benchmark")
+    keys = [
+        ("turn", str(number), f"{rate:g}", system)
+        for number, rate in product(range(request.rounds), request.rates)
+        for system in _rotated(request.systems, number)
+    ]
+    if any(key not in journal for key in keys):
+        with served(request, max_new_tokens) as systems:
+            _take_turns(request, systems, prompts, journal, keys)
+    turns = {key: [Outcome.from_list(values) for values in journal[key]] for key in keys}
+
+    def rounds(rate: float, system: str) -> list[list[Outcome]]:
+        return [turns["turn", str(number), f"{rate:g}", system] for number in range(request.rounds)]
+
+    rows = [
+        row_of(_shown(system), rate, rounds(rate, system), rounds(rate, request.systems[0]))
+        for rate, system in product(request.rates, request.systems)
+    ]
+    report = LoadReport(_conditions(request, name, max_new_tokens), rows)
+    request.output.parent.mkdir(parents=True, exist_ok=True)
+    draw_load(request.output.with_suffix(".png"), report)
+    write_whole(request.output.with_suffix(".md"), report.to_markdown())
+    write_whole(request.output, report.to_json())
+    journal.remove()
+    console = make_console(width=200)
+    console.print(report.to_table())
+    for line in report.notes():
+        console.print(line, style="dim")
+    console.print(f"picture: {request.output.with_suffix('.png')}", soft_wrap=True)
+
+
+def _rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """The systems in the order of a round: each comes first once."""
+    at = number % len(systems)
+    return (*systems[at:], *systems[:at])
+
+
+def _shown(system: str) -> str:
+    return "transformers serve" if system == "transformers" else system
+
+
+def _take_turns(
+    request: LoadRequest,
+    systems: dict[str, Asked],
+    prompts: list[str],
+    journal: Journal,
+    keys: list[tuple[str, str, str, str]],
+) -> None:
+    """Play every turn that the journal hasn't got."""
+    for name, asked in systems.items():  # so that all are warm
+        outcomes = _play(asked, prompts[:WARM_UP], [0.0] * len(prompts[:WARM_UP]), request.timeout)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if len(errors) == len(outcomes):
+            raise ConfigError(f"--system {name} answers nothing: {errors[0]}")
+    seed = 1000 * request.seed
+    columns = (*bar_columns(), TimeRemainingColumn())
+    with Progress(*columns, console=make_console(stderr=True)) as progress:
+        bar = progress.add_task("", total=len(keys) * request.requests)
+        for key in keys:
+            _, number, rate, system = key
+            if key in journal:
+                progress.advance(bar, request.requests)
+                continue
+            progress.update(bar, description=f"round {int(number) + 1}, {rate} requests/s, {system}")
+            # Of a round and a rate, the same for every system.
+            arrivals = poisson_arrivals(float(rate), request.requests, seed + int(number))
+            asked_for = drawn_prompts(prompts, request.requests, seed + int(number))
+            outcomes = _play(systems[system], asked_for, arrivals, request.timeout, lambda: progress.advance(bar))
+            journal.add(key, [outcome.to_list() for outcome in outcomes])
+
+
+def _play(
+    asked: Asked, prompts: list[str], arrivals: list[float], timeout: float, advance: Any = lambda: None
+) -> list[Outcome]:
+    return asyncio.run(play(asked, prompts, arrivals, timeout, advance))
+
+
+def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> dict[str, Any]:
+    """All that the times depend on, as plain values."""
+    options = {key: value for key, value in asdict(request).items() if key != "output"}
+    machine = describe_machine(torch.device("cpu"))
+    return {
+        **options,
+        "rates": [f"{rate:g}" for rate in request.rates],
+        "max_new_tokens": max_new_tokens,
+        "prompts": [len(prompts), sum(map(len, prompts))],
+        "machine": {name: machine[name] for name in ("processor", "cores")},
+        "versions": versions(),
+    }
+
+
+def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadConditions:
+    own = request.checkpoint is not None
+    waves = f"waves of {request.wave_rows} or {request.wave_seconds:g} s" if own and request.wave_rows > 1 else None
+    return LoadConditions(
+        served=str(request.checkpoint or request.url),
+        task=task,
+        max_new_tokens=max_new_tokens,
+        requests=request.requests,
+        rounds=request.rounds,
+        rows=request.rows if own else None,
+        waves=waves,
+        date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
+        command=shlex.join(["python", "-m", "eval.load", *sys.argv[1:]]),
+        machine=describe_machine(torch.device("cpu")),
+        versions=versions(),
+    )
