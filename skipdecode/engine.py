@@ -194,6 +194,7 @@ class Engine:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
             raise ConfigError(f"seed is {seed!r}: it must be an integer of 64 bits")
         self._check_open()
+        self._check_room()  # here too: what is refused should cost little
         prepared = self._prepare(prompt, settings)
         found = resolve_schedule(self.model, schedule, speedup, over=over, weights=self.weights, prompts=[len(prompt)])
         answer = Answer(len(prompt), found, listener)
@@ -207,8 +208,7 @@ class Engine:
             )
         with self._changed:
             self._check_open()
-            if len(self._waiting) >= self._most_waiting:
-                raise EngineFull(f"{len(self._waiting)} requests wait already")
+            self._check_room()
             self._waiting.append(text)
             self._changed.notify_all()
         return answer
@@ -216,6 +216,15 @@ class Engine:
     def _check_open(self) -> None:
         if self._closing or self._draining:
             raise ConfigError("the engine is closed: it takes no requests any more")
+
+    def _check_room(self) -> None:
+        if self.full:
+            raise EngineFull(f"{len(self._waiting)} requests wait already")
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._waiting) >= self._most_waiting
 
     @property
     def state(self) -> EngineState:

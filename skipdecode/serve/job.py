@@ -158,16 +158,21 @@ class Job:
 
     async def start(self) -> None:
         """Hand all texts to the engine, or none. Raises ConfigError and Failure where that can't be."""
-        prompts = self._prompts()
-        if len(prompts) * self.asked.n > self._settings.most_texts:
-            raise ConfigError(
-                f"{len(prompts)} prompts with n = {self.asked.n} are {len(prompts) * self.asked.n} texts: a request "
-                f"may have {self._settings.most_texts}"
-            )
-        self.prompt_tokens = sum(map(len, prompts))
         try:
-            # In a thread: what `generate` prepares takes a millisecond or more, and others' tokens are to go out.
-            await asyncio.to_thread(self._submit, prompts)
+            if self._engine.full:  # before anything is done for it
+                raise EngineFull("as many requests wait as may")
+            prompts = self._prompts()
+            texts = len(prompts) * self.asked.n
+            if texts > self._settings.most_texts:
+                raise ConfigError(
+                    f"{len(prompts)} prompts with n = {self.asked.n} are {texts} texts: a request may have "
+                    f"{self._settings.most_texts}"
+                )
+            self.prompt_tokens = sum(map(len, prompts))
+            if texts > 1:  # others' tokens are to go out meanwhile
+                await asyncio.to_thread(self._submit, prompts)
+            else:
+                self._submit(prompts)
         except EngineFull as error:
             self.cancel()
             raise Failure(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
