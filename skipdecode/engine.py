@@ -10,22 +10,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from skipdecode.arena import Arena, ArenaCache, Span
-from skipdecode.decode import resolve_schedule
+from skipdecode.decode import choose_draft, resolve_schedule
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import text_config, unwrap
 from skipdecode.lean import free_memory, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
 from skipdecode.prefixes import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.projections import Weights
-from skipdecode.request import Answer, Chosen, Preparer, Text
+from skipdecode.request import Answer, Chosen, Input, Preparer, Text
 from skipdecode.schedule import Over, SkipSchedule
 
 MEMORY_SHARE = 0.25  # of the memory that is free, for keys and values where nobody says how much
+MOST_DRAFTING = 4  # texts that decode where lossless ones draft: drafts are arithmetic, which more of them wait for
 LONGEST = 4096  # columns of a text that memory is kept for, of a model without a table of positions
 
 
@@ -166,6 +168,7 @@ class Engine:
         schedule: SkipSchedule | Mapping[str, Any] | None = None,
         speedup: float | None = None,
         over: Over | None = None,
+        lossless: bool = False,
         seed: int | None = None,
         logprobs: int | None = None,
         listener: Callable[[Chosen], None] | None = None,
@@ -178,6 +181,8 @@ class Engine:
             schedule: as in `skip_generate`.
             speedup: likewise; it is solved for the prompt alone.
             over: likewise.
+            lossless: give full depth's own text, also when sampling with a seed. Where few texts decode, schedule or
+                speedup draft tokens, by default as many layers as pay, and full depth verifies several at a time.
             seed: of sampling. Without one, samples are drawn from torch's own generator.
             logprobs: how many of the likeliest tokens to give with each token.
             listener: as of `Answer`.
@@ -187,8 +192,6 @@ class Engine:
             ConfigError: for what `skip_generate` refuses, and for a text that can never fit; nothing is decoded then.
             EngineFull: where as many wait as may.
         """
-        if settings.pop("lossless", False):
-            raise ConfigError("lossless is True: an engine doesn't draft and verify yet; use skip_generate")
         if logprobs is not None and not 0 <= logprobs <= 100:
             raise ConfigError(f"logprobs is {logprobs!r}: it must be a number of tokens from 0 to 100")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
@@ -196,9 +199,14 @@ class Engine:
         self._check_open()
         self._check_room()  # here too: what is refused should cost little
         prepared = self._prepare(prompt, settings)
-        found = resolve_schedule(self.model, schedule, speedup, over=over, weights=self.weights, prompts=[len(prompt)])
+        if lossless and schedule is None and speedup is None:
+            drafts = choose_draft(self.model, [len(prompt)], weights=self.weights)
+        else:
+            how: Any = {"over": over, "weights": self.weights, "prompts": [len(prompt)]}
+            drafts = resolve_schedule(self.model, schedule, speedup, **how)
+        found = SkipSchedule.full_depth(self._depth) if lossless else drafts
         answer = Answer(len(prompt), found, listener)
-        text = Text(prepared, answer, seed, logprobs)
+        text = Text(prepared, answer, seed, logprobs, drafts if lossless else None)
         needed = sum(_columns(text))
         if needed > self._cache.arena.columns:
             raise ConfigError(
@@ -302,14 +310,13 @@ class Engine:
         self._admit()
         if not self._rows:
             return False
-        going = list(self._rows)
-        layer_sets = [row.text.layers() for row in going]
-        for group in nested_groups(layer_sets):
-            rows = [going[n] for n in group]
+        drafting = len(self._rows) <= MOST_DRAFTING
+        going = [(row, each) for row in self._rows for each in row.text.inputs(drafting=drafting)]
+        for group in nested_groups([each.layers for _, each in going]):
             try:
-                self._decode(rows, [layer_sets[n] for n in group])
+                self._decode([going[n] for n in group])
             except Exception as error:  # none of them can go on, and others must
-                self._fail(rows, error)
+                self._fail([going[n][0] for n in group], error)
         self._counts["steps"] += 1
         return True
 
@@ -381,37 +388,44 @@ class Engine:
         self._counts["prompt_tokens"] += text.prompt.shape[1]
         self._extend([row], logits)
 
-    def _decode(self, rows: Sequence[_Row], layer_sets: Sequence[tuple[int, ...]]) -> None:
-        """Run the last token of texts whose sets of layers nest, the largest first, and choose what follows."""
-        layers = layer_sets[0]
-        columns = [row.text.columns - 1 for row in rows]
+    def _decode(self, going: Sequence[tuple[_Row, Input]]) -> None:
+        """Run tokens of texts whose sets of layers nest, the largest first, and choose what follows."""
+        layer_sets = [each.layers for _, each in going]
+        layers, columns = layer_sets[0], [each.column for _, each in going]
+        slots = [row.slot for row, _ in going]
         self._positions.reach(max(columns) + 1)
         inputs = PrefixInputs(
             self._cache.arena,
-            self._starts[[row.slot for row in rows]],
+            self._starts[slots],
             columns,
+            slots,
             layers,
             prefix_lengths(layer_sets),
             *self._positions.of(columns),
         )
-        tokens = torch.tensor([row.text.last for row in rows], device=self.model.device)
+        tokens = torch.tensor([each.token for _, each in going], device=self.model.device)
         logits = self._decoder(tokens, layers, self._cache, inputs)  # type: ignore[arg-type]
-        self._counts["rows"] += len(rows)
+        self._counts["rows"] += len(going)
         self._counts["layers"] += sum(map(len, layer_sets))
-        self._extend(rows, logits)
+        self._extend([row for row, _ in going], logits)
 
     def _extend(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
-        """Give each text its next token, of logits [texts, vocabulary], and free what isn't read any more."""
+        """Have texts go on by logits [tokens that were run, vocabulary], those of a text side by side.
+
+        Frees what isn't read any more.
+        """
         logits = logits.float()
-        greedy = logits.argmax(dim=-1).tolist() if any(row.text.plain for row in rows) else []
-        for n, row in enumerate(rows):
-            own = logits[n : n + 1]
+        greedy = logits.argmax(dim=-1).tolist()
+        end = 0
+        for row, same in groupby(rows):
+            start, end = end, end + len(list(same))
+            before = row.text.columns
             try:
-                ended = row.text.extend(greedy[n] if row.text.plain else row.text.choose(own), own)
+                ended = row.text.take(greedy[start:end], logits[start:end])
             except Exception as error:  # of a processor or a criterion of this text's
                 self._fail([row], error)
                 continue
-            self._counts["tokens"] += 1
+            self._counts["tokens"] += row.text.columns - before
             if ended:
                 self._drop(row)
                 continue

@@ -112,12 +112,13 @@ class _Part(StepInputs):
 
 
 class PrefixInputs(StepInputs):
-    """Inputs of a token each of several texts, the deepest budget first.
+    """Inputs of tokens of several texts, the deepest budget first; those of one text ascend.
 
     Args:
         arena: that holds the texts' keys and values.
         starts: the first column in the arena of each text in each layer [tokens, layers of the model], int32 on CPU.
         columns: of each token in its own text.
+        texts: a number for the text of each token.
         layers: that run, ascending.
         counts: for each of them, how many of the tokens run it.
         position_ids, rotary: as of a step's, of each token.
@@ -129,6 +130,7 @@ class PrefixInputs(StepInputs):
         arena: Arena,
         starts: torch.Tensor,
         columns: Sequence[int],
+        texts: Sequence[int],
         layers: Sequence[int],
         counts: Sequence[int],
         position_ids: torch.Tensor | None,
@@ -140,11 +142,12 @@ class PrefixInputs(StepInputs):
         self._starts = starts
         self._counts = dict(zip(layers, counts, strict=True))
         self.columns = columns
+        self._texts = texts
         self._parts: dict[int, _Part] = {}
 
     def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """As StepInputs.places; the rows are those of `prefixes`."""
-        return range(tokens), self.columns
+        """As StepInputs.places; where the rows lie is said by `prefixes`."""
+        return self._texts, self.columns
 
     def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
         """As StepInputs.prefixes: a row of the cache is a column of the arena."""

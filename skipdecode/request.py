@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import (
@@ -51,6 +51,7 @@ class Prepared:
 
 # Processors and criteria that keep nothing of a text, and of a prompt know its length alone.
 _BY_LENGTH = {MaxLengthCriteria, EosTokenCriteria, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper}
+_FIRST_DRAFTS, _MOST_AHEAD = 4, 8  # tokens that are drafted before they are verified
 MOST_KNOWN = 4096  # kinds of requests that are kept prepared
 # Arguments of `generate` that are no settings of it.
 _NOT_SETTINGS = (
@@ -276,6 +277,14 @@ class Answer:
             self._ended.set()
 
 
+class Input(NamedTuple):
+    """A token that a step runs: at which column of its text, and through which layers, ascending."""
+
+    token: int
+    column: int
+    layers: tuple[int, ...]
+
+
 class Text:
     """A request's text, of which the engine holds the columns.
 
@@ -284,11 +293,23 @@ class Text:
         answer: where its tokens go.
         seed: of its own generator; None for torch's own.
         logprobs: how many of the likeliest tokens to give with each; None for no probabilities at all.
+        drafts: the schedule under which tokens are drafted that the answer's then verifies; None where none are.
     """
 
-    def __init__(self, prepared: Prepared, answer: Answer, seed: int | None, logprobs: int | None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        answer: Answer,
+        seed: int | None,
+        logprobs: int | None,
+        drafts: SkipSchedule | None = None,
+    ) -> None:
         self.answer = answer
         self.schedule = answer.schedule
+        self._drafts = drafts
+        self._drafted: list[int] = []  # tokens behind the text, to be verified
+        self._to_draft = _FIRST_DRAFTS
+        self._verifies = True  # what the prompt's pass chooses is full depth's
         self.steps = prepared.new_tokens - 1  # at most: the last token is never an input
         self.cutoffs = self.schedule.cutoffs(self.steps)
         self.do_sample = bool(prepared.config.do_sample)
@@ -314,13 +335,51 @@ class Text:
         """The number of the token that is run next, among the generated ones."""
         return self.columns - self.prompt.shape[1] - 1
 
-    def layers(self) -> tuple[int, ...]:
-        """Those that the token runs that is run next, ascending."""
-        budget = self.schedule.budget(self.step)
+    def inputs(self, *, drafting: bool) -> list[Input]:
+        """What is run next: the last token, one that was drafted, or all of them to be verified.
+
+        Args:
+            drafting: whether tokens may be drafted, where the text is one that drafts.
+        """
+        if self._drafts is None:
+            return [Input(self.last, self.columns - 1, self._layers(self.schedule, self.step))]
+        drafted = self._drafted
+        self._verifies = not drafting or len(drafted) >= min(self._to_draft, self._limit - self.columns - 1)
+        if self._verifies:
+            layers = self._layers(self.schedule, self.step)
+            return [Input(token, self.columns - 1 + n, layers) for n, token in enumerate([self.last, *drafted])]
+        token, at = (drafted or [self.last])[-1], len(drafted)
+        return [Input(token, self.columns - 1 + at, self._layers(self._drafts, self.step + at))]
+
+    def _layers(self, schedule: SkipSchedule, step: int) -> tuple[int, ...]:
+        budget = schedule.budget(step)
         found = self._sets.get(budget)
         if found is None:
-            found = self._sets[budget] = self.schedule.layers_for(budget)
+            found = self._sets[budget] = schedule.layers_for(budget)
         return found
+
+    def take(self, greedy: list[int], logits: torch.Tensor) -> bool:
+        """Go on by what `inputs` gave. Returns whether the text ends.
+
+        Args:
+            greedy: the likeliest token behind each.
+            logits: [inputs, vocabulary] in float32.
+        """
+        if self._drafts is not None and not self._verifies:
+            self._drafted.append(greedy[0])
+            return False
+        drafted, self._drafted = self._drafted, []
+        for n in range(len(greedy)):
+            own = logits[n : n + 1]
+            token = greedy[n] if self.plain else self.choose(own)
+            if self.extend(token, own):
+                return True
+            if n < len(drafted) and token != drafted[n]:
+                self._to_draft = n + 1  # what agreed, and one more
+                return False
+        if drafted:
+            self._to_draft = min(len(drafted) + 1, _MOST_AHEAD)
+        return False
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token, of logits [1, vocabulary] in float32."""

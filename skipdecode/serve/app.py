@@ -232,8 +232,9 @@ class Guard:
         line = f"{scope['method']} {path} {status} {seconds:.3f} s"
         if job is not None:
             texts = f"{len(job.choices)} texts, " if len(job.choices) != 1 else ""
+            speed = "lossless" if job.asked.lossless else f"{job.speedup:g}x"
             line += (
-                f", {texts}{job.speedup:g}x, {job.prompt_tokens} + {job.new_tokens} tokens, "
+                f", {texts}{speed}, {job.prompt_tokens} + {job.new_tokens} tokens, "
                 f"{job.layers_per_token:.2f} layers a token"
             )
         LOG.info(line)

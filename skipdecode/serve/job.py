@@ -220,7 +220,8 @@ class Job:
                     seed = secrets.randbits(63) if asked.seed is None else asked.seed + n
                 answer = self._engine.submit(
                     prompt,
-                    speedup=self.speedup,
+                    # Without a speed of its own a lossless text is drafted as pays.
+                    speedup=asked.speedup if asked.lossless else self.speedup,
                     over=asked.over or (settings.over if asked.speedup is None else None),
                     seed=seed,
                     logprobs=asked.top_logprobs_asked,

@@ -85,6 +85,20 @@ def test_so_are_they_where_threads_change_places_at_any_moment() -> None:
     assert [len(text) for text in texts[1:]] == [1, 1, 1]
 
 
+def test_lossless_texts_draft_where_few_decode_and_take_what_full_depth_chooses_too() -> None:
+    how: Any = {"lossless": True, "max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
+    engine = Engine(tiny("opt"))
+    engine.submit(PROMPT, schedule=FULL, **how)  # drafts by all layers are all right
+    assert engine.drain()
+    # Behind the prompt's token: 4 drafts and a token more, 5 and one more, and 5 again, as no more may come.
+    assert (engine.state.tokens, engine.state.steps, engine.state.rows) == (18, 5 + 6 + 6, 9 + 11 + 11)
+    engine = Engine(tiny("opt"))
+    answers = [engine.submit(PROMPT, schedule=SCHEDULES[1], **how) for _ in range(5)]
+    assert engine.drain()
+    assert engine.state.rows == engine.state.tokens - 5  # too many: full depth alone
+    assert len({answer.result(0).tokens for answer in answers}) == 1
+
+
 def test_what_is_kept_of_a_request_is_only_what_the_next_one_asks_for_too() -> None:
     model: Any = fresh("opt")
     engine = Engine(model)
@@ -213,7 +227,7 @@ def test_probabilities_are_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"lossless": True}, "an engine doesn't draft and verify yet"),
+        ({"lossless": True}, "names no speed above 1"),
         ({"speedup": 2}, "doesn't say what schedules it was trained for"),
         ({"schedule": FULL, "num_beams": 2}, "num_beams is 2"),
         ({"schedule": FULL, "do_sample": True, "num_return_sequences": 2}, "num_return_sequences is 2"),

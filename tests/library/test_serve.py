@@ -103,6 +103,13 @@ def test_each_request_of_a_batch_has_a_speed_of_its_own(server: Server) -> None:
     assert layers[0] == 6 > layers[1] > layers[2]
 
 
+@pytest.mark.parametrize("speed", [{}, {"speedup": 3}])
+def test_a_lossless_text_is_that_of_full_depth(server: Server, speed: dict[str, float]) -> None:
+    extra = {"lossless": True, **speed}
+    found = [server.client.completions.create(model="tiny", prompt=prompt, extra_body=extra) for prompt in PROMPTS]
+    assert [each.choices[0].text for each in found] == [text_of(server, alone(server, prompt, 1)) for prompt in PROMPTS]
+
+
 def test_without_a_speed_it_is_the_servers_own_and_a_request_may_have_several_prompts(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt=PROMPTS)
     assert [c.text for c in answer.choices] == [text_of(server, alone(server, prompt, 2)) for prompt in PROMPTS]
@@ -197,7 +204,6 @@ def test_probabilities_come_with_the_tokens(server: Server) -> None:
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
         ({"extra_body": {"speedup": "fast"}}, "speedup: Input should be a valid number"),
-        ({"extra_body": {"lossless": True}}, "an engine doesn't draft and verify yet"),
         ({"extra_body": {"sped_up": 3}}, "sped_up: Extra inputs are not permitted"),
     ],
 )

@@ -66,12 +66,15 @@ def _request(draw: random.Random, number: int) -> tuple[list[int], dict[str, Any
         request |= {"seed": number, "temperature": draw.choice([0.7, 1.5]), "top_k": draw.choice([0, 5, 20])}
     if draw.random() < 0.2:
         request["repetition_penalty"] = 1.3
+    request["lossless"] = draw.random() < 0.3
     return prompt, request
 
 
 def alone(model: Any, prompt: list[int], request: dict[str, Any]) -> list[int]:
     """The new tokens of `skip_generate` for a prompt alone."""
     settings = dict(request)
+    if settings.pop("lossless", False):
+        settings["schedule"] = SCHEDULES[0]
     torch.manual_seed(settings.pop("seed", 0))
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
