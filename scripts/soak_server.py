@@ -2,10 +2,10 @@
 
     python scripts/soak_server.py outputs/e2e-tiny --data-dir E2E_FOLDER --seconds 600
 
-Starts `skipdecode serve`, looks all along how many it answers, and has twice as many requests come at random, most of them good
-ones: whole and streamed, at three speeds. Beside them come clients that vanish, that read slowly, that send rubbish,
-huge bodies, prompts that are too long, wrong keys, and other models. In the end it sends SIGTERM while texts are on
-their way.
+Starts `skipdecode serve`, looks all along how many it answers, and has twice as many requests come at random, most of
+them good ones: whole and streamed, at three speeds and lossless. Beside them come clients that vanish, that read slowly,
+that send rubbish, huge bodies, prompts that are too long, wrong keys, and other models. In the end it sends SIGTERM
+while texts are on their way.
 
 Every good answer is held against `skip_generate` of its prompt alone, every other one against the status that it must
 have; 429 with Retry-After is right where the queue is full, and after SIGTERM a connection that is closed before its
@@ -156,11 +156,8 @@ class Soak:
                 looked, right, now = clock, self._right(), clock
             if clock > told + 30:
                 told = clock
-                print(
-                    f"{told - start:.0f} s: {sum(self.found.values())} answers, {len(self.wrong)} wrong, {len(going)} on "
-                    f"their way, {held[-1]:.1f} MB, it carries {carried:.1f} a second",
-                    flush=True,
-                )
+                done = f"{sum(self.found.values())} answers, {len(self.wrong)} wrong, {len(going)} on their way"
+                print(f"{told - start:.0f} s: {done}, {held[-1]:.1f} MB, {carried:.1f} a second", flush=True)
         self.going = going
         return held
 
@@ -175,7 +172,10 @@ class Soak:
     async def _one(self, kind: str) -> None:
         prompt, speed = self.draw.choice(list(self.texts))
         body: Any = {"model": NAME, "prompt": prompt, "speedup": speed, "stream": kind != "whole", "temperature": 0}
-        key = KEY
+        key, expected = KEY, self.texts[prompt, speed]
+        if self.draw.random() < 0.1:
+            del body["speedup"]
+            body["lossless"], expected = True, self.texts[prompt, 1]
         if kind == "huge":
             body["prompt"] = "a" * 2**21
         elif kind == "long":
@@ -192,7 +192,7 @@ class Soak:
             async with self.session.post(
                 f"{self.address}/v1/completions", data=content.encode(), headers=headers
             ) as answer:
-                outcome = await self._judge(kind, answer, self.texts[prompt, speed])
+                outcome = await self._judge(kind, answer, expected)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as error:
             outcome = f"{type(error).__name__} {error}"
             if kind == "huge" and not isinstance(error, asyncio.TimeoutError):
