@@ -3,8 +3,8 @@
     python scripts/soak_server.py outputs/e2e-tiny --data-dir E2E_FOLDER --seconds 600
 
 Starts `skipdecode serve`, looks all along how many it answers, and has twice as many requests come at random, most of
-them good ones: whole and streamed, at three speeds and lossless. Beside them come clients that vanish, that read slowly,
-that send rubbish, huge bodies, prompts that are too long, wrong keys, and other models. In the end it sends SIGTERM
+them good ones: whole and streamed, at three speeds and lossless. Beside them come clients that vanish, read slowly,
+send rubbish, huge bodies, prompts that are too long, wrong keys, and other models. In the end it sends SIGTERM
 while texts are on their way.
 
 Every good answer is held against `skip_generate` of its prompt alone, every other one against the status that it must

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--wave-seconds", type=float, default=0.05, metavar="S", help="or when the first has waited so long (0.05)")
     add("--weights", choices=get_args(Weights), help="as in skip_generate; default: what it chooses")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
+    add("--whole", action="store_true", help="ask for answers in one piece: the time to the end alone is measured")
     add("--timeout", type=float, default=120.0, metavar="S", help="a request is given up after so long (default 120)")
     add("--seed", type=int, default=0, help="of arrivals and of the order of prompts (default 0)")
     return parser

@@ -19,11 +19,13 @@ class Asked:
     Attributes:
         url: that `/completions` is added to.
         body: of every request, beside prompt and stream.
-        headers: likewise.
+        stream: whether the text is to come in parts.
+        headers: of every request.
     """
 
     url: str
     body: Mapping[str, Any]
+    stream: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -85,7 +87,7 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
     sent = time.perf_counter()
     parts: list[float] = []
     tokens: int | None = None
-    body = {**asked.body, "prompt": prompt, "stream": True}
+    body = {**asked.body, "prompt": prompt, "stream": asked.stream}
 
     def outcome(error: str | None = None) -> Outcome:
         counted = len(parts) if tokens is None else tokens
@@ -95,6 +97,9 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
         async with session.post(f"{asked.url}/completions", json=body, headers=asked.headers) as response:
             if response.status != 200:
                 return outcome(f"status {response.status}")
+            if not asked.stream:
+                tokens = int((await response.json())["usage"]["completion_tokens"])
+                return outcome()
             ended = False
             async for line in response.content:
                 if not line.startswith(b"data:"):

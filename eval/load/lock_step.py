@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from skipdecode import load, skip_generate
@@ -31,6 +31,7 @@ class Asked(BaseModel):
     prompt: str
     max_tokens: int = 64
     speedup: float = 1.0
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,16 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: str | None) -> Fast
         return "ok"
 
     @app.post("/v1/completions")
-    async def completions(asked: Asked) -> StreamingResponse:
+    async def completions(asked: Asked) -> Response:
         waiting = Waiting(asked, asyncio.get_running_loop().create_future())
         queue.put_nowait(waiting)
 
-        async def events() -> AsyncIterator[str]:
-            tokens = await waiting.answer
-            choice = {"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": "stop"}
-            body = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
-            yield f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+        tokens = await waiting.answer
+        choice = {"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": "stop"}
+        body = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
+        if not asked.stream:
+            return JSONResponse(body)
+        return Response(f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
     return app
 

@@ -118,6 +118,7 @@ class LoadConditions:
     requests: int
     rounds: int
     rows: int | None
+    streamed: bool
     waves: str | None
     date: str
     command: str
@@ -153,12 +154,14 @@ class LoadReport:
     def notes(self) -> list[str]:
         """Say how the figures were measured, a line each."""
         c = self.conditions
+        how = "streamed" if c.streamed else "answers in one piece"
         rows = f", {c.rows} rows at most" if c.rows is not None else ""
+        waves = f", {c.waves}" if c.waves else ""
         lines = [
-            f"{c.served}, prompts of {c.task}'s test set, up to {c.max_new_tokens} new tokens, {c.requests} requests a "
-            f"turn, {c.rounds} rounds in turns{rows}{f', {c.waves}' if c.waves else ''}; client and server on "
-            f"{c.machine['processor']} ({c.machine['cores']} cores), torch {c.versions['torch']}, transformers "
-            f"{c.versions['transformers']}, {c.date}.",
+            f"{c.served}, prompts of {c.task}'s test set, up to {c.max_new_tokens} new tokens, {how}, {c.requests} "
+            f"requests a turn, {c.rounds} rounds in turns{rows}{waves}; client and server on "
+            f"{c.machine['processor']} ({c.machine['cores']} cores, {c.machine['threads']} threads), torch "
+            f"{c.versions['torch']}, transformers {c.versions['transformers']}, {c.date}.",
             "Requests come as a Poisson process of that rate, or all at once; every system gets the same at the same "
             "times. Throughput: from the first request of a round to its last answer, medians of the rounds; its ratio "
             f"is to {self.rows[0].system}'s at that rate [quartiles]. Waiting in ms, 50th / 95th / 99th percentile of "
@@ -194,20 +197,24 @@ COLUMNS: list[Column[LoadRow]] = [
 def draw_load(path: Path, report: LoadReport) -> None:
     """Draw the 95th percentile of the time to the first token against throughput, a line for each system, into a PNG.
 
-    A system's points are its rates.
+    A system's points are its rates. Where answers came in one piece, it is the time to their end.
     """
     c = report.conditions
+
+    def wait(row: LoadRow) -> float | None:
+        return (row.first_token if c.streamed else row.whole).p95
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
         axes = figure.add_subplot()
         for number, system in enumerate(dict.fromkeys(row.system for row in report.rows)):
-            rows = [row for row in report.rows if row.system == system and row.first_token.p95 is not None]
-            waits = [1000 * (row.first_token.p95 or 0.0) for row in rows]
+            rows = [row for row in report.rows if row.system == system and wait(row) is not None]
+            waits = [1000 * (wait(row) or 0.0) for row in rows]
             draw_series(axes, number, system, [row.tokens_per_second for row in rows], waits)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("tokens a second, of all requests")
-        axes.set_ylabel("ms to the first token, 95th percentile")
+        axes.set_ylabel(f"ms to the {'first token' if c.streamed else 'whole text'}, 95th percentile")
         axes.set_title(f"{Path(c.served).name}: the wait at each throughput", fontsize=12, pad=20)
         rates = ", ".join(dict.fromkeys(_rate(row) for row in report.rows))
         add_note(axes, f"{c.machine['processor']}, {c.task}; points: requests come {rates}")

@@ -53,6 +53,7 @@ class LoadRequest:
     weights: Weights | None = None
     dtype: str | None = None
     timeout: float = 120.0
+    whole: bool = False  # whether answers are asked for in one piece
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -142,6 +142,7 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
         requests=request.requests,
         rounds=request.rounds,
         rows=request.rows if own else None,
+        streamed=not request.whole,
         waves=waves,
         date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
         command=shlex.join(["python", "-m", "eval.load", *sys.argv[1:]]),

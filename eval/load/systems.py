@@ -43,7 +43,9 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Aske
                 servers[kind] = stack.enter_context(_started(kind, request, max_new_tokens))
             url, model = servers[kind]
             body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, **_own(name)}
-            found[name] = Asked(url, {**body, "stream_options": {"include_usage": True}}, headers)
+            if not request.whole:
+                body["stream_options"] = {"include_usage": True}
+            found[name] = Asked(url, body, not request.whole, headers)
         yield found
 
 

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from small_runs import SMALL
 
 import eval.cli
+import eval.load.cli
+import eval.load.run
 import eval.report.cli
 import eval.run
 import eval.score.cli
@@ -88,6 +90,12 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
         "_run",
     ),
     "speed": (eval.speed.cli.main, ["--model", "opt-tiny", "--output", "{}/new.json"], eval.speed.run, "_model"),
+    "load": (
+        eval.load.cli.main,
+        ["--url", "http://127.0.0.1:9/v1", "--task", "departures", "--output", "{}/new.json"],
+        eval.load.run,
+        "load_task",
+    ),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
     "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.subcommands, "_decoder"),
 }
@@ -109,7 +117,7 @@ def test_ctrl_c_and_a_full_disk_end_every_command_with_one_line(
         said = capsys.readouterr().err
         assert said.startswith(start)
         assert said.count("\n") == 1
-    if name in ("eval", "search", "speed"):
+    if name in ("eval", "search", "speed", "load"):
         assert said.endswith(": the same command goes on\n")
 
 

@@ -16,6 +16,7 @@ import pytest
 from small_runs import SMALL
 
 import eval.cli
+import eval.load.cli
 import eval.output
 import eval.report.cli
 import eval.search.cli
@@ -117,6 +118,7 @@ def test_a_file_that_can_not_be_written_is_one_line_before_anything_is_done(
     (tmp_path / "file").touch()
     commands = [
         (eval.speed.cli.main, ["--model", "opt-tiny", "--output"], ".json"),
+        (eval.load.cli.main, ["--url", "http://127.0.0.1:9/v1", "--output"], ".json"),
         (eval.report.cli.main, ["nothing", "--output"], ".html"),
     ]
     for main, arguments, suffix in commands:
