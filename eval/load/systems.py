@@ -80,6 +80,8 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
         command = ["eval.load.lock_step", folder, *rows]
     else:
         command = ["transformers.cli.transformers", "serve", folder, "--continuous-batching", "--log-level", "error"]
+        # By itself it takes most of the memory for its cache, which the others have to live beside.
+        command += ["--cb-block-size", "32", "--cb-num-blocks", str(16 * request.rows), "--cb-max-batch-tokens", "512"]
     if kind in (_OWN, LOCK_STEP) and request.weights is not None:
         command += ["--weights", request.weights]
     if request.dtype is not None:
