@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ def benchmark(request: LoadRequest) -> None:
 
     Raises ConfigError for a request that can't be met, and for a system that answers nothing.
     """
+    folder = request.checkpoint
+    if folder is not None and not Path(folder).is_dir() and folder.count("/") != 1:
+        raise ConfigError(f"--checkpoint {folder} is not a folder, and no name of a repository on the Hub")
     remembered = SkipConfig.load(request.checkpoint) if request.checkpoint is not None else None
     name, options = task_options(request.task, remembered)
     task = load_task(name, path=request.data_dir, **options)

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_checkpoints import TASK, save_checkpoint
+from small_checkpoints import save_checkpoint
 
 import eval.load.run
-from data import load_task
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
 from eval.load.client import Asked, Outcome, play
@@ -323,9 +322,9 @@ def test_a_checkpoint_is_served_beside_lock_step_batches_and_transformers(tmp_pa
     assert len({row["tokens"] for row in rows}) == 1  # all of them full depth's texts
     assert rows[0]["first_token"]["p50"] < rows[0]["whole"]["p50"]
     assert threading.active_count() == threads
-    assert (
-        main(["--checkpoint", str(tmp_path / "none"), "--task", "departures", "--output", str(tmp_path / "b.json")])
-        == 2
-    )
+    words = ["--task", "departures", "--output", str(tmp_path / "other.json"), "--checkpoint"]
+    assert main([*words, str(tmp_path / "none")]) == 2
+    assert "none is not a folder" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert main([*words, str(folder)]) == 2
     assert "the skipdecode server doesn't start: error: " in capsys.readouterr().err
-    assert len(load_task("departures", **TASK).load("test")) == TASK["test_size"]
