@@ -110,8 +110,8 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
 
 async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
+    while (await request.receive())["type"] != "http.disconnect":
+        pass  # its body has been read: nothing else comes
 
 
 def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:

@@ -220,8 +220,8 @@ class Job:
                     seed = secrets.randbits(63) if asked.seed is None else asked.seed + n
                 answer = self._engine.submit(
                     prompt,
-                    # Without a speed of its own a lossless text is drafted as pays.
-                    speedup=asked.speedup if asked.lossless else self.speedup,
+                    # A draft at 1x is none: then as many layers draft as pay.
+                    speedup=None if asked.lossless and self.speedup == 1 else self.speedup,
                     over=asked.over or (settings.over if asked.speedup is None else None),
                     seed=seed,
                     logprobs=asked.top_logprobs_asked,
