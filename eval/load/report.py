@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 import rich.table
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from eval.drawing import STYLE, add_note, draw_series, save_png
 from eval.load.client import Outcome
@@ -117,7 +118,7 @@ class LoadConditions:
     max_new_tokens: int
     requests: int
     rounds: int
-    rows: int | None
+    most_rows: int | None  # that a server started here decodes at once
     streamed: bool
     waves: str | None
     date: str
@@ -155,7 +156,7 @@ class LoadReport:
         """Say how the figures were measured, a line each."""
         c = self.conditions
         how = "streamed" if c.streamed else "answers in one piece"
-        rows = f", {c.rows} rows at most" if c.rows is not None else ""
+        rows = f", {c.most_rows} rows at most" if c.most_rows is not None else ""
         waves = f", {c.waves}" if c.waves else ""
         lines = [
             f"{c.served}, prompts of {c.task}'s test set, up to {c.max_new_tokens} new tokens, {how}, {c.requests} "
@@ -212,7 +213,9 @@ def draw_load(path: Path, report: LoadReport) -> None:
             waits = [1000 * (wait(row) or 0.0) for row in rows]
             draw_series(axes, number, system, [row.tokens_per_second for row in rows], waits)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("tokens a second, of all requests")
         axes.set_ylabel(f"ms to the {'first token' if c.streamed else 'whole text'}, 95th percentile")
         axes.set_title(f"{Path(c.served).name}: the wait at each throughput", fontsize=12, pad=20)

@@ -145,7 +145,7 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
         max_new_tokens=max_new_tokens,
         requests=request.requests,
         rounds=request.rounds,
-        rows=request.rows if own else None,
+        most_rows=request.rows if own else None,
         streamed=not request.whole,
         waves=waves,
         date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours

@@ -316,7 +316,9 @@ def test_a_checkpoint_is_served_beside_lock_step_batches_and_transformers(tmp_pa
     words = ["--checkpoint", str(folder), "--output", str(output), "--system", "1x", "lock-step-1x", "transformers"]
     threads = threading.active_count()
     assert main([*words, "--rate", "inf", "--requests", "6", "--rounds", "1", "--max-new-tokens", "5"]) == 0
-    rows = json.loads(output.read_text())["rows"]
+    report = json.loads(output.read_text())
+    rows = report["rows"]
+    assert (report["most_rows"], report["streamed"], report["task"]) == (32, True, "departures")
     assert [row["system"] for row in rows] == ["1x", "lock-step-1x", "transformers serve"]
     assert [(row["requests"], row["errors"]) for row in rows] == [(6, {})] * 3
     assert len({row["tokens"] for row in rows}) == 1  # all of them full depth's texts
