@@ -21,11 +21,11 @@ from transformers.utils import logging
 from skipdecode.attach import check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
-from skipdecode.draft_length import MOST_DRAFTS, DraftLength, draft_record, pass_seconds
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, pass_seconds
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import LeanDecoder, lean_decoder, usual_weights, why_not_lean
+from skipdecode.lean import LeanDecoder, draft_weights, lean_decoder, usual_weights, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
@@ -128,10 +128,10 @@ def skip_generate(
     with gated_layers(model, schedule, prompt_plan) as gate:
         if lossless:
             columns_runner = make_columns_runner(
-                model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+                model, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
             columns = prompt_columns(input_ids, model_kwargs)
-            length = _draft_length(model, columns_runner.decoder, schedule, weights, columns, do_sample=do_sample)
+            length = _draft_length(model, columns_runner.decoder, schedule, columns, do_sample=do_sample)
             return LosslessLoop(
                 columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
             ).run()
@@ -222,26 +222,24 @@ def choose_draft(
     decoder = lean_decoder(unwrap(model), weights)
 
     def rate(schedule: SkipSchedule) -> float:
-        length = _draft_length(model, decoder, schedule, weights, max(prompts), do_sample=do_sample)
+        length = _draft_length(model, decoder, schedule, max(prompts), do_sample=do_sample)
         return length.rate(len(prompts), [schedule.min_layers] * MOST_DRAFTS)
 
     return max(candidates, key=rate)
 
 
 def _draft_length(
-    model: GenerativeModel,
-    decoder: LeanDecoder,
-    schedule: SkipSchedule,
-    weights: Weights | None,
-    prompt_length: int,
-    *,
-    do_sample: bool,
+    model: GenerativeModel, decoder: LeanDecoder, schedule: SkipSchedule, prompt_length: int, *, do_sample: bool
 ) -> DraftLength:
     """The choice of how much to draft, with this machine's clock where `skipdecode calibrate` has measured it."""
-    sizes = _solved(unwrap(model)).sizes.stored_as(weights)
-    seconds = pass_seconds(sizes, profile_for(model, weights), prompt_length)
+
+    def seconds(weights: Weights) -> PassSeconds:
+        sizes = _solved(unwrap(model)).sizes.stored_as(weights)
+        return pass_seconds(sizes, profile_for(model, weights), prompt_length)
+
+    whole, drafts = seconds(decoder.weights), seconds(draft_weights(decoder))
     record = draft_record(decoder, schedule, do_sample=do_sample)
-    return DraftLength(record, seconds, schedule.num_layers)
+    return DraftLength(record, whole, schedule.num_layers, drafts)
 
 
 class _Solved:

@@ -85,11 +85,15 @@ class DraftLength:
         record: what drafts have shown.
         seconds: of a pass.
         num_layers: of the model.
+        draft_seconds: of a draft's pass, where it is computed otherwise.
     """
 
-    def __init__(self, record: DraftRecord, seconds: PassSeconds, num_layers: int) -> None:
+    def __init__(
+        self, record: DraftRecord, seconds: PassSeconds, num_layers: int, draft_seconds: PassSeconds | None = None
+    ) -> None:
         self._record = record
         self._seconds = seconds
+        self._draft_seconds = seconds if draft_seconds is None else draft_seconds
         self._num_layers = num_layers
         self._rows = 1
         self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
@@ -107,7 +111,7 @@ class DraftLength:
         for done, budget in enumerate(budgets):
             columns = rows * (done + 1)
             verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
-            each = self._record.scale * (self._cost(budget, rows) / rows + verified)
+            each = self._record.scale * (self._draft_cost(budget) / rows + verified)
             least = rate * each / self._record.taken()
             spent += each * rows
             if spent > self._record.may_lose:
@@ -133,7 +137,7 @@ class DraftLength:
         for done, budget in enumerate(budgets, start=1):
             share *= self._record.taken()
             tokens += rows * share
-            cost += self._cost(budget, rows)
+            cost += self._draft_cost(budget)
             drafted = cost + self._cost(self._num_layers, rows * (done + 1)) - 1
             whole = 1 + self._record.scale * drafted + self._record.beyond
             best = max(best, tokens / whole)
@@ -186,6 +190,9 @@ class DraftLength:
     def _pace(self) -> float:
         """Seconds of a step of full depth, of the round's rows."""
         return statistics.median(self._record.pace) * self._seconds(self._num_layers, self._rows)
+
+    def _draft_cost(self, layers: int) -> float:
+        return self._draft_seconds(layers, self._rows) / self._seconds(self._num_layers, self._rows)
 
     def _cost(self, layers: int, tokens: int) -> float:
         return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)

@@ -124,7 +124,7 @@ class LosslessLoop:
                 continue
             drafts = self._draft(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
-            logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
+            logits = self._runner.run(tokens, starts, counts)
             self._drafts.rounds += 1
             self._drafts.layers += len(self._runner.all_layers)
             self._extend(rows, drafts, logits)

@@ -121,7 +121,7 @@ class NativeSteps:
 
     Args:
         compiled: the kernels.
-        blocks: the model's layers.
+        blocks: the model's layers; None for those that can't be run.
         final_norm: of the model, or None.
         head: the model's head; None where something stands between norm and head.
         tables: of tokens and of positions, where their rows' sum is what the first layer takes.
@@ -136,7 +136,7 @@ class NativeSteps:
     def __init__(
         self,
         compiled: Kernels,
-        blocks: Sequence[LeanBlock],
+        blocks: Sequence[LeanBlock | None],
         final_norm: Norm | None,
         head: NativeLinear | None,
         tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -150,12 +150,13 @@ class NativeSteps:
         self.embeds = tables is not None
         self._alive: list[Any] = []  # what the structs point to
         self._caches: weakref.WeakKeyDictionary[PlannedCache, Any] = weakref.WeakKeyDictionary()
-        self._blocks = [self._block(block) for block in blocks]
-        self._addresses = [ctypes.addressof(block) for block in self._blocks]
+        self._blocks = {n: self._block(block) for n, block in enumerate(blocks) if block is not None}
+        self._addresses = [ctypes.addressof(self._blocks[n]) if n in self._blocks else None for n in range(len(blocks))]
         self._final_norm = self._norm(final_norm)
         self._head = head
         self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
+        assert blocks[0] is not None
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         kind = self._dtype if weights == "packed" else weights
         most = MOST_OF_BFLOAT16 if kind == torch.bfloat16 else {}
@@ -281,6 +282,7 @@ class NativeSteps:
         prepared: PreparedInputs,
         rule: DraftRule,
         rounds: int,
+        drafter: "NativeSteps",
     ) -> DraftedRounds:
         """Draft tokens of each text, run them through `all_layers` and take those that these choose too, greedily.
 
@@ -290,7 +292,9 @@ class NativeSteps:
             all_layers: of the model.
             rule: of each round.
             rounds: at most.
+            drafter: of the same model, which runs the drafts.
         """
+        assert drafter._head is not None
         count, steps = len(texts.tokens), len(layers)
         most = min(max(texts.most), rounds * (steps + 1))
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
@@ -299,6 +303,8 @@ class NativeSteps:
         arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
         all_running = _numbers(tuple(all_layers))
         drafts = DraftsStruct(
+            layers=ctypes.addressof(drafter._layers(cache, None)),
+            head=ctypes.addressof(drafter._head.struct),
             all_running=_place_of(all_running),
             probabilities=probabilities.data_ptr(),
             drafted=_place_of(drafted),
@@ -418,7 +424,7 @@ class NativeSteps:
         held: list[Any] = cache.layers
         for struct, block, layer in zip(structs, self._addresses, held, strict=True):
             kept = layer.buffers if layer.is_initialized else passing
-            if kept is None:
+            if kept is None or block is None:
                 continue  # no token of this cache's runs the layer
             keys, values = kept
             struct.block, struct.keys, struct.values = block, keys.data_ptr(), values.data_ptr()
@@ -468,7 +474,7 @@ class NativeSteps:
 
 
 def native_steps(
-    blocks: Sequence[LeanBlock],
+    blocks: Sequence[LeanBlock | None],
     final_norm: Norm | None,
     head: tuple[Linear, nn.Module] | None,
     tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -479,7 +485,7 @@ def native_steps(
     The arguments are those of NativeSteps, but for the head, with its module.
     """
     compiled = kernels() if weights != "model" else None
-    if compiled is None or not all(map(_known, blocks)):
+    if compiled is None or not all(_known(block) for block in blocks if block is not None):
         return None
     last = None
     if head is not None:
