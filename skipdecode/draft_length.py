@@ -13,10 +13,10 @@ from skipdecode.profile import Profile
 from skipdecode.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
-MOST_ROUNDS = 4  # before what they showed is looked at
+MOST_ROUNDS = 8  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
-START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
+START, MOST_HELD, MAY_LOSE = 1.0, 24.0, 0.02
 # How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one
 # that the machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
@@ -52,6 +52,11 @@ class DraftRecord:
         self.beyond = 0.0
         self.scale = 1.0
         self.rounds = 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether drafts were seen, more than were guessed."""
+        return self._of_all[1] > 4 * _GUESSED
 
     def taken(self, confidence: float | None = None) -> float:
         """The share of drafts that are taken: of all, or of those that had such a probability."""
@@ -129,13 +134,21 @@ class DraftLength:
         spent = self._record.beyond + self._rows * sum(self._each)
         return max(1, int(min(MOST_ROUNDS, self._record.may_lose / max(spent, 1e-9))))
 
-    def rate(self, rows: int, budgets: Sequence[int]) -> float:
-        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays."""
+    @property
+    def refused(self) -> float | None:
+        """The share of drafts that are refused; None where they say little yet."""
+        return 1 - self._record.taken() if self._record.tells else None
+
+    def rate(self, rows: int, budgets: Sequence[int], taken: float | None = None) -> float:
+        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays, with
+        such a share of drafts that are taken; None for that of the drafts so far.
+        """
         self._rows = rows
+        taken = self._record.taken() if taken is None else taken
         best = tokens = float(rows)
         cost, share = 0.0, 1.0
         for done, budget in enumerate(budgets, start=1):
-            share *= self._record.taken()
+            share *= taken
             tokens += rows * share
             cost += self._draft_cost(budget)
             drafted = cost + self._cost(self._num_layers, rows * (done + 1)) - 1
@@ -196,6 +209,18 @@ class DraftLength:
 
     def _cost(self, layers: int, tokens: int) -> float:
         return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)
+
+
+def hoped(refused: Sequence[float | None]) -> list[float]:
+    """The shares of drafts that are refused of schedules of more and more layers, with a hope where little is known:
+    half of that of fewer layers, or twice that of more, so that those are tried which may be better.
+    """
+    found = [1 - DraftRecord().taken() if share is None else share for share in refused]
+    for n in range(1, len(found)):
+        found[n] = min(found[n], found[n - 1] / 2) if refused[n] is None else found[n]
+    for n in reversed(range(len(found) - 1)):
+        found[n] = min(found[n], 2 * found[n + 1]) if refused[n] is None else found[n]
+    return found
 
 
 def lossless_speed(taken: float, draft: float, verify: Callable[[int], float]) -> float:

@@ -15,7 +15,7 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
 from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
-from skipdecode.lean import LeanDecoder, draft_decoder, lean_decoder, why_not_lean
+from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
 from skipdecode.loop import GenerativeModel
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.projections import Weights
@@ -206,19 +206,10 @@ class ColumnsRunner:
         input_ids: the prompt [batch, columns].
         steps: generated tokens at most that are an input.
         model_kwargs: as generate gives them; the mask, positions and embeddings of the prompt are read.
-        drafter: of the same model, which runs what needn't be exact; `decoder` where there is none.
     """
 
-    def __init__(
-        self,
-        decoder: LeanDecoder,
-        input_ids: torch.Tensor,
-        steps: int,
-        model_kwargs: dict[str, Any],
-        drafter: LeanDecoder | None = None,
-    ) -> None:
-        self.decoder = decoder
-        self.drafter = decoder if drafter is None else drafter
+    def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
+        self.decoder = self._drafter = decoder
         self._mask = _prompt_mask(input_ids, model_kwargs)
         self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
@@ -226,6 +217,10 @@ class ColumnsRunner:
         # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
         full_depth = SkipSchedule.full_depth(len(decoder.blocks))
         self.cache = PlannedCache(full_depth, steps, prompt_columns=self._mask.shape[1])
+
+    def draft_with(self, decoder: LeanDecoder) -> None:
+        """Run what needn't be exact by another decoder of the same model."""
+        self._drafter = decoder
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
@@ -255,7 +250,7 @@ class ColumnsRunner:
             inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
         if layers is None:
             return self.decoder(tokens, self.all_layers, self.cache, inputs)
-        return self.drafter(tokens, layers, self.cache, inputs)
+        return self._drafter(tokens, layers, self.cache, inputs)
 
     def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
         """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
@@ -269,7 +264,7 @@ class ColumnsRunner:
     ) -> DraftedRounds | None:
         """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
-        drafter = self.drafter.choosing(len(texts.tokens))
+        drafter = self._drafter.choosing(len(texts.tokens))
         if native is None or drafter is None:
             return None
         return native.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds, drafter)
@@ -286,7 +281,6 @@ class ColumnsRunner:
 
 def make_columns_runner(
     model: GenerativeModel,
-    schedule: SkipSchedule,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     synced_gpus: bool,
@@ -294,19 +288,14 @@ def make_columns_runner(
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
 ) -> ColumnsRunner:
-    """The runner of lossless decoding, whose drafts run `schedule`.
-
-    Raises ConfigError for what it can't do, with the reason.
-    """
+    """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
     reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
     if cuda_graphs:
         raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
     steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
-    decoder = lean_decoder(unwrap(model), weights)
-    drafter = draft_decoder(unwrap(model), decoder, schedule.layers_at(0))
-    return ColumnsRunner(decoder, input_ids, steps, model_kwargs, drafter)
+    return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
 
 
 def why_not_lean_steps(

@@ -17,7 +17,7 @@ from tiny_models import END, PAD, ragged_prompts
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from skipdecode import ConfigError, PlannedCache, SkipSchedule, lean, lossless, runners, skip_generate
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, decode, lean, lossless, skip_generate
 from skipdecode.lean import draft_decoder, lean_decoder
 from skipdecode.lossless import DraftCounts
 from skipdecode.native import kernels
@@ -153,7 +153,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 def test_a_draft_that_is_never_wrong_is_taken_whole(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    monkeypatch.setattr(runners, "draft_decoder", lambda model, decoder, layers: decoder)  # as exact as full depth
+    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)  # as exact as full depth
     (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4)
     assert torch.equal(ours, theirs)
     rows = len(lengths)
@@ -246,7 +246,7 @@ def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.
 def test_a_draft_from_full_depths_own_distribution_is_taken_whole(
     monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    monkeypatch.setattr(runners, "draft_decoder", lambda model, decoder, layers: decoder)
+    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)
     sampled_texts("opt", FULL, rows=50, calls=1)
     assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
 
