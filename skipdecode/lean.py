@@ -76,7 +76,7 @@ class LeanDecoder:
             self.blocks[n] = self.blocks[n] or LeanBlock(modules[n], parts, config, make_linear)
         self.windowed = any(block.window is not None for block in self.blocks if block is not None)
         self._positions = parts.positions
-        self._heads = config.num_attention_heads
+        self.heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
         self._embedding_norm = Norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
         self._position_table = getattr(body, parts.position_table).weight if parts.position_table else None
@@ -87,7 +87,7 @@ class LeanDecoder:
         norm = getattr(body, parts.final_norm)  # opt-350m has none
         self._final_norm = Norm(norm) if norm is not None else None
         head: Any = model.get_output_embeddings()
-        self._head: Linear = make_linear(head) if before is None else before._head
+        self.head: Linear = make_linear(head) if before is None else before.head
         plain_start = (
             type(self._embedding) is nn.Embedding
             and self._embedding.max_norm is None
@@ -97,7 +97,7 @@ class LeanDecoder:
         self._native = native_steps(
             self.blocks,
             self._final_norm,
-            (self._head, head) if self._project_out is None else None,
+            (self.head, head) if self._project_out is None else None,
             (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
             weights,
         )
@@ -149,7 +149,7 @@ class LeanDecoder:
         bias = bias.masked_fill(columns == 0, float("-inf"))
         if self._positions == "alibi":
             distance = (columns.cumsum(dim=-1) - 1) * columns
-            bias = bias + (alibi_slopes(self._heads, mask.device)[:, None, None] * distance).to(self.dtype)
+            bias = bias + (alibi_slopes(self.heads, mask.device)[:, None, None] * distance).to(self.dtype)
         return bias
 
     def __call__(
@@ -270,7 +270,7 @@ class LeanDecoder:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._head(hidden)
+        return self.head(hidden)
 
 
 # Values of each parameter that are looked at for changes.

@@ -130,6 +130,7 @@ class NativeSteps:
     Attributes:
         embeds: whether tokens are given, and not their hidden states.
         ends_in_logits: whether a head comes last.
+        head: that one.
         most_tokens: for which the kernels are ahead of torch's operators.
     """
 
@@ -153,7 +154,7 @@ class NativeSteps:
         self._blocks = {n: self._block(block) for n, block in enumerate(blocks) if block is not None}
         self._addresses = [ctypes.addressof(self._blocks[n]) if n in self._blocks else None for n in range(len(blocks))]
         self._final_norm = self._norm(final_norm)
-        self._head = head
+        self.head = head
         self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
         assert blocks[0] is not None
@@ -202,7 +203,7 @@ class NativeSteps:
         for index in layers:
             held[index].length = end if held[index].generated else 0
         alive: dict[str, Any] = {
-            "layers": self._layers(cache, passing),
+            "layers": self.layer_structs(cache, passing),
             "running": _numbers(tuple(layers)),
             "row": array("i", rows),
             "column": array("i", columns),
@@ -226,7 +227,7 @@ class NativeSteps:
                 assert self._position_table is not None
                 step.position_ids, step.positions = position_ids.data_ptr(), self._position_table.data_ptr()
                 step.position_count = len(self._position_table)
-        if entered.dim() == 2 or self._head is None:
+        if entered.dim() == 2 or self.head is None:
             hidden = torch.empty(tokens, self._hidden_size)
             if entered.dim() == 2:
                 hidden.copy_(entered)
@@ -245,12 +246,12 @@ class NativeSteps:
         if last is not None:
             alive["last"] = array("i", last)
             step.last, step.last_count = _place_of(alive["last"]), len(last)
-        if self._head is None:
+        if self.head is None:
             return step, None, alive
-        step.head, step.final_norm = ctypes.addressof(self._head.struct), ctypes.addressof(self._final_norm)
+        step.head, step.final_norm = ctypes.addressof(self.head.struct), ctypes.addressof(self._final_norm)
         if chooses:
             return step, None, alive
-        logits = torch.empty(tokens if last is None else len(last), self._head.struct.outputs)
+        logits = torch.empty(tokens if last is None else len(last), self.head.struct.outputs)
         step.logits = logits.data_ptr()
         return step, logits, alive
 
@@ -294,7 +295,7 @@ class NativeSteps:
             rounds: at most.
             drafter: of the same model, which runs the drafts.
         """
-        assert drafter._head is not None
+        assert drafter.head is not None
         count, steps = len(texts.tokens), len(layers)
         most = min(max(texts.most), rounds * (steps + 1))
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
@@ -303,8 +304,8 @@ class NativeSteps:
         arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
         all_running = _numbers(tuple(all_layers))
         drafts = DraftsStruct(
-            layers=ctypes.addressof(drafter._layers(cache, None)),
-            head=ctypes.addressof(drafter._head.struct),
+            layers=ctypes.addressof(drafter.layer_structs(cache, None)),
+            head=ctypes.addressof(drafter.head.struct),
             all_running=_place_of(all_running),
             probabilities=probabilities.data_ptr(),
             drafted=_place_of(drafted),
@@ -412,7 +413,7 @@ class NativeSteps:
         longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
         return self._in_parts and longest <= self.most_tokens
 
-    def _layers(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
+    def layer_structs(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
         """The structs of all layers with their keys and values, whose buffers a cache allocates once.
 
         Those of a prompt that no token attends to later stand in `passing` [2, batch, heads, columns, head_dim].

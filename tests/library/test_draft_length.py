@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from lean_cases import SCHEDULES, fresh, generate
 
-from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, decode
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import choose_draft, draft_candidates
+from skipdecode.decode import choose_draft, draft_candidates, lossless_costs
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
 from skipdecode.lean import lean_decoder
+from skipdecode.native import kernels
 from skipdecode.profile import Profile, TimedBatch
 
 LAYERS = 12
@@ -162,6 +163,22 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
     assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
+
+
+@pytest.mark.skipif(kernels() is None, reason="else drafts are computed as full depth is")
+def test_drafts_whose_weights_were_not_timed_cost_less_by_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("opt")
+    decoder, sizes = lean_decoder(model, "packed"), CostModel.of(model)
+    by_bytes, fewer = (pass_seconds(sizes.stored_as(weights), None, 64) for weights in (None, "int8"))
+    whole, drafts = lossless_costs(model, decoder, 64)
+    assert (whole(6, 1), drafts(2, 1)) == (by_bytes(6, 1), fewer(2, 1))
+    timed = Profile({}, 6, (TimedBatch(1, 64, {1: 1.0, 6: 6.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}),), "today")
+    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed if weights == "packed" else None)
+    whole, drafts = lossless_costs(model, decoder, 64)
+    assert whole(6, 1) == pytest.approx(6)
+    assert drafts(2, 1) == pytest.approx(whole(2, 1) * fewer(2, 1) / by_bytes(2, 1))
+    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed)
+    assert lossless_costs(model, decoder, 64)[1](2, 1) == pytest.approx(whole(2, 1))
 
 
 def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
