@@ -32,8 +32,9 @@ from eval.score.scores import Scores, choose_metrics, score
 from eval.systems.base import LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
-from skipdecode.decode import profile_for
-from skipdecode.draft_length import lossless_speed, pass_seconds
+from skipdecode.decode import lossless_costs, profile_for
+from skipdecode.draft_length import lossless_speed
+from skipdecode.lean import lean_decoder
 
 # Prompts that are timed where the user says nothing: enough batches for quartiles, and some texts at batch 1.
 LEAST_PROMPTS, BATCHES = 24, 8
@@ -292,16 +293,19 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
 def _lossless_speed(row: Row, system: System, loaded: Loaded) -> float | None:
     """The predicted speed of full depth drafted as a row decodes; None without agreement or this machine's clock.
 
-    Drafts cost what the row's steps were measured to take, verifying so many columns what the clock says.
+    Drafts cost what the row's steps were measured to take, or less where they are computed in fewer bits, verifying so
+    many columns what the clock says.
     """
-    profile = profile_for(loaded.checkpoint.model, system.checkpoint.weights)
-    if row.system != "skip" or row.agreeing is None or profile is None:
+    model, weights = system.checkpoint.model, system.checkpoint.weights
+    if row.system != "skip" or row.agreeing is None or profile_for(model, weights) is None:
         return None
     columns = round(statistics.mean(map(len, loaded.prompt_ids)))
-    seconds = pass_seconds(system.checkpoint.cost.stored_as(system.checkpoint.weights), profile, columns)
-    rows, layers = row.timings[0].batch_size, row.num_layers
+    seconds, of_drafts = lossless_costs(model, lean_decoder(model, weights), columns)
+    timing = row.timings[0]
+    rows, layers, drafting = timing.batch_size, row.num_layers, round(timing.layers_per_step)
     full = seconds(layers, rows)
-    return lossless_speed(row.agreeing, 1 / row.wall_clock_speedup, lambda n: seconds(layers, rows * n) / full)
+    drafts = of_drafts(drafting, rows) / seconds(drafting, rows) / timing.speedup.median
+    return lossless_speed(row.agreeing, drafts, lambda n: seconds(layers, rows * n) / full)
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:

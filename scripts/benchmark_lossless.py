@@ -38,7 +38,7 @@ from skipdecode.calibrate import measure_profile
 from skipdecode.command import run_command
 from skipdecode.cost import interpolated
 from skipdecode.draft_length import lossless_speed
-from skipdecode.lean import lean_decoder
+from skipdecode.lean import draft_weights, lean_decoder
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
@@ -91,7 +91,7 @@ def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Wei
         for count, found in seconds.items():
             runner.roll_back(8)
             start = time.perf_counter()
-            runner.run(ids[0, :1].repeat(count), [8], [count], runner.all_layers)
+            runner.run(ids[0, :1].repeat(count), [8], [count])
             if repeat:  # the first warms up
                 found.append(time.perf_counter() - start)
     return {count: statistics.median(found) for count, found in seconds.items()}
@@ -122,7 +122,7 @@ def main() -> int:
             cost = profile.at(prompt_length=options.prompt_length)
             schedule = solve_schedule(cost, options.speedup, horizon=options.new_tokens)
             full = SkipDecode(model, SkipSchedule.full_depth(profile.num_layers), weights, "full depth")
-            draft = SkipDecode(model, schedule, weights, "draft")
+            draft = SkipDecode(model, schedule, draft_weights(lean_decoder(model, weights)), "draft")
             decoders: list[SkipDecode] = [full, draft]
             for number, share in enumerate(options.acceptance):
                 own = replace(schedule, horizon=schedule.horizon + number)  # drafts are remembered by schedule

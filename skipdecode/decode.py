@@ -21,11 +21,11 @@ from transformers.utils import logging
 from skipdecode.attach import check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
-from skipdecode.draft_length import MOST_DRAFTS, DraftLength, draft_record, pass_seconds
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, hoped, pass_seconds
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import LeanDecoder, lean_decoder, usual_weights, why_not_lean
+from skipdecode.lean import LeanDecoder, draft_decoder, draft_weights, lean_decoder, usual_weights, why_not_lean
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
@@ -108,8 +108,8 @@ def skip_generate(
     """
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)
-    if lossless is True and prompts is not None and speedup is None:
-        schedule = choose_draft(model, prompts, weights=weights, do_sample=do_sample)
+    drafts = draft_candidates(model) if lossless is True and prompts is not None and speedup is None else []
+    schedule = drafts[0] if drafts else schedule
     schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
@@ -130,8 +130,11 @@ def skip_generate(
             columns_runner = make_columns_runner(
                 model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
-            columns = prompt_columns(input_ids, model_kwargs)
-            length = _draft_length(model, columns_runner.decoder, schedule, weights, columns, do_sample=do_sample)
+            shape = len(input_ids), prompt_columns(input_ids, model_kwargs)
+            schedule, length = _best_draft(
+                model, columns_runner.decoder, drafts or [schedule], *shape, do_sample=do_sample
+            )
+            columns_runner.draft_with(draft_decoder(unwrap(model), columns_runner.decoder, schedule.layers_at(0)))
             return LosslessLoop(
                 columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
             ).run()
@@ -199,7 +202,19 @@ def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profi
 def choose_draft(
     model: GenerativeModel, prompts: Sequence[int], *, weights: Weights | None = None, do_sample: bool = False
 ) -> SkipSchedule:
-    """The schedule that drafts for a lossless batch: of those of a few layers that stay, the one expected to give most.
+    """The schedule that drafts for a lossless batch: of `draft_candidates` the one that is expected to give most.
+
+    Raises ConfigError as these do.
+    """
+    candidates = draft_candidates(model)
+    if why_not_lean(model) is not None:
+        return candidates[0]  # refused later, with the reason
+    decoder = lean_decoder(unwrap(model), weights)
+    return _best_draft(model, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
+
+
+def draft_candidates(model: GenerativeModel) -> list[SkipSchedule]:
+    """The schedules that may draft where none is named, of more and more layers that stay.
 
     Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are those of the fastest
     speed that the model was trained for.
@@ -216,32 +231,52 @@ def choose_draft(
     fastest = trained[max(trained)]
     step = max(fastest.min_layers, round(fastest.num_layers / 12))
     depths = [min(step * (n + 1), fastest.num_layers) for n in range(DRAFTS)]
-    candidates = [replace(fastest, max_layers=depth, min_layers=depth) for depth in dict.fromkeys(depths)]
-    if why_not_lean(model) is not None:
-        return candidates[0]  # refused later, with the reason
-    decoder = lean_decoder(unwrap(model), weights)
-
-    def rate(schedule: SkipSchedule) -> float:
-        length = _draft_length(model, decoder, schedule, weights, max(prompts), do_sample=do_sample)
-        return length.rate(len(prompts), [schedule.min_layers] * MOST_DRAFTS)
-
-    return max(candidates, key=rate)
+    return [replace(fastest, max_layers=depth, min_layers=depth) for depth in dict.fromkeys(depths)]
 
 
-def _draft_length(
+def lossless_costs(model: GenerativeModel, decoder: LeanDecoder, prompt_length: int) -> tuple[PassSeconds, PassSeconds]:
+    """The time of a pass of full depth, and of one of drafts, by this machine's clock where it was measured
+    (`skipdecode calibrate`); drafts whose own weights weren't timed cost less by as much as they read and compute less.
+    """
+    sizes, kinds = _solved(unwrap(model)).sizes, (decoder.weights, draft_weights(decoder))
+    profile, of_drafts = (profile_for(model, weights) for weights in kinds)
+    by_bytes, drafts_by_bytes = (pass_seconds(sizes.stored_as(weights), None, prompt_length) for weights in kinds)
+    if profile is None:
+        return by_bytes, drafts_by_bytes
+    whole = pass_seconds(sizes.stored_as(kinds[0]), profile, prompt_length)
+    if of_drafts is not None:
+        return whole, pass_seconds(sizes.stored_as(kinds[1]), of_drafts, prompt_length)
+    return (
+        whole,
+        lambda layers, tokens: whole(layers, tokens) * drafts_by_bytes(layers, tokens) / by_bytes(layers, tokens),
+    )
+
+
+def _best_draft(
     model: GenerativeModel,
     decoder: LeanDecoder,
-    schedule: SkipSchedule,
-    weights: Weights | None,
+    schedules: Sequence[SkipSchedule],
+    rows: int,
     prompt_length: int,
     *,
     do_sample: bool,
-) -> DraftLength:
-    """The choice of how much to draft, with this machine's clock where `skipdecode calibrate` has measured it."""
-    sizes = _solved(unwrap(model)).sizes.stored_as(weights)
-    seconds = pass_seconds(sizes, profile_for(model, weights), prompt_length)
-    record = draft_record(decoder, schedule, do_sample=do_sample)
-    return DraftLength(record, seconds, schedule.num_layers)
+) -> tuple[SkipSchedule, DraftLength]:
+    """Of schedules of more and more layers the one that is expected to draft best, and the choice of how much."""
+    whole, drafts = lossless_costs(model, decoder, prompt_length)
+    lengths = [
+        DraftLength(draft_record(decoder, schedule, do_sample=do_sample), whole, schedule.num_layers, drafts)
+        for schedule in schedules
+    ]
+    if len(schedules) == 1:
+        return schedules[0], lengths[0]
+    rates = [
+        length.rate(rows, [schedule.min_layers] * MOST_DRAFTS, 1 - refused)
+        for schedule, length, refused in zip(
+            schedules, lengths, hoped([length.refused for length in lengths]), strict=True
+        )
+    ]
+    best = rates.index(max(rates))
+    return schedules[best], lengths[best]
 
 
 class _Solved:

@@ -13,10 +13,10 @@ from skipdecode.profile import Profile
 from skipdecode.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
-MOST_ROUNDS = 4  # before what they showed is looked at
+MOST_ROUNDS = 8  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
-START, MOST_HELD, MAY_LOSE = 1.0, 12.0, 0.02
+START, MOST_HELD, MAY_LOSE = 1.0, 24.0, 0.02
 # How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one
 # that the machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
@@ -53,6 +53,11 @@ class DraftRecord:
         self.scale = 1.0
         self.rounds = 0
 
+    @property
+    def tells(self) -> bool:
+        """Whether drafts were seen, more than were guessed."""
+        return self._of_all[1] > 4 * _GUESSED
+
     def taken(self, confidence: float | None = None) -> float:
         """The share of drafts that are taken: of all, or of those that had such a probability."""
         taken, count = self._of_all if confidence is None else self._by_confidence[kind_of(_BOUNDS, confidence)]
@@ -85,11 +90,15 @@ class DraftLength:
         record: what drafts have shown.
         seconds: of a pass.
         num_layers: of the model.
+        draft_seconds: of a draft's pass, where it is computed otherwise.
     """
 
-    def __init__(self, record: DraftRecord, seconds: PassSeconds, num_layers: int) -> None:
+    def __init__(
+        self, record: DraftRecord, seconds: PassSeconds, num_layers: int, draft_seconds: PassSeconds | None = None
+    ) -> None:
         self._record = record
         self._seconds = seconds
+        self._draft_seconds = seconds if draft_seconds is None else draft_seconds
         self._num_layers = num_layers
         self._rows = 1
         self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
@@ -107,7 +116,7 @@ class DraftLength:
         for done, budget in enumerate(budgets):
             columns = rows * (done + 1)
             verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
-            each = self._record.scale * (self._cost(budget, rows) / rows + verified)
+            each = self._record.scale * (self._draft_cost(budget) / rows + verified)
             least = rate * each / self._record.taken()
             spent += each * rows
             if spent > self._record.may_lose:
@@ -125,15 +134,23 @@ class DraftLength:
         spent = self._record.beyond + self._rows * sum(self._each)
         return max(1, int(min(MOST_ROUNDS, self._record.may_lose / max(spent, 1e-9))))
 
-    def rate(self, rows: int, budgets: Sequence[int]) -> float:
-        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays."""
+    @property
+    def refused(self) -> float | None:
+        """The share of drafts that are refused; None where they say little yet."""
+        return 1 - self._record.taken() if self._record.tells else None
+
+    def rate(self, rows: int, budgets: Sequence[int], taken: float | None = None) -> float:
+        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays, with
+        such a share of drafts that are taken; None for that of the drafts so far.
+        """
         self._rows = rows
+        taken = self._record.taken() if taken is None else taken
         best = tokens = float(rows)
         cost, share = 0.0, 1.0
         for done, budget in enumerate(budgets, start=1):
-            share *= self._record.taken()
+            share *= taken
             tokens += rows * share
-            cost += self._cost(budget, rows)
+            cost += self._draft_cost(budget)
             drafted = cost + self._cost(self._num_layers, rows * (done + 1)) - 1
             whole = 1 + self._record.scale * drafted + self._record.beyond
             best = max(best, tokens / whole)
@@ -187,8 +204,23 @@ class DraftLength:
         """Seconds of a step of full depth, of the round's rows."""
         return statistics.median(self._record.pace) * self._seconds(self._num_layers, self._rows)
 
+    def _draft_cost(self, layers: int) -> float:
+        return self._draft_seconds(layers, self._rows) / self._seconds(self._num_layers, self._rows)
+
     def _cost(self, layers: int, tokens: int) -> float:
         return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)
+
+
+def hoped(refused: Sequence[float | None]) -> list[float]:
+    """The shares of drafts that are refused of schedules of more and more layers, with a hope where little is known:
+    half of that of fewer layers, or twice that of more, so that those are tried which may be better.
+    """
+    found = [1 - DraftRecord().taken() if share is None else share for share in refused]
+    for n in range(1, len(found)):
+        found[n] = min(found[n], found[n - 1] / 2) if refused[n] is None else found[n]
+    for n in reversed(range(len(found) - 1)):
+        found[n] = min(found[n], 2 * found[n + 1]) if refused[n] is None else found[n]
+    return found
 
 
 def lossless_speed(taken: float, draft: float, verify: Callable[[int], float]) -> float:

@@ -73,8 +73,10 @@ struct Greedy {
   int32_t *counts;              // out: tokens of each text
   int32_t steps, end_count;
 };
-// Rounds of drafts, which run a round's steps each.
+// Rounds of drafts, which run a round's steps each, by layers and a head of their own: drafts need not be exact.
 struct Drafts {
+  const Layer *layers;
+  const Linear *head;
   const int32_t *all_running;
   // What stops drafting: a text's step i runs where the product of its drafts' shares is larger than worth[i]. A draft has
   // the share of the first of the bounds that its probability isn't beyond.
@@ -251,9 +253,10 @@ struct Tokens {
     __builtin_memcpy(cos + (int64_t)r * first.rotated, first.cos + from, 4 * first.rotated);
     __builtin_memcpy(sin + (int64_t)r * first.rotated, first.sin + from, 4 * first.rotated);
   }
-  // Run them and find what follows each. Returns as `skipdecode_step` does.
-  int choose(const int32_t *running, int layer_count, int with_probability) {
+  // Run them by a model's layers and head, and find what follows each. Returns as `skipdecode_step` does.
+  int choose(const Layer *layers, const Linear *head, const int32_t *running, int layer_count, int with_probability) {
     Step step = first;
+    step.layers = layers, step.head = head;
     step.running = running, step.layer_count = layer_count, step.tokens = count;
     step.token_ids = token, step.position_ids = position, step.row = row, step.column = column, step.logits = logits;
     step.cos = cos, step.sin = sin, step.rotary_stride = first.rotated;
@@ -325,7 +328,7 @@ int skipdecode_greedy(int set, const Step *first, const Greedy *run) {
     if (run->most[t] > 0) tokens.add(t, 0, first->token_ids[t]);
   }
   for (int i = 0; i < run->steps && tokens.count; i++) {
-    if (tokens.choose(run->running[i], run->layer_counts[i], 0)) return -1;
+    if (tokens.choose(first->layers, first->head, run->running[i], run->layer_counts[i], 0)) return -1;
     most = i + 1;
     int going = tokens.count;
     tokens.count = 0;
@@ -365,7 +368,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
     }
     if (!running) break;
     for (int i = 0; i < steps && tokens.count; i++) {
-      if (tokens.choose(run->running[i], run->layer_counts[i], 1)) return -1;
+      if (tokens.choose(rule->layers, rule->head, run->running[i], run->layer_counts[i], 1)) return -1;
       int going = tokens.count;
       tokens.count = 0;
       for (int r = 0; r < going; r++) {
@@ -382,7 +385,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
     for (int t = 0; t < texts; t++)
       for (int i = 0; last[t] >= 0 && i <= drafted[t]; i++)
         tokens.add(t, run->counts[t] + i, drafts[(int64_t)t * (steps + 1) + i]);
-    if (tokens.choose(rule->all_running, rule->all_count, 0)) return -1;
+    if (tokens.choose(first->layers, first->head, rule->all_running, rule->all_count, 0)) return -1;
     for (int r = 0; r < tokens.count;) {
       int t = tokens.text[r];
       const int64_t *mine = drafts + (int64_t)t * (steps + 1) + 1, *theirs = tokens.found + r;

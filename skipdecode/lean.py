@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast, get_args
@@ -41,7 +41,7 @@ from skipdecode.internals import (
 from skipdecode.native import kernels
 from skipdecode.native_steps import NativeSteps, native_steps
 from skipdecode.prefill import PromptInputs
-from skipdecode.projections import MAKERS, Weights
+from skipdecode.projections import MAKERS, Linear, Weights
 
 
 class LeanDecoder:
@@ -52,19 +52,31 @@ class LeanDecoder:
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
             reads fastest, "int8" and "int4" with copies in so many bits. Copies are of all projections, the LM head
             among them; all need a CPU, and "int4" the compiled kernels (`skipdecode.native`).
+        layers: those that it can run, the first one among them; None for all.
+        before: an earlier decoder of the same model and weights, whose copies are taken over.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: Weights = "model") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Weights = "model",
+        layers: Collection[int] | None = None,
+        before: "LeanDecoder | None" = None,
+    ) -> None:
         parts = _parts(model)
         assert parts is not None
         config = text_config(model.config)
         body: Any = model.get_submodule(FAMILIES[model.config.model_type].layers.rpartition(".")[0])
         make_linear = MAKERS[weights]
+        self.weights = weights
         self.dtype = model.dtype
-        self.blocks = [LeanBlock(layer, parts, config, make_linear) for layer in decoder_layers(model)]
-        self.windowed = any(block.window is not None for block in self.blocks)
+        modules = decoder_layers(model)
+        self.blocks: list[Any] = [None] * len(modules) if before is None else list(before.blocks)
+        for n in range(len(modules)) if layers is None else layers:
+            self.blocks[n] = self.blocks[n] or LeanBlock(modules[n], parts, config, make_linear)
+        self.windowed = any(block.window is not None for block in self.blocks if block is not None)
         self._positions = parts.positions
-        self._heads = config.num_attention_heads
+        self.heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
         self._embedding_norm = Norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
         self._position_table = getattr(body, parts.position_table).weight if parts.position_table else None
@@ -75,7 +87,7 @@ class LeanDecoder:
         norm = getattr(body, parts.final_norm)  # opt-350m has none
         self._final_norm = Norm(norm) if norm is not None else None
         head: Any = model.get_output_embeddings()
-        self._head = make_linear(head)
+        self.head: Linear = make_linear(head) if before is None else before.head
         plain_start = (
             type(self._embedding) is nn.Embedding
             and self._embedding.max_norm is None
@@ -85,7 +97,7 @@ class LeanDecoder:
         self._native = native_steps(
             self.blocks,
             self._final_norm,
-            (self._head, head) if self._project_out is None else None,
+            (self.head, head) if self._project_out is None else None,
             (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
             weights,
         )
@@ -137,7 +149,7 @@ class LeanDecoder:
         bias = bias.masked_fill(columns == 0, float("-inf"))
         if self._positions == "alibi":
             distance = (columns.cumsum(dim=-1) - 1) * columns
-            bias = bias + (alibi_slopes(self._heads, mask.device)[:, None, None] * distance).to(self.dtype)
+            bias = bias + (alibi_slopes(self.heads, mask.device)[:, None, None] * distance).to(self.dtype)
         return bias
 
     def __call__(
@@ -159,6 +171,15 @@ class LeanDecoder:
         if native is None or not native.embeds or not native.ends_in_logits or tokens > native.most_tokens:
             return None
         return native
+
+    def runs(self, layers: Collection[int]) -> bool:
+        """Whether it can run `layers`."""
+        return all(self.blocks[layer] is not None for layer in layers)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether its steps are the compiled kernels'."""
+        return self._native is not None
 
     def prefill(
         self,
@@ -191,9 +212,9 @@ class LeanDecoder:
         blocks, cached = self.blocks, cache.layers
         *below, top = layers
         for index in below:
-            hidden = blocks[index](hidden, cached[index], inputs)  # type: ignore[arg-type]
+            hidden = blocks[index](hidden, cached[index], inputs)
         inputs.last_alone = True
-        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))  # type: ignore[arg-type]
+        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
         """Logits in the model's type, of what the kernels gave."""
@@ -249,7 +270,7 @@ class LeanDecoder:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._head(hidden)
+        return self.head(hidden)
 
 
 # Values of each parameter that are looked at for changes.
@@ -301,8 +322,8 @@ def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
     return values.as_strided((min(span, SAMPLED),), (step,), values.storage_offset() + (step - 1) // 2)
 
 
-# model -> what it was when its decoders were made, and those for each kind of weights
-_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[_State, dict[Weights, LeanDecoder]]] = weakref.WeakKeyDictionary()
+# model -> what it was when its decoders were made, and those for each kind of weights, and for drafts
+_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[_State, dict[str, LeanDecoder]]] = weakref.WeakKeyDictionary()
 _MAKING = threading.Lock()
 
 
@@ -336,6 +357,31 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         if weights not in decoders:
             decoders[weights] = LeanDecoder(model, weights)
         return decoders[weights]
+
+
+def draft_decoder(model: PreTrainedModel, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
+    """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, since drafts need not be exact.
+
+    It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted, and
+    where they don't fit in half of the memory that is free.
+    """
+    if draft_weights(decoder) == decoder.weights:
+        return decoder
+    with _MAKING:
+        _, decoders = _DECODERS[model]
+        held = decoders.get("drafts")
+        if held is None or not held.runs(layers):
+            modules: list[Any] = [decoder_layers(model)[n] for n in layers]
+            needed = sum(p.numel() for module in (*modules, model.get_output_embeddings()) for p in module.parameters())
+            if needed > free_memory() / 2:
+                return decoder
+            held = decoders["drafts"] = LeanDecoder(model, "int8", layers, held)
+        return held
+
+
+def draft_weights(decoder: LeanDecoder) -> Weights:
+    """The weights of drafts that `decoder` verifies."""
+    return "int8" if decoder.weights == "packed" and decoder.is_native else decoder.weights
 
 
 def choose_weights(model: PreTrainedModel) -> Weights:

@@ -124,7 +124,7 @@ class LosslessLoop:
                 continue
             drafts = self._draft(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
-            logits = self._runner.run(tokens, starts, counts, self._runner.all_layers)
+            logits = self._runner.run(tokens, starts, counts)
             self._drafts.rounds += 1
             self._drafts.layers += len(self._runner.all_layers)
             self._extend(rows, drafts, logits)
@@ -334,6 +334,8 @@ class LosslessLoop:
 
     def _show(self) -> bool:
         """Show the columns that every row has to criteria and streamer. Returns whether all texts have ended."""
+        if self._plain:
+            return self._show_together()
         while all(self.counts[row] > self.shown or not self._goes_on(row) for row in range(len(self.counts))):
             column = self.prompt + self.shown
             self.shown += 1
@@ -357,6 +359,16 @@ class LosslessLoop:
                     self._end(row, self.shown)
                     self._kept[row].clear()
         return False
+
+    def _show_together(self) -> bool:
+        """The same where nobody looks at each column by itself, and counts say which texts have ended."""
+        going = [self.counts[row] for row in range(len(self.counts)) if self._goes_on(row)]
+        shown = min(going) if going else max(self.counts)
+        if shown > self.shown:
+            columns = self.prompt + shown
+            self._ends(cast(torch.LongTensor, self.texts[:, :columns]), None, shown - self.shown)
+            self.shown = shown
+        return not going
 
     def _let_rows_leave(self) -> None:
         """Take rows that need no more tokens out of the passes, where that pays."""

@@ -130,7 +130,17 @@ class DraftsStruct(Structure):
     _fields_ = (
         *(
             (name, c_void_p)
-            for name in ("all_running", "worth", "bounds", "shares", "probabilities", "drafted", "agreed")
+            for name in (
+                "layers",
+                "head",
+                "all_running",
+                "worth",
+                "bounds",
+                "shares",
+                "probabilities",
+                "drafted",
+                "agreed",
+            )
         ),
         *((name, c_int32) for name in ("all_count", "kinds", "rounds")),
     )

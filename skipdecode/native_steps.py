@@ -121,7 +121,7 @@ class NativeSteps:
 
     Args:
         compiled: the kernels.
-        blocks: the model's layers.
+        blocks: the model's layers; None for those that can't be run.
         final_norm: of the model, or None.
         head: the model's head; None where something stands between norm and head.
         tables: of tokens and of positions, where their rows' sum is what the first layer takes.
@@ -130,13 +130,14 @@ class NativeSteps:
     Attributes:
         embeds: whether tokens are given, and not their hidden states.
         ends_in_logits: whether a head comes last.
+        head: that one.
         most_tokens: for which the kernels are ahead of torch's operators.
     """
 
     def __init__(
         self,
         compiled: Kernels,
-        blocks: Sequence[LeanBlock],
+        blocks: Sequence[LeanBlock | None],
         final_norm: Norm | None,
         head: NativeLinear | None,
         tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -150,12 +151,13 @@ class NativeSteps:
         self.embeds = tables is not None
         self._alive: list[Any] = []  # what the structs point to
         self._caches: weakref.WeakKeyDictionary[PlannedCache, Any] = weakref.WeakKeyDictionary()
-        self._blocks = [self._block(block) for block in blocks]
-        self._addresses = [ctypes.addressof(block) for block in self._blocks]
+        self._blocks = {n: self._block(block) for n, block in enumerate(blocks) if block is not None}
+        self._addresses = [ctypes.addressof(self._blocks[n]) if n in self._blocks else None for n in range(len(blocks))]
         self._final_norm = self._norm(final_norm)
-        self._head = head
+        self.head = head
         self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
+        assert blocks[0] is not None
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         kind = self._dtype if weights == "packed" else weights
         most = MOST_OF_BFLOAT16 if kind == torch.bfloat16 else {}
@@ -201,7 +203,7 @@ class NativeSteps:
         for index in layers:
             held[index].length = end if held[index].generated else 0
         alive: dict[str, Any] = {
-            "layers": self._layers(cache, passing),
+            "layers": self.layer_structs(cache, passing),
             "running": _numbers(tuple(layers)),
             "row": array("i", rows),
             "column": array("i", columns),
@@ -225,7 +227,7 @@ class NativeSteps:
                 assert self._position_table is not None
                 step.position_ids, step.positions = position_ids.data_ptr(), self._position_table.data_ptr()
                 step.position_count = len(self._position_table)
-        if entered.dim() == 2 or self._head is None:
+        if entered.dim() == 2 or self.head is None:
             hidden = torch.empty(tokens, self._hidden_size)
             if entered.dim() == 2:
                 hidden.copy_(entered)
@@ -244,12 +246,12 @@ class NativeSteps:
         if last is not None:
             alive["last"] = array("i", last)
             step.last, step.last_count = _place_of(alive["last"]), len(last)
-        if self._head is None:
+        if self.head is None:
             return step, None, alive
-        step.head, step.final_norm = ctypes.addressof(self._head.struct), ctypes.addressof(self._final_norm)
+        step.head, step.final_norm = ctypes.addressof(self.head.struct), ctypes.addressof(self._final_norm)
         if chooses:
             return step, None, alive
-        logits = torch.empty(tokens if last is None else len(last), self._head.struct.outputs)
+        logits = torch.empty(tokens if last is None else len(last), self.head.struct.outputs)
         step.logits = logits.data_ptr()
         return step, logits, alive
 
@@ -281,6 +283,7 @@ class NativeSteps:
         prepared: PreparedInputs,
         rule: DraftRule,
         rounds: int,
+        drafter: "NativeSteps",
     ) -> DraftedRounds:
         """Draft tokens of each text, run them through `all_layers` and take those that these choose too, greedily.
 
@@ -290,7 +293,9 @@ class NativeSteps:
             all_layers: of the model.
             rule: of each round.
             rounds: at most.
+            drafter: of the same model, which runs the drafts.
         """
+        assert drafter.head is not None
         count, steps = len(texts.tokens), len(layers)
         most = min(max(texts.most), rounds * (steps + 1))
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
@@ -299,6 +304,8 @@ class NativeSteps:
         arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
         all_running = _numbers(tuple(all_layers))
         drafts = DraftsStruct(
+            layers=ctypes.addressof(drafter.layer_structs(cache, None)),
+            head=ctypes.addressof(drafter.head.struct),
             all_running=_place_of(all_running),
             probabilities=probabilities.data_ptr(),
             drafted=_place_of(drafted),
@@ -406,7 +413,7 @@ class NativeSteps:
         longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
         return self._in_parts and longest <= self.most_tokens
 
-    def _layers(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
+    def layer_structs(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
         """The structs of all layers with their keys and values, whose buffers a cache allocates once.
 
         Those of a prompt that no token attends to later stand in `passing` [2, batch, heads, columns, head_dim].
@@ -418,7 +425,7 @@ class NativeSteps:
         held: list[Any] = cache.layers
         for struct, block, layer in zip(structs, self._addresses, held, strict=True):
             kept = layer.buffers if layer.is_initialized else passing
-            if kept is None:
+            if kept is None or block is None:
                 continue  # no token of this cache's runs the layer
             keys, values = kept
             struct.block, struct.keys, struct.values = block, keys.data_ptr(), values.data_ptr()
@@ -468,7 +475,7 @@ class NativeSteps:
 
 
 def native_steps(
-    blocks: Sequence[LeanBlock],
+    blocks: Sequence[LeanBlock | None],
     final_norm: Norm | None,
     head: tuple[Linear, nn.Module] | None,
     tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -479,7 +486,7 @@ def native_steps(
     The arguments are those of NativeSteps, but for the head, with its module.
     """
     compiled = kernels() if weights != "model" else None
-    if compiled is None or not all(map(_known, blocks)):
+    if compiled is None or not all(_known(block) for block in blocks if block is not None):
         return None
     last = None
     if head is not None:

@@ -209,7 +209,7 @@ class ColumnsRunner:
     """
 
     def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
-        self.decoder = decoder
+        self.decoder = self._drafter = decoder
         self._mask = _prompt_mask(input_ids, model_kwargs)
         self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
@@ -218,20 +218,28 @@ class ColumnsRunner:
         full_depth = SkipSchedule.full_depth(len(decoder.blocks))
         self.cache = PlannedCache(full_depth, steps, prompt_columns=self._mask.shape[1])
 
+    def draft_with(self, decoder: LeanDecoder) -> None:
+        """Run what needn't be exact by another decoder of the same model."""
+        self._drafter = decoder
+
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
         prompt = input_ids if self._embeds is None else self._embeds
         return self.decoder.prefill(prompt, self.all_layers, self.cache, self._mask, self._positions)
 
     def run(
-        self, tokens: torch.Tensor, starts: Sequence[int], counts: Sequence[int], layers: Sequence[int]
+        self,
+        tokens: torch.Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run tokens of each row, one row's after another's, through `layers`.
+        """Run tokens of each row, one row's after another's.
 
         Args:
             tokens: [tokens].
             starts, counts: for each row the number of its first one among its generated tokens, and how many there are.
-            layers: ascending; each must hold all columns before.
+            layers: of drafts, ascending; each must hold all columns before. None for all of the model's, exactly.
 
         Returns:
             Logits [tokens, vocabulary].
@@ -240,7 +248,9 @@ class ColumnsRunner:
             inputs = self._step_inputs(starts[0])
         else:
             inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
-        return self.decoder(tokens, layers, self.cache, inputs)
+        if layers is None:
+            return self.decoder(tokens, self.all_layers, self.cache, inputs)
+        return self._drafter(tokens, layers, self.cache, inputs)
 
     def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
         """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
@@ -254,9 +264,10 @@ class ColumnsRunner:
     ) -> DraftedRounds | None:
         """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
-        if native is None:
+        drafter = self._drafter.choosing(len(texts.tokens))
+        if native is None or drafter is None:
             return None
-        return native.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds)
+        return native.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds, drafter)
 
     def roll_back(self, steps: int) -> None:
         """Hold the columns of the prompt and of so many generated tokens alone."""

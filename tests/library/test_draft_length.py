@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from lean_cases import SCHEDULES, fresh, generate
 
-from skipdecode import ConfigError, CostModel, SkipSchedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, decode
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import choose_draft
-from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, pass_seconds
+from skipdecode.decode import choose_draft, draft_candidates, lossless_costs
+from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
 from skipdecode.lean import lean_decoder
+from skipdecode.native import kernels
 from skipdecode.profile import Profile, TimedBatch
 
 LAYERS = 12
@@ -164,6 +165,22 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
 
 
+@pytest.mark.skipif(kernels() is None, reason="else drafts are computed as full depth is")
+def test_drafts_whose_weights_were_not_timed_cost_less_by_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("opt")
+    decoder, sizes = lean_decoder(model, "packed"), CostModel.of(model)
+    by_bytes, fewer = (pass_seconds(sizes.stored_as(weights), None, 64) for weights in (None, "int8"))
+    whole, drafts = lossless_costs(model, decoder, 64)
+    assert (whole(6, 1), drafts(2, 1)) == (by_bytes(6, 1), fewer(2, 1))
+    timed = Profile({}, 6, (TimedBatch(1, 64, {1: 1.0, 6: 6.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}),), "today")
+    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed if weights == "packed" else None)
+    whole, drafts = lossless_costs(model, decoder, 64)
+    assert whole(6, 1) == pytest.approx(6)
+    assert drafts(2, 1) == pytest.approx(whole(2, 1) * fewer(2, 1) / by_bytes(2, 1))
+    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed)
+    assert lossless_costs(model, decoder, 64)[1](2, 1) == pytest.approx(whole(2, 1))
+
+
 def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
     model, prompts = fresh("opt"), [5, 7]
     with pytest.raises(ConfigError, match="lossless is True without a schedule or a speedup"):
@@ -172,15 +189,24 @@ def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
     trained = {1.0: SkipSchedule.full_depth(6), 2.0: SkipSchedule(6, 5, 2, horizon=8), 3.0: fastest}
     model.config.skipdecode = SkipConfig(trained, solver={"horizon": 8}).to_dict()
     one, two = (replace(fastest, max_layers=n, min_layers=n) for n in (1, 2))
-    record = draft_record(lean_decoder(model), one, do_sample=False)
-    assert choose_draft(model, prompts) == one, "the cheapest while nothing is known"
-    for taken, chosen in ((False, two), (True, one)):
+    decoder = lean_decoder(model)
+    assert choose_draft(model, prompts) != one, "of more layers twice as many are hoped to be taken"
+    for candidate in draft_candidates(model):
         for _ in range(500):
-            record.add(0.8, taken)
-        assert choose_draft(model, prompts) == chosen
-    for _ in range(500):
-        record.add(0.8, False)
-    assert choose_draft(model, prompts, do_sample=True) == one, "a seed gives one text, whatever was decoded before"
+            draft_record(decoder, candidate, do_sample=False).add(0.8, candidate == two)
+    assert choose_draft(model, prompts) == two
+    for _ in range(2000):
+        draft_record(decoder, one, do_sample=False).add(0.8, True)
+    assert choose_draft(model, prompts) == one
+    sampled = choose_draft(model, prompts, do_sample=True)
+    assert sampled != one, "a seed gives one text, whatever was decoded before"
+
+
+def test_of_layers_that_have_hardly_drafted_it_is_hoped_that_they_do_better() -> None:
+    assert hoped([None] * 4) == pytest.approx([0.2, 0.1, 0.05, 0.025])
+    assert hoped([0.12, None, None, 0.02]) == pytest.approx([0.12, 0.06, 0.03, 0.02])
+    assert hoped([None, None, 0.004, 0.02]) == pytest.approx([0.016, 0.008, 0.004, 0.02])
+    assert hoped([0.9, 0.9, 0.9, 0.9]) == [0.9] * 4
 
 
 def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:

@@ -17,8 +17,10 @@ from tiny_models import END, PAD, ragged_prompts
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from skipdecode import ConfigError, PlannedCache, SkipSchedule, lossless, skip_generate
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, decode, lean, lossless, skip_generate
+from skipdecode.lean import draft_decoder, lean_decoder
 from skipdecode.lossless import DraftCounts
+from skipdecode.native import kernels
 from skipdecode.runners import ColumnsRunner
 
 FULL = SkipSchedule.full_depth(LAYERS)
@@ -123,8 +125,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     found: list[tuple[int, list[int]]] = []
     run, choose, draft = ColumnsRunner.run, ColumnsRunner.choose, ColumnsRunner.draft
 
-    def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
-        found.append((len(layers), list(counts)))
+    def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
+        found.append((len(layers or self.all_layers), list(counts)))
         return run(self, tokens, starts, counts, layers)
 
     def noted_steps(self: Any, texts: Any, steps: int) -> Any:
@@ -148,7 +150,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
-def test_a_draft_that_is_never_wrong_is_taken_whole(lengths: list[int], passes: list[tuple[int, list[int]]]) -> None:
+def test_a_draft_that_is_never_wrong_is_taken_whole(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
+) -> None:
+    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)  # as exact as full depth
     (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4)
     assert torch.equal(ours, theirs)
     rows = len(lengths)
@@ -162,9 +167,9 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
 ) -> None:
     run = ColumnsRunner.run
 
-    def wrong(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any) -> torch.Tensor:
+    def wrong(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
         logits = run(self, tokens, starts, counts, layers)
-        return logits if len(layers) == LAYERS else -logits
+        return logits if layers is None else -logits
 
     monkeypatch.setattr(ColumnsRunner, "run", wrong)
     for name in ("choose", "draft"):
@@ -172,6 +177,25 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
     assert torch.equal(ours, theirs)
     assert sum(layers == LAYERS for layers, _ in passes) == 19
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
+def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deepcopy(fresh_model("llama"))
+    packed = lean_decoder(model, "packed")
+    drafter = draft_decoder(model, packed, (0, 5))
+    assert drafter.weights == "int8"
+    assert drafter.runs((0, 5))
+    assert not drafter.runs((0, 4, 5))
+    assert draft_decoder(model, packed, (0,)) is drafter
+    more = draft_decoder(model, packed, (0, 4, 5))
+    assert more.runs((0, 4, 5))
+    assert more.blocks[5] is drafter.blocks[5], "a copy is made once"
+    monkeypatch.setattr(lean, "free_memory", lambda: 0.0)
+    assert draft_decoder(model, packed, (0, 3)) is packed
+    for weights in ("model", "int8", "int4"):
+        own = lean_decoder(model, weights)
+        assert draft_decoder(model, own, (0,)) is own
 
 
 def test_no_padding_is_asked_for_where_no_token_ends_a_text() -> None:
@@ -219,7 +243,10 @@ def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.
     assert chi_square(*sampled_texts("llama", SCHEDULES[0], rows=200, calls=5)) < 1e-9
 
 
-def test_a_draft_from_full_depths_own_distribution_is_taken_whole(passes: list[tuple[int, list[int]]]) -> None:
+def test_a_draft_from_full_depths_own_distribution_is_taken_whole(
+    monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
+) -> None:
+    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)
     sampled_texts("opt", FULL, rows=50, calls=1)
     assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
 
