@@ -215,7 +215,7 @@ def calibrate(options: argparse.Namespace) -> int:
     from skipdecode.checkpoint import SkipConfig
 
     remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
-    sizes, lengths = options.batch_size, options.prompt_length or remembered.timed_lengths
+    sizes, lengths = options.batch_size, options.prompt_length or remembered.timed_lengths()
     done = 0
 
     def advance() -> None:
