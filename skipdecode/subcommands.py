@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.command import collector_at_rest
 from skipdecode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -352,12 +353,13 @@ def _check_sampling(options: argparse.Namespace) -> None:
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    import torch
-    from transformers.utils import logging
+    with collector_at_rest():
+        import torch
+        from transformers.utils import logging
 
-    from skipdecode.device import resolve_device
-    from skipdecode.loading import load
-    from skipdecode.texts import Decoder
+        from skipdecode.device import resolve_device
+        from skipdecode.loading import load
+        from skipdecode.texts import Decoder
 
     logging.disable_progress_bar()
     device = resolve_device(options.device)
