@@ -18,6 +18,7 @@ from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.calibrate import measure_profile
+from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import depth_mismatch
 from skipdecode.decode import profile_for
 from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
@@ -100,7 +101,7 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
         )
     decoder = replace(checkpoint, weights=weights)
     sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
-    profile = clock_of(decoder, sizes, loaded.prompt_ids, calibrate=request.calibrate)
+    profile = clock_of(decoder, config, sizes, loaded.prompt_ids, calibrate=request.calibrate)
     schedules: dict[int, dict[float, SkipSchedule]] = {}
     for size in sizes:
         at_hand: Any = {"over": request.over, "prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
@@ -112,12 +113,17 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
 
 
 def clock_of(
-    checkpoint: Checkpoint, batch_sizes: Sequence[int], prompts: Sequence[Sequence[int]], *, calibrate: bool
+    checkpoint: Checkpoint,
+    config: SkipConfig,
+    batch_sizes: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    *,
+    calibrate: bool,
 ) -> Profile | None:
     """The clock that a target's schedule follows from: the profile that is kept for this machine.
 
-    Or one that is measured now, behind prompts such as these, and not kept, where that is asked for. None: bytes and
-    operations.
+    Or one that is measured now, where that is asked for: as by `skipdecode calibrate`, but behind prompts such as
+    these, and not kept. None: bytes and operations.
     """
     if not calibrate:
         return profile_for(checkpoint.model, checkpoint.weights)
@@ -125,7 +131,7 @@ def clock_of(
     return measure_profile(
         checkpoint.model,
         batch_sizes=sorted({*batch_sizes, *fewer}),
-        prompt_lengths=[round(statistics.median(map(len, prompts)))],
+        prompt_lengths=config.timed_lengths(round(statistics.median(map(len, prompts)))),
         weights=checkpoint.weights,
     )
 

@@ -136,12 +136,12 @@ class SkipConfig:
         """Tokens over which budgets were asked to fall; those of a solved schedule may be more, to meet its target."""
         return self.solver.get("horizon")
 
-    @property
-    def timed_lengths(self) -> list[int]:
+    def timed_lengths(self, prompt_length: int | None = None) -> list[int]:
         """The prompts' lengths that a profile of this machine is best measured behind: as long as usual, and as what
-        decoding has when a text of usual length ends.
+        decoding has when a text of usual length ends. Of the prompts at hand where their length is given.
         """
-        return [self.prompt_length, *([self.prompt_length + self.horizon] if self.horizon else [])]
+        usual = self.prompt_length if prompt_length is None else prompt_length
+        return [usual, *([usual + self.horizon] if self.horizon else [])]
 
     @property
     def trained_range(self) -> tuple[float, float] | None:

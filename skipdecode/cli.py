@@ -4,10 +4,10 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from skipdecode import subcommands
-from skipdecode.command import run_command
+from skipdecode.command import leave, run_command
 from skipdecode.errors import ConfigError
 
 _COMMANDS = {
@@ -54,6 +54,11 @@ Time decode steps and prompts of a checkpoint on this machine, and keep the time
 speed that is asked for here is solved for this clock: by skip_generate, by this command and by python -m eval. Without
 such a profile speeds follow from the bytes that a step reads, the same on every machine.
 """
+
+
+def run_and_leave() -> NoReturn:
+    """Run the command that the process is for."""
+    leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -260,4 +265,4 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave()

@@ -884,6 +884,24 @@ static inline float soften(float *scores, int count) {
   return 1.0f / total(sum);
 }
 
+// Ask for what stands a few columns ahead: each head's keys and values are streams that end before a processor sees them.
+template <class T> static inline void ask(const T *p, int n) {
+  enum { AHEAD = 4096, LINE = 64 / sizeof(T) };
+#pragma GCC unroll 8
+  for (int i = 0; i < n; i += LINE) __builtin_prefetch((const char *)(p + i) + AHEAD);
+}
+
+// Products of a query with `count` keys.
+template <class T, class X>
+static inline void all_scores(const T *keys, const X *query, int dim, int count, float *scores) {
+  int i = 0;
+  for (; i + 8 <= count; i += 8) {
+    ask(keys + (int64_t)i * dim, 8 * dim);
+    dots<8>(keys + (int64_t)i * dim, dim, query, dim, scores + i);
+  }
+  for (; i < count; i++) dots<1>(keys + (int64_t)i * dim, dim, query, dim, scores + i);
+}
+
 // One query head: softmax(q k / scale + bias) v of the columns [start, end).
 template <class T>
 static void attend(const float *query, const T *keys, const T *values, const float *bias, int start, int end, int dim,
@@ -895,10 +913,10 @@ static void attend(const float *query, const T *keys, const T *values, const flo
   if constexpr (sizeof(T) == 2) {
     bf16 rounded[MOST_HEAD_DIM];
     write(rounded, query, dim);
-    all_dots(keys, dim, rounded, dim, count, scores);
+    all_scores(keys, rounded, dim, count, scores);
   } else
 #endif
-    all_dots(keys, dim, query, dim, count, scores);
+    all_scores(keys, query, dim, count, scores);
   if (bias)
     for (int i = 0; i < count; i++) scores[i] += bias[start + i];
   float factor = soften(scores, count);
@@ -908,6 +926,7 @@ static void attend(const float *query, const T *keys, const T *values, const flo
     for (int i = 0; i < count; i++) {
       const T *v = values + (int64_t)i * dim + d;
       float share = scores[i];
+      ask(v, 4 * LANES);
       a += share * load(v);
       b += share * load(v + LANES);
       e += share * load(v + 2 * LANES);

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.command import collector_at_rest
 from skipdecode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def calibrate(options: argparse.Namespace) -> int:
     from skipdecode.checkpoint import SkipConfig
 
     remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
-    sizes, lengths = options.batch_size, options.prompt_length or remembered.timed_lengths
+    sizes, lengths = options.batch_size, options.prompt_length or remembered.timed_lengths()
     done = 0
 
     def advance() -> None:
@@ -352,12 +353,13 @@ def _check_sampling(options: argparse.Namespace) -> None:
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    import torch
-    from transformers.utils import logging
+    with collector_at_rest():
+        import torch
+        from transformers.utils import logging
 
-    from skipdecode.device import resolve_device
-    from skipdecode.loading import load
-    from skipdecode.texts import Decoder
+        from skipdecode.device import resolve_device
+        from skipdecode.loading import load
+        from skipdecode.texts import Decoder
 
     logging.disable_progress_bar()
     device = resolve_device(options.device)

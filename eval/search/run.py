@@ -181,7 +181,8 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
     else:
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
-        profile = clock_of(data.checkpoint, (request.batch_size,), data.prompts, calibrate=request.calibrate)
+        clock = (data.checkpoint, config, (request.batch_size,), data.prompts)
+        profile = clock_of(*clock, calibrate=request.calibrate)
         prompts = prompts_at_hand(data.prompts, request.batch_size)
         cost = config.cost_for(data.checkpoint.cost, prompts=prompts, profile=profile)
         if profile is not None:

@@ -24,6 +24,7 @@ from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speed
 from eval.speed.request import SpeedRequest
 from eval.speed.served import CTranslate2, LlamaCpp
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
+from skipdecode.calibrate import SHORT
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
 from skipdecode.families import text_config
@@ -33,6 +34,8 @@ from skipdecode.loading import load_model
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio
+
+LEAST_STEPS, LEAST_REPEATS = 16, 5  # that a clock is calibrated by: two of five may meet a busy moment
 
 
 @dataclass
@@ -188,7 +191,9 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
             cost: Cost = CostModel.of(model).at(prompt_length=request.prompt_length, batch_size=batch_size)
         else:
             conditions: Any = {"batch_size": batch_size, "prompt_length": request.prompt_length, "weights": kind}
-            cost = measure_cost(model, **conditions, repeats=request.repeats)
+            # Texts as long as those of the table, so that nothing is drawn out beyond what was timed.
+            steps = max(LEAST_STEPS, request.new_tokens - 1 - SHORT)
+            cost = measure_cost(model, **conditions, repeats=max(LEAST_REPEATS, request.repeats), steps=steps)
         for speedup in sorted({1.0, *request.speedups}):
             try:
                 schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1, over=request.over)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from small_checkpoints import save_checkpoint
 
+from eval.lineup import clock_of
 from eval.loading import load_checkpoint
 from eval.results import Threshold
 from eval.systems.base import LosslessSystem, SkipSystem
 from eval.systems.calm import CalmSystem
 from skipdecode import SkipSchedule
+from skipdecode.checkpoint import SkipConfig
 
 
 @pytest.mark.parametrize("confidence", [None, 0.0, 2.0])
@@ -67,3 +69,16 @@ def test_texts_of_one_token_take_no_step(tmp_path: Path, kind: type[SkipSystem])
     found = system.decode([[5, 6, 7, 8], [9, 10]], max_new_tokens=1)
     assert found.lengths == [1, 1]
     assert found.steps == found.layers == found.batch_layers == found.read_bytes == 0
+
+
+def test_a_clock_that_is_measured_for_prompts_at_hand_is_timed_behind_them_and_behind_texts_of_usual_length(
+    tmp_path: Path,
+) -> None:
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "model", 2)), None, torch.device("cpu"))
+    config = SkipConfig(solver={"horizon": 8, "prompt_length": 40})
+    prompts = [[4] * 3, [4] * 5, [4] * 30]
+    profile = clock_of(checkpoint, config, (4,), prompts, calibrate=True)
+    assert profile is not None
+    timed = {(batch.batch_size, batch.prompt_length) for batch in profile.batches}
+    assert timed == {(rows, columns) for rows in (1, 4) for columns in (5, 13)}
+    assert config.timed_lengths() == [40, 48], "as skipdecode calibrate has them, which knows no prompts"

@@ -1,5 +1,6 @@
 """A calibrated schedule is solved from times that were measured, and from nothing else."""
 
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 from tiny_models import ragged_prompts, tiny_opt
 from transformers import OPTConfig, StoppingCriteriaList
 
-from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, measure_cost, skip_generate, solve_schedule
+from skipdecode import (
+    ConfigError,
+    CostModel,
+    MeasuredCost,
+    SkipSchedule,
+    calibrate,
+    measure_cost,
+    skip_generate,
+    solve_schedule,
+)
 from skipdecode.calibrate import measure_profile, relative_times
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
@@ -252,3 +262,21 @@ def test_the_clock_counts_steps_and_their_time_adds_up() -> None:
     assert clock.steps == len(clock.step_seconds) == 5
     assert clock.decode_seconds == pytest.approx(sum(clock.step_seconds))
     assert clock.prefill_seconds > 0
+
+
+def test_a_text_as_long_as_those_that_were_timed_costs_what_it_took_whatever_a_short_one_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = random.Random(0)
+
+    def timed(_: object, depth: int, __: int, ___: int, ____: object, steps: int, **_____: object) -> Any:
+        seconds = steps * (1 + 2 * depth)
+        return 1.0, seconds * generator.uniform(1, 1.4) if steps == calibrate.SHORT else seconds
+
+    monkeypatch.setattr(calibrate, "_time_text", timed)
+    cost = measure_cost(tiny_opt("opt", 6), repeats=3, steps=40)
+    for layers in (1, 3, 6):
+        at_once = cost.decode_seconds(SkipSchedule(6, layers, layers), calibrate.SHORT + 40)
+        assert at_once == pytest.approx(44 * (1 + 2 * layers), rel=0.05)
+    far = cost.decode_seconds(SkipSchedule(6, 1, 1), 440)
+    assert far < 0.99 * 440 * 3, "a short text's busy moment counts ten times in one that is ten times as long"

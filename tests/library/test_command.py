@@ -1,11 +1,14 @@
 """The command `skipdecode`, as its users call it."""
 
+import gc
 import io
 import json
 import math
 import re
 import shutil
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,20 @@ import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
+from skipdecode.command import collector_at_rest
 from skipdecode.profile import Profile, profiles_folder
 from skipdecode.texts import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
 SHORT = ["--max-new-tokens", "9"]
+# Of what is installed and what is ours: tasks, scores, training, serving and calibrating need them, and no text does.
+NOT_FOR_TEXTS = {
+    *("configs", "data", "eval", "train"),
+    *(f"skipdecode.{name}" for name in ("bundle", "calibrate", "engine", "hub", "prune", "serve")),
+    *("datasets", "deepspeed", "fastapi", "matplotlib", "omegaconf", "pandas", "peft", "pyarrow", "pydantic"),
+    *("sacrebleu", "scipy", "sklearn", "uvicorn", "wandb"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -363,3 +374,38 @@ def test_the_help_names_every_command(capsys: Any) -> None:
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert f"usage: skipdecode {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("asked", "without"), [("help", {"torch", "transformers", "numpy"}), ("text", NOT_FOR_TEXTS)])
+def test_a_command_imports_nothing_that_it_does_without(checkpoint: Path, asked: str, without: set[str]) -> None:
+    words = ["generate", "--help"] if asked == "help" else ["generate", str(checkpoint), *SHORT, *TYPED]
+    code = f"""
+import gc, sys
+from skipdecode.cli import main
+try:
+    main({words})
+except SystemExit:
+    pass
+print(gc.isenabled(), {without} & set(sys.modules) or None)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True None"
+
+
+def test_a_command_leaves_with_all_that_it_has_written_and_its_status() -> None:
+    code = "import atexit; atexit.register(print, 'farewell'); print('a text')"
+    code += "; from skipdecode.command import leave; leave(3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "a text\n", "")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_modules_are_imported_and_goes_on_as_it_was(enabled: bool) -> None:
+    was, found = gc.isenabled(), []
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(ImportError), collector_at_rest():
+            found.append(gc.isenabled())
+            raise ImportError
+        assert [*found, gc.isenabled()] == [False, enabled]
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -70,6 +70,7 @@ def private_names(file: Path) -> set[str]:
             }
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             found.add(node.value)
+    found.discard("_exit")  # of os, which documents it
     return {name for name in found if name.startswith("_") and name.strip("_") and not name.endswith("__")}
 
 
