@@ -15,7 +15,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
         seed: of the draw.
 
     >>> [round(at, 2) for at in poisson_arrivals(2.0, 4, seed=0)]
-    [0.0, 0.93, 1.64, 1.92]
+    [0.0, 0.99, 1.31, 2.58]
     >>> poisson_arrivals(float("inf"), 2, seed=0)
     [0.0, 0.0]
     """
