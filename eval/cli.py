@@ -74,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
         help="batch sizes to take the speeds at, on prompts drawn evenly from the test set (default: --batch-size)",
     )
     parser.add_argument(
-        "--time-limit", type=int, metavar="N", help="how many prompts that is (default 24, or 8 batches)"
+        "--time-limit",
+        type=int,
+        metavar="N",
+        help="how many prompts that is (default 24, or 8 batches); fewer than 5 batches are timed several times",
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(

@@ -62,7 +62,7 @@ class Timing:
         prompts: how many, drawn evenly from the test set in order of length.
         layers_per_step: layers that a batch ran per decode step: where rows differ, those of the deepest.
         speedup: the 1x row's seconds of decoding over this row's, over the batches.
-        prefill_seconds, decode_seconds: of all batches.
+        prefill_seconds, decode_seconds: of all prompts, each once; means where they were timed several times.
         tokens_per_second: of decoding.
         whole_speedup: as `speedup`, of prompt and decoding together; None in a report from before it was measured,
             whose `speedup` is per decode step, on the first prompts of the test set.

@@ -4,7 +4,9 @@ import json
 import random
 import re
 import signal
+import statistics
 import time
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +222,18 @@ def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the
     by_length = sorted(own, key=len)
     for label in ("1x", "calm-0", "calm-2"):
         timed = [call for call in calls if call[0] == label and call[3] is not None]
-        assert [len(prompts) for _, prompts, *_ in timed] == [2, 2, 1]
+        assert [len(prompts) for _, prompts, *_ in timed] == [2, 2, 1] * 2, "fewer than five batches come again"
         for _, prompts, max_new_tokens, lengths, found in timed:
             assert max_new_tokens == 10
             assert lengths == found.lengths == [own[tuple(ids)] for ids in prompts]
             assert found.steps == max(lengths) - 1
         drawn = [len(ids) for _, prompts, *_ in timed for ids in prompts]
-        assert drawn == [len(by_length[n]) for n in (0, 2, 4, 6, 8)]
+        assert drawn == [len(by_length[n]) for n in (0, 2, 4, 6, 8)] * 2
+        seconds = [found.decode_seconds for *_, found in timed]
+        timing = next(row for row in report.rows if row.label == label).timings[0]
+        assert timing.decode_seconds == pytest.approx(sum(seconds) / 2), "of each prompt once"
+        full_seconds = [found.decode_seconds for name, *_, lengths, found in calls if name == "1x" and lengths]
+        assert timing.speedup.median == statistics.median(map(truediv, full_seconds, seconds))
 
 
 def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test_set(
