@@ -238,7 +238,8 @@ def _report(
         clocks = {size: (sets[number], sets[0]) for size, sets in timed.items()}
         row = _row(result, scored, clocks)
         same = sum(text == full for text, full in zip(result.predictions, results[0].predictions, strict=True))
-        lossless = _lossless_speed(row, result.system, loaded) if request.reference is None else None
+        own = request.reference is None
+        lossless = _lossless_speed(row, result.system, loaded, results[0].lengths) if own else None
         rows.append(replace(row, same_texts=same, lossless_speedup=lossless, processes=processes.count))
     return Report(
         checkpoint=request.checkpoint,
@@ -297,14 +298,16 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
     )
 
 
-def _lossless_speed(row: Row, system: System, loaded: Loaded) -> float | None:
-    """The predicted speed of full depth drafted as a row decodes; None without agreement or this machine's clock.
+def _lossless_speed(row: Row, system: System, loaded: Loaded, lengths: Sequence[int]) -> float | None:
+    """The predicted speed of full depth, whose texts have these `lengths`, drafted as a row decodes; None without
+    agreement or this machine's clock.
 
     Drafts cost what the row's steps were measured to take, or less where they are computed in fewer bits, verifying so
     many columns what the clock says.
     """
     model, weights = system.checkpoint.model, system.checkpoint.weights
-    if row.system != "skip" or row.agreeing is None or profile_for(model, weights) is None:
+    tokens = [length - 1 for length in lengths if length > 1]
+    if row.system != "skip" or len(row.agreement) < 2 or not tokens or profile_for(model, weights) is None:
         return None
     columns = round(statistics.mean(map(len, loaded.prompt_ids)))
     seconds, of_drafts = lossless_costs(model, lean_decoder(model, weights), columns)
@@ -312,7 +315,8 @@ def _lossless_speed(row: Row, system: System, loaded: Loaded) -> float | None:
     rows, layers, drafting = timing.batch_size, row.num_layers, round(timing.layers_per_step)
     full = seconds(layers, rows)
     drafts = of_drafts(drafting, rows) / seconds(drafting, rows) / timing.speedup.median
-    return lossless_speed(row.agreeing, drafts, lambda n: seconds(layers, rows * n) / full)
+    shares = [same / of for same, of in row.agreement[1:]]
+    return lossless_speed(shares, drafts, lambda n: seconds(layers, rows * n) / full, tokens)
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:

@@ -6,8 +6,8 @@ Random weights say nothing of how often drafts are taken, so that is SIMULATED: 
 --acceptance, whatever full depth says; the passes are all run. In each repeat every acceptance takes turns with full
 depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
 
-c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is
-(1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)) with the best g.
+c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is what
+they and the acceptance promise a text of so many tokens (skipdecode.draft_length.lossless_speed).
 """
 
 import argparse
@@ -140,7 +140,7 @@ def main() -> int:
             costs = {count: taken / verify[1] for count, taken in verify.items()}
             print(f"{weights}: c {c:.3f}, V {', '.join(f'{k}: {v:.2f}' for k, v in costs.items())}", flush=True)
             for share in options.acceptance:
-                predicted = lossless_speed(share, c, partial(interpolated, costs))
+                predicted = lossless_speed([share], c, partial(interpolated, costs), [options.new_tokens - 1])
                 speed = speeds[f"lossless at {share:g}"]
                 ratio = speed.median / predicted
                 rows.append([weights, f"{share:g}", f"{predicted:.2f}x", str(speed), f"{ratio:.2f}"])

@@ -1,9 +1,10 @@
 """How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
 
 import functools
+import math
 import statistics
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from skipdecode.cost import CostModel
@@ -223,19 +224,36 @@ def hoped(refused: Sequence[float | None]) -> list[float]:
     return found
 
 
-def lossless_speed(taken: float, draft: float, verify: Callable[[int], float]) -> float:
-    """Times that lossless decoding is faster than full depth, with the best number of drafts a round.
+def lossless_speed(
+    taken: Sequence[float], draft: float, verify: Callable[[int], float], tokens: Sequence[int]
+) -> float:
+    """Times that lossless decoding of texts is faster than full depth, with the best number of drafts in every round.
 
-    (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)), as in Leviathan et al. 2023, with a pass of several columns counted
-    as what it costs. Without drafts it is 1.
+    Leviathan et al. 2023 (theorem 3.8) count a text without an end: (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)). Texts
+    end in the middle of a round, and which drafts are taken differs from place to place, so a text's rounds are counted
+    from its last one back: those of g drafts give n + 1 tokens where n are taken. Without drafts it is 1.
 
     Args:
-        taken: a, the share of drafts that full depth takes.
+        taken: a, the share of drafts that full depth takes, for each place in a text; later, as in the last.
         draft: c, the cost of a draft's step, in steps of full depth.
         verify: V, that of a pass of full depth through so many columns a row.
+        tokens: of each text beyond the first, which its prompt gives.
     """
-    tokens = [sum(taken**n for n in range(drafts + 1)) for drafts in range(MOST_DRAFTS + 1)]
-    return max(count / (drafts * draft + verify(drafts + 1)) for drafts, count in enumerate(tokens))
+
+    def steps(end: int) -> float:
+        left = [0.0] * (end + 1)  # steps from each place on
+        for place in reversed(range(end)):
+            all_taken, refused, least = 1.0, 0.0, math.inf
+            for drafts in range(min(MOST_DRAFTS, end - place - 1) + 1):
+                behind = left[place + drafts + 1]
+                least = min(least, drafts * draft + verify(drafts + 1) + refused + all_taken * behind)
+                share = taken[min(place + drafts, len(taken) - 1)]
+                refused += all_taken * (1 - share) * behind
+                all_taken *= share
+            left[place] = least
+        return left[0]
+
+    return sum(tokens) / sum(count * steps(end) for end, count in Counter(tokens).items())
 
 
 # decoder -> schedule -> what its drafts have shown
