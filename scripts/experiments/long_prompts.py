@@ -2,7 +2,7 @@
 
     python scripts/experiments/long_prompts.py E2E_FOLDER --output outputs/long
     python scripts/experiments/settings.py --settings schedule.prompt=full schedule.prompt=max --output outputs/both \\
-        --over all data.task=cnndm data.path=outputs/long data.max_prompt_tokens=480 ...
+        --over all --data-dir outputs/long data.task=cnndm data.max_prompt_tokens=480 ...
 
 The files are of the form of `cnndm`, one text a record. What is to be told is in the last record alone, so a model from
 scratch learns it in minutes, and yet most of the time goes into prompts: what fewer layers for them cost and save.

@@ -84,6 +84,8 @@ def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None =
 def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     """Train what isn't, evaluate what is, and show it. Returns the exit status: 1 where a process of it failed."""
     check_counts(**{"--jobs": options.jobs})
+    if any(word.startswith("data.path=") for word in options.overrides):
+        raise ConfigError("data.path among the overrides is of trainings alone: name the folder with --data-dir")
     following = [word for word in options.only if "=" in word and word not in experiment.overrides]
     only = [word for word in options.only if word not in following]
     common = ["tracking.wandb=off", *options.overrides, *following]

@@ -224,6 +224,14 @@ def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatc
         settings.main()
 
 
+def test_data_that_only_trainings_would_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--recipe", "e2e-tiny", "--output", str(tmp_path / "out"), *SPREADS, "data.path=somewhere"]
+    monkeypatch.setattr(sys, "argv", ["script", *given])
+    with pytest.raises(ConfigError, match="--data-dir"):
+        settings.main()
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_losses_of_a_run_are_those_of_its_last_validation(tmp_path: Path) -> None:
     assert settings.last_losses(tmp_path) == {}
     lines = [{"step": 1, "eval_loss": 3.0, "eval_loss_1x": 2.5}, {"step": 2, "eval_loss_1x": 1.25, "eval_loss_4x": 1.5}]
