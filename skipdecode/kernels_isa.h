@@ -309,6 +309,7 @@ static inline void dots(const bf16 *w, int64_t stride, const bf16 *x, int n, flo
 #pragma GCC unroll 8
     for (int o = 0; o < O; o++) {
       __builtin_memcpy(&weights, w + o * stride + i, 64);
+      __builtin_prefetch(w + (O + o) * stride + i, 0, 2);
       sums[o] = (vf)_mm512_dpbf16_ps((__m512)sums[o], weights, input);
     }
   }
@@ -474,6 +475,12 @@ static inline void floats(const Sums &s, float *out) {
 }
 #endif
 
+// Weights are read once and in order, but what a processor asks for by itself ends with a page.
+static inline void ask_for_weights(const void *p) {
+  enum { FURTHER = 4096 };
+  __builtin_prefetch((const char *)p + FURTHER);
+}
+
 // R rows with B blocks of outputs from block `first` on: out [R][B * 16]; of rows beyond `count` nothing is wanted. Weights
 // are [outputs / 16][inputs][16].
 template <int R, int B>
@@ -487,8 +494,11 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
   for (int i = 0; i < n; i++) {
     vf weights[B][PARTS];
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++)
-      for (int p = 0; p < PARTS; p++) weights[b][p] = load(w + ((int64_t)b * n + i) * 16 + p * LANES);
+    for (int b = 0; b < B; b++) {
+      const float *from = w + ((int64_t)b * n + i) * 16;
+      ask_for_weights(from);
+      for (int p = 0; p < PARTS; p++) weights[b][p] = load(from + p * LANES);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       float input = at[r][i];
@@ -548,7 +558,11 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
   for (int i = 0; i < steps; i++) {
     decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are needed but once
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) weights[b] = bytes(w + ((int64_t)b * steps + i) * 64);
+    for (int b = 0; b < B; b++) {
+      const uint8_t *from = w + ((int64_t)b * steps + i) * 64;
+      ask_for_weights(from);
+      weights[b] = bytes(from);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -586,6 +600,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
       for (int r = 0; r < R; r++) sums[r] = start(x.shift(r, g));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
+        ask_for_weights(group + 64 * i);
         auto both = bytes(group + 64 * i);
         auto low = low_nibbles(both), high = high_nibbles(both);
 #pragma GCC unroll 16
