@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,9 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.decode import resolve_schedule
 from skipdecode.engine import Engine
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
+from skipdecode.schedule import Over
 from skipdecode.serve.answers import events, whole
 from skipdecode.serve.job import Bell, Job
 from skipdecode.serve.metrics import Metrics
@@ -118,18 +121,33 @@ def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
     """The page with what it is to know of the checkpoint."""
     remembered = SkipConfig.of(engine.model.config)
     trained = remembered.trained_range if remembered is not None else None
+    example = remembered.task.get("example", "") if remembered is not None else ""
+    fastest = _reached(engine, settings.over, trained[1], len(tokenizer(example)["input_ids"])) if trained else 1.0
     known = {
         "model": settings.name,
         "speedup": settings.speedup,
-        "fastest": max(trained[1] if trained else 1.0, settings.speedup),
+        "fastest": max(fastest, settings.speedup),
         "layers": len(decoder_layers(engine.model)),
-        "example": remembered.task.get("example", "") if remembered is not None else "",
+        "example": example,
         "tokens": settings.new_tokens,
         "mostTokens": settings.most_new_tokens,
         "key": settings.api_key is not None,
     }
     text = files("skipdecode.serve").joinpath("page.html").read_text(encoding="utf-8")
     return text.replace("{{known}}", json.dumps(known).replace("<", "\\u003c"))
+
+
+def _reached(engine: Engine, over: Over | None, speedup: float, tokens: int) -> float:
+    """The largest speedup, in quarters, up to the one given that a prompt of so many tokens alone can be decoded at: by
+    this machine's clock what was trained may be out of reach.
+    """
+    while speedup > 1:
+        try:
+            resolve_schedule(engine.model, None, speedup, over=over, weights=engine.weights, prompts=[max(tokens, 1)])
+            break
+        except ConfigError:
+            speedup = math.ceil(4 * speedup - 1) / 4
+    return speedup
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -17,8 +17,13 @@ import openai
 import pytest
 import torch
 from small_checkpoints import save_checkpoint
+from starlette.testclient import TestClient
 
 import skipdecode
+from skipdecode import ConfigError, Engine, SkipSchedule
+from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
+from skipdecode.serve.app import make_app
+from skipdecode.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key of the tests"
@@ -286,6 +291,25 @@ def test_the_page_asks_for_nothing_of_anybody_else(server: Server) -> None:
     known = re.search(r'<script type="application/json" id="known">(.*?)</script>', answer.text, re.S)
     assert known is not None
     assert json.loads(known[1])["model"] == "tiny"
+
+
+def test_the_page_offers_no_speed_that_is_out_of_reach(server: Server) -> None:
+    model, tokenizer = skipdecode.load(str(server.folder))
+    trained = {1.0: SkipSchedule.full_depth(6), 40.0: SkipSchedule(6, 1, 1)}
+    task = {"name": "departures", "example": PROMPTS[1]}
+    remembered = SkipConfig(schedules=trained, solver={"horizon": 8}, task=task)
+    setattr(model.config, CONFIG_KEY, remembered.to_dict())
+    engine = Engine(model)
+    page = TestClient(make_app(engine, tokenizer, ServeSettings("tiny", over="all"))).get("/").text
+    found = re.search(r'id="known">(.*?)</script>', page, re.S)
+    assert found is not None
+    fastest = json.loads(found[1])["fastest"]
+    assert 1 < fastest < 40
+    assert fastest % 0.25 == 0
+    prompt = tokenizer(PROMPTS[1])["input_ids"]
+    engine.submit(prompt, speedup=fastest, over="all", max_new_tokens=4)
+    with pytest.raises(ConfigError, match="at most"):
+        engine.submit(prompt, speedup=fastest + 0.25, over="all", max_new_tokens=4)
 
 
 def test_figures_count_what_was_done(server: Server) -> None:
