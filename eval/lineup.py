@@ -35,29 +35,31 @@ class Plan:
     Attributes:
         weights: what decode steps compute with.
         schedules: by batch size and speedup.
+        drafts: those of lossless decoding, likewise.
         clock: what the schedules were solved for, in words.
     """
 
     weights: Weights
     schedules: dict[int, dict[float, SkipSchedule]]
+    drafts: dict[int, dict[float, SkipSchedule]]
     clock: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a journal."""
-        triples = [
-            [size, speedup, schedule.to_dict()]
-            for size, schedules in self.schedules.items()
-            for speedup, schedule in schedules.items()
-        ]
-        return {"weights": self.weights, "schedules": triples, "clock": self.clock}
+        solved = {
+            name: [[size, speedup, one.to_dict()] for size, found in by_size.items() for speedup, one in found.items()]
+            for name, by_size in (("schedules", self.schedules), ("drafts", self.drafts))
+        }
+        return {"weights": self.weights, **solved, "clock": self.clock}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
         """The plan that `to_dict` described."""
-        schedules: dict[int, dict[float, SkipSchedule]] = {}
-        for size, speedup, schedule in values["schedules"]:
-            schedules.setdefault(size, {})[float(speedup)] = SkipSchedule.from_dict(schedule)
-        return cls(values["weights"], schedules, values["clock"])
+        solved: dict[str, dict[int, dict[float, SkipSchedule]]] = {"schedules": {}, "drafts": {}}
+        for name, by_size in solved.items():
+            for size, speedup, schedule in values[name]:
+                by_size.setdefault(size, {})[float(speedup)] = SkipSchedule.from_dict(schedule)
+        return cls(values["weights"], **solved, clock=values["clock"])
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,17 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
     profile = clock_of(decoder, config, sizes, loaded.prompt_ids, calibrate=request.calibrate)
     schedules: dict[int, dict[float, SkipSchedule]] = {}
+    drafts: dict[int, dict[float, SkipSchedule]] = {}
     for size in sizes:
-        at_hand: Any = {"over": request.over, "prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
+        at_hand: Any = {"prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
         schedules[size] = {
-            speedup: config.schedule_for(checkpoint.cost, speedup, **at_hand)
-            for speedup in dict.fromkeys((*speedups, *filter(None, request.lossless)))
+            speedup: config.schedule_for(checkpoint.cost, speedup, over=request.over, **at_hand) for speedup in speedups
         }
-    return Plan(weights, schedules, describe_clock(profile))
+        drafts[size] = {  # lossless prompts run every layer
+            speedup: config.schedule_for(checkpoint.cost, speedup, over="decode", **at_hand)
+            for speedup in filter(None, request.lossless)
+        }
+    return Plan(weights, schedules, drafts, describe_clock(profile))
 
 
 def clock_of(
@@ -210,7 +216,7 @@ def _take_part(
         if drafts is None:
             systems.append(LosslessSystem("lossless", checkpoint, None))
         else:
-            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, schedules[drafts]))
+            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, plan.drafts[batch_size][drafts]))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

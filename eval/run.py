@@ -2,7 +2,6 @@
 
 import datetime
 import shlex
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -23,6 +22,7 @@ from eval.lineup import Lineup, line_up
 from eval.loading import Loaded, check_same, identity, load_request
 from eval.machine import describe_machine, versions
 from eval.output import only_writer
+from eval.prediction import predict_lossless
 from eval.processes import ALONE, Processes, launcher
 from eval.request import Request
 from eval.results import Report, Row, Timing
@@ -32,9 +32,6 @@ from eval.score.scores import Scores, choose_metrics, score
 from eval.systems.base import LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
-from skipdecode.decode import lossless_costs, profile_for
-from skipdecode.draft_length import lossless_speed
-from skipdecode.lean import lean_decoder
 
 # Prompts that are timed where the user says nothing: enough batches for quartiles, and some texts at batch 1.
 LEAST_PROMPTS, BATCHES = 24, 8
@@ -238,8 +235,14 @@ def _report(
         clocks = {size: (sets[number], sets[0]) for size, sets in timed.items()}
         row = _row(result, scored, clocks)
         same = sum(text == full for text, full in zip(result.predictions, results[0].predictions, strict=True))
-        own = request.reference is None
-        lossless = _lossless_speed(row, result.system, loaded, results[0].lengths) if own else None
+        system = result.system
+        # Another model's texts aren't drafted by this one, and of a model in parts this process has one alone.
+        drafts = row.agreement and request.reference is None and not request.tensor_parallel
+        lossless = (
+            predict_lossless(system, loaded.prompt_ids, results[0].lengths)
+            if drafts and isinstance(system, SkipSystem) and system.kind == "skip"
+            else None
+        )
         rows.append(replace(row, same_texts=same, lossless_speedup=lossless, processes=processes.count))
     return Report(
         checkpoint=request.checkpoint,
@@ -296,27 +299,6 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
         bound_by_bytes=first.bound_over(baseline),
         timings=timings,
     )
-
-
-def _lossless_speed(row: Row, system: System, loaded: Loaded, lengths: Sequence[int]) -> float | None:
-    """The predicted speed of full depth, whose texts have these `lengths`, drafted as a row decodes; None without
-    agreement or this machine's clock.
-
-    Drafts cost what the row's steps were measured to take, or less where they are computed in fewer bits, verifying so
-    many columns what the clock says.
-    """
-    model, weights = system.checkpoint.model, system.checkpoint.weights
-    tokens = [length - 1 for length in lengths if length > 1]
-    if row.system != "skip" or len(row.agreement) < 2 or not tokens or profile_for(model, weights) is None:
-        return None
-    columns = round(statistics.mean(map(len, loaded.prompt_ids)))
-    seconds, of_drafts = lossless_costs(model, lean_decoder(model, weights), columns)
-    timing = row.timings[0]
-    rows, layers, drafting = timing.batch_size, row.num_layers, round(timing.layers_per_step)
-    full = seconds(layers, rows)
-    drafts = of_drafts(drafting, rows) / seconds(drafting, rows) / timing.speedup.median
-    shares = [same / of for same, of in row.agreement[1:]]
-    return lossless_speed(shares, drafts, lambda n: seconds(layers, rows * n) / full, tokens)
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +36,7 @@ from skipdecode import SkipSchedule, lossless, solve_schedule
 from skipdecode.calibrate import measure_profile
 from skipdecode.command import run_command
 from skipdecode.cost import interpolated
-from skipdecode.draft_length import lossless_speed
+from skipdecode.draft_length import MOST_DRAFTS, lossless_speed
 from skipdecode.lean import draft_weights, lean_decoder
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
 from skipdecode.projections import Weights
@@ -138,9 +137,10 @@ def main() -> int:
             speeds = {name: Ratio.of(seconds["full depth"], own) for name, own in seconds.items()}
             c = 1 / speeds["draft"].median
             costs = {count: taken / verify[1] for count, taken in verify.items()}
+            rounds = [drafts * c + interpolated(costs, drafts + 1) for drafts in range(MOST_DRAFTS + 1)]
             print(f"{weights}: c {c:.3f}, V {', '.join(f'{k}: {v:.2f}' for k, v in costs.items())}", flush=True)
             for share in options.acceptance:
-                predicted = lossless_speed([share], c, partial(interpolated, costs), [options.new_tokens - 1])
+                predicted = lossless_speed([share], rounds.__getitem__, [options.new_tokens - 1])
                 speed = speeds[f"lossless at {share:g}"]
                 ratio = speed.median / predicted
                 rows.append([weights, f"{share:g}", f"{predicted:.2f}x", str(speed), f"{ratio:.2f}"])

@@ -80,7 +80,8 @@ def skip_generate(
             the same settings: for this batch, where the model knows how long its texts are, and for this machine's
             clock where `skipdecode calibrate` has measured it.
         over: the time that the speedup is of: "decode", from the first new token on; "all", that of the prompts too,
-            which then run fewer layers where they must. None for what the model was trained for.
+            which then run fewer layers where they must. None for what the model was trained for, and for "decode" of
+            lossless texts, whose prompts run every layer.
         weights: what the prompt and decode steps are computed with. "packed" (on CPU, in float32
             and bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4" (on CPU): copies
             in so many bits, and activations in 8; in 4 bits by the compiled kernels alone (`skipdecode.native`).
@@ -110,6 +111,8 @@ def skip_generate(
     do_sample = bool(generation_config.do_sample)
     drafts = draft_candidates(model) if lossless is True and prompts is not None and speedup is None else []
     schedule = drafts[0] if drafts else schedule
+    if lossless is True and speedup is not None:
+        over = over or "decode"  # prompts run every layer: a target of them too is one that drafts can't meet
     schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")

@@ -225,7 +225,7 @@ def hoped(refused: Sequence[float | None]) -> list[float]:
 
 
 def lossless_speed(
-    taken: Sequence[float], draft: float, verify: Callable[[int], float], tokens: Sequence[int]
+    taken: Sequence[float], round_steps: Callable[[int], float], tokens: Sequence[int], start: float = 0.0
 ) -> float:
     """Times that lossless decoding of texts is faster than full depth, with the best number of drafts in every round.
 
@@ -235,9 +235,9 @@ def lossless_speed(
 
     Args:
         taken: a, the share of drafts that full depth takes, for each place in a text; later, as in the last.
-        draft: c, the cost of a draft's step, in steps of full depth.
-        verify: V, that of a pass of full depth through so many columns a row.
+        round_steps: g c + V(g + 1), the cost of a round of g drafts and what verifies them, in steps of full depth.
         tokens: of each text beyond the first, which its prompt gives.
+        start: what a text takes once beyond its rounds, more than full depth, in steps of that.
     """
 
     def steps(end: int) -> float:
@@ -246,14 +246,14 @@ def lossless_speed(
             all_taken, refused, least = 1.0, 0.0, math.inf
             for drafts in range(min(MOST_DRAFTS, end - place - 1) + 1):
                 behind = left[place + drafts + 1]
-                least = min(least, drafts * draft + verify(drafts + 1) + refused + all_taken * behind)
+                least = min(least, round_steps(drafts) + refused + all_taken * behind)
                 share = taken[min(place + drafts, len(taken) - 1)]
                 refused += all_taken * (1 - share) * behind
                 all_taken *= share
             left[place] = least
         return left[0]
 
-    return sum(tokens) / sum(count * steps(end) for end, count in Counter(tokens).items())
+    return sum(tokens) / sum(count * (start + steps(end)) for end, count in Counter(tokens).items())
 
 
 # decoder -> schedule -> what its drafts have shown

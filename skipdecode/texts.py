@@ -130,6 +130,7 @@ class Decoder:
             speedup, over: as in `skip_generate`.
             prompts: the tokens of each prompt of the batch that it is for.
         """
+        over = over or ("decode" if self._lossless else None)  # as in `skip_generate`
         return resolve_schedule(self.model, None, speedup, over=over, weights=self.weights, prompts=prompts)
 
     def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:

@@ -52,7 +52,7 @@ def test_the_predicted_speed_of_a_text_without_an_end_is_that_of_the_formula(
         return tokens / (drafts * draft + 1 + column * drafts)
 
     expected = max(speed(drafts) for drafts in range(MOST_DRAFTS + 1))
-    found = lossless_speed([taken], draft, lambda columns: 1 + column * (columns - 1), [4000])
+    found = lossless_speed([taken], lambda drafts: drafts * draft + 1 + column * drafts, [4000])
     assert found == pytest.approx(expected, rel=0.01)
     assert found >= 1
 
@@ -85,5 +85,5 @@ def test_the_predicted_speed_of_a_text_is_the_best_that_any_choice_of_drafts_giv
         plans = product(*(range(end - place) for place in range(end)))
         return min(sum(map(mul, chances, (steps(plan, way) for way in ways))) for plan in plans)
 
-    found = lossless_speed(taken, draft, lambda columns: 1 + column * (columns - 1), tokens)
+    found = lossless_speed(taken, lambda drafts: drafts * draft + 1 + column * drafts, tokens)
     assert found == pytest.approx(sum(tokens) / sum(map(expected, tokens)))

@@ -5,15 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from lean_cases import SCHEDULES, fresh, generate
 
-from skipdecode import ConfigError, CostModel, SkipSchedule, decode
+from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, decode, skip_generate
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import choose_draft, draft_candidates, lossless_costs
+from skipdecode.decode import choose_draft, draft_candidates, lossless_costs, resolve_schedule
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
 from skipdecode.lean import lean_decoder
 from skipdecode.native import kernels
 from skipdecode.profile import Profile, TimedBatch
+from skipdecode.texts import Decoder
 
 LAYERS = 12
 
@@ -220,3 +222,33 @@ def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> No
     assert draft_record(decoder, SCHEDULES[0], do_sample=False) is kept
     assert draft_record(decoder, SCHEDULES[0], do_sample=True).taken() == DraftRecord().taken()
     assert draft_record(decoder, replace(SCHEDULES[0], horizon=9), do_sample=False).taken() == DraftRecord().taken()
+
+
+def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lossless prompts run every layer, so that a target of the whole says nothing of them."""
+    model: Any = fresh("opt")
+    config = SkipConfig(
+        solver={"horizon": 4, "prompt": "max", "lengths": [[4, 1]], "prompt_lengths": [[24, 1]], "over": "all"}
+    )
+    model.config.skipdecode = config.to_dict()
+    expected = resolve_schedule(model, None, 1.5, over="decode", prompts=[24])
+    assert resolve_schedule(model, None, 1.5, prompts=[24]) != expected, "else the two can't be told apart"
+    drafted: list[SkipSchedule] = []
+
+    def note(*args: Any, **how: Any) -> Any:
+        found = resolve_schedule(*args, **how)
+        drafted.append(found)
+        return found
+
+    for module in ("decode", "engine", "texts"):
+        monkeypatch.setattr(f"skipdecode.{module}.resolve_schedule", note)
+    ids = torch.arange(6, 30)[None]
+    request: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    model.generate(**request, custom_generate=skip_generate, lossless=True, speedup=1.5, eos_token_id=None)
+    Decoder(model, None, 4, lossless=True).schedule(1.5, prompts=[24])  # type: ignore[arg-type]
+    with Engine(model) as engine:
+        engine.submit(ids[0].tolist(), max_new_tokens=4, lossless=True, speedup=1.5, eos_token_id=None)
+    assert drafted == [expected] * 3
+    assert resolve_schedule(model, None, 1.5, prompts=[24]) == Decoder(model, None, 4).schedule(1.5, prompts=[24])  # type: ignore[arg-type]
