@@ -1,13 +1,17 @@
 """WebNLG 2017: sets of DBpedia's triples and texts that state them (Gardent, Shimorina, Narayan, Perez-Beltrachini,
 "The WebNLG Challenge: Generating Text from RDF Data", INLG 2017)."""
 
+import calendar
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import ClassVar, get_args
 from xml.etree import ElementTree
+from zlib import crc32
 
 from data.placeholders import capitals, placeholder, put_back
 from data.source import check_folder, hub_rows
@@ -24,6 +28,14 @@ HUB_REPOSITORY, HUB_CONFIGURATION, HUB_REVISION = (
     "webnlg_challenge_2017",
     "refs/convert/parquet",
 )
+
+DATE = re.compile(r"(\d{4})-(0[1-9]|1[0-2])-(\d\d)")
+LANGUAGE = re.compile(r"\s+language$")
+PLACEHOLDERS = 64  # of objects
+SHORT_NAMES = {
+    "United States": ("United States of America", "U.S.A.", "U.S.", "USA", "US"),
+    "United Kingdom": ("U.K.", "UK"),
+}
 
 Triple = tuple[str, str, str]
 
@@ -45,9 +57,11 @@ class WebNLG(Task):
 
     Args:
         path: a folder with `train/` and `dev/` (XML files at any depth) and `test/testdata_with_lex.xml`.
-        delexicalise: put a placeholder before the first mention of each subject and object in a prompt, and in place of
-            the later ones, and in targets in place of the name; names are put back into predictions. A model from
-            random weights can copy a placeholder, where it can't write a name that it never saw.
+        delexicalise: put a placeholder in place of each subject and object in prompts and targets; names are put back
+            into predictions. A model from random weights can copy a placeholder, where it can't write a name that it
+            never saw. Trained on are those texts of each entry that leave out the fewest names: a placeholder that the
+            target doesn't repeat would teach to state what can't be seen.
+        shuffle: train on the triples of each text in an order of its own, which says nothing.
     """
 
     name: ClassVar[str] = "webnlg"
@@ -67,9 +81,10 @@ class WebNLG(Task):
     max_new_tokens: ClassVar[int] = 128
     horizon: ClassVar[int] = 32
 
-    def __init__(self, path: str | None = None, delexicalise: bool = False) -> None:
+    def __init__(self, path: str | None = None, delexicalise: bool = False, shuffle: bool = False) -> None:
         self.path = Path(path) if path is not None else None
         self.delexicalise = delexicalise
+        self.shuffle = shuffle
 
     def stream(self, split: Split) -> Iterator[Example]:
         """The entries of a split: files in the order of their names, the test set in the challenge's order."""
@@ -77,7 +92,11 @@ class WebNLG(Task):
             raise unknown("split", split, get_args(Split))
         entries = self._hub_entries(split) if self.path is None else self._local_entries(split)
         for number, entry in enumerate(entries):
-            yield self._example(f"{self.name}-{split}-{number}", entry, split)
+            example = self._example(f"{self.name}-{split}-{number}", entry, split)
+            if split == "train" and self.shuffle:
+                yield from self._shuffled(example, entry)
+            else:
+                yield example
 
     def files(self, split: Split) -> tuple[Path, ...]:
         if self.path is None:
@@ -100,15 +119,26 @@ class WebNLG(Task):
     def _example(self, name: str, entry: Entry, split: Split) -> Example:
         letters = letters_of(entry.triples) if self.delexicalise else {}
         part = ("unseen" if entry.category in UNSEEN else "seen") if split == "test" else ""
+        texts = [hide_names(text, letters) for text in entry.texts]
+        omitted = [sum(placeholder(letter) not in text for letter in letters.values()) for text in texts]
         return Example(
             id=name,
             prompt=linearise(entry.triples, letters) + "\n",
             references=entry.texts,
-            targets=tuple(hide_names(text, letters) for text in entry.texts),
-            substitutions=tuple((placeholder(letter), spoken(name)) for name, letter in letters.items()),
+            targets=tuple(text for text, count in zip(texts, omitted, strict=True) if count == min(omitted)),
+            substitutions=tuple((placeholder(letter), said(name)) for name, letter in letters.items()),
             meaning="\n".join(" | ".join(triple) for triple in entry.triples),
             part=part,
         )
+
+    def _shuffled(self, example: Example, entry: Entry) -> Iterator[Example]:
+        """An example for each target, with the triples in an order of its own."""
+        letters = letters_of(entry.triples) if self.delexicalise else {}
+        order = Random(example.id)
+        for number, target in enumerate(example.targets):
+            triples = order.sample(entry.triples, len(entry.triples))
+            prompt = linearise(triples, letters) + "\n"
+            yield replace(example, id=f"{example.id}-{number}", prompt=prompt, targets=(target,))
 
     def _local_entries(self, split: Split) -> Iterator[Entry]:
         for file in self.files(split):
@@ -181,46 +211,108 @@ def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) 
     >>> linearise([("Aarhus_Airport", "cityServed", '"Aarhus, Denmark"')])
     'Aarhus Airport : city served : Aarhus, Denmark'
     >>> linearise([("Bhajji", "country", "India"), ("India", "leaderName", "T._S._Thakur")], {"India": "qa"})
-    'Bhajji : country : Xqa India | Xqa : leader name : T. S. Thakur'
+    'Bhajji : country : Xqa | Xqa : leader name : T. S. Thakur'
     """
-    told: set[str] = set()
 
     def mention(name: str) -> str:
-        if name not in (letters or {}):
-            return spoken(name)
-        hidden = placeholder((letters or {})[name])
-        again = name in told
-        told.add(name)
-        return hidden if again else f"{hidden} {spoken(name)}"
+        return placeholder(letters[name]) if letters and name in letters else spoken(name)
 
     return " | ".join(f"{mention(s)} : {_property(p)} : {mention(o)}" for s, p, o in triples)
 
 
 def hide_names(text: str, letters: dict[str, str]) -> str:
-    """A text with placeholders in place of names, longer names first.
+    """A text with placeholders in place of names and of what people call them, the longer ones first.
 
     A name is found whatever its capitals, its accents and the signs between its words are.
 
     >>> hide_names("Adolfo Suarez Madrid-Barajas airport is in Madrid.", {"Adolfo_Suárez_Madrid–Barajas_Airport": "qa"})
     'Xqa is in Madrid.'
+    >>> hide_names("It opened on the 3rd of May 1998, in the US.", {"1998-05-03": "qa", "United_States": "qb"})
+    'It opened on Xqa, in the Xqb.'
     """
-    for name, letter in sorted(letters.items(), key=lambda item: len(item[0]), reverse=True):
-        words = [re.escape(word) for word in re.findall(r"\w+", folded(spoken(name)))]
-        if not words:
-            continue
-        pattern = re.compile(r"(?<!\w)" + r"[^\w]{1,3}".join(words) + r"(?!\w)")
+    own: dict[str, str] = {}
+    short: dict[str, str] = {}
+    for name, letter in letters.items():
+        first, *others = ways_to_say(name)
+        own.setdefault(first, letter)
+        for pattern in others:
+            short.setdefault(pattern, letter)
+    known = short | own  # a name is that, also where it is short for another
+    for pattern, letter in sorted(known.items(), key=lambda item: len(item[0]), reverse=True):
         pieces, end = [], 0
-        for match in pattern.finditer(folded(text)):  # as long as the text, so places in one are places in the other
+        for match in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", folded(text)):  # as long as the text: places are alike
             pieces += [text[end : match.start()], placeholder(letter)]
             end = match.end()
         text = "".join([*pieces, text[end:]])
     return text
 
 
+def said(name: str) -> str:
+    """What people call it in a text: no remarks in parentheses but units, a date in words, a language's name alone.
+
+    >>> said("Bolt_(comicsCharacter)"), said("62145.3 (square metres)"), said("1998-05-03"), said("Spanish_language")
+    ('Bolt', '62145.3 square metres', 'May 3, 1998', 'Spanish')
+    """
+    whole = spoken(name)
+    if date := DATE.fullmatch(whole):
+        return f"{calendar.month_name[int(date[2])]} {int(date[3])}, {date[1]}"
+    if whole[:1].isdigit():
+        return re.sub(r"\(([^)]*)\)", r"\1", whole)
+    return re.sub(r"\s*\([^)]*\)|\s+language$", "", whole) or whole
+
+
+def ways_to_say(name: str) -> list[str]:
+    """Patterns of what people call a name, its own first, for a text in lower case without accents."""
+    whole, short = spoken(name), said(name)
+    called = [short] if short != whole and LANGUAGE.search(whole) else [whole, short]
+    called += SHORT_NAMES.get(whole, ())
+    if not whole[:1].isdigit():
+        called.append(short.split(",")[0])  # the place, of a place and the state that it is in
+    elif re.fullmatch(r"\d{4,}", whole):
+        called.append(f"{int(whole):,}")
+    elif re.fullmatch(r"\d+\.0", whole):
+        called.append(whole[:-2])
+    patterns = [_pattern(folded(each)) for each in called]
+    if date := DATE.fullmatch(whole):
+        month, day = calendar.month_name[int(date[2])].lower(), rf"{int(date[3])}(?:st|nd|rd|th)?"
+        patterns.append(rf"{month}\W+{day}\W+{date[1]}")
+        patterns.append(rf"(?:the\W+)?{day}\W+(?:of\W+)?{month}\W+{date[1]}")
+    return [pattern for pattern in dict.fromkeys(patterns) if pattern] or [r"(?!)"]  # signs alone are never found
+
+
+def _pattern(name: str) -> str:
+    """Its words with any signs between them, and in the plural."""
+    words = re.findall(r"\w+", name)
+    joined = "".join(map(re.escape, words[:1]))
+    for before, word in pairwise(words):
+        least = 0 if min(len(before), len(word)) == 1 else 1  # "A.C." is "AC" as well
+        joined += rf"[^\w]{{{least},3}}" + re.escape(word)
+    return joined + ("s?" if joined and words[-1].isalpha() else "")
+
+
 def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
-    """The names of triples: a placeholder's name for each subject and object, in their order."""
-    names = dict.fromkeys(name for subject, _, value in triples for name in (subject, value))
-    return {name: f"q{chr(ord('a') + number)}" for number, name in enumerate(names)}
+    """The names of triples: a placeholder's name for each subject and object, in their order.
+
+    That of an object goes by the property that it is the value of, so that it says what it stands for, as "riverside"
+    would; several properties share one, and another is taken where it is taken. Other subjects are numbered.
+
+    >>> letters_of([("Bhajji", "country", "India"), ("India", "leaderName", "T._S._Thakur")])
+    {'Bhajji': 'qa', 'India': 'sm', 'T._S._Thakur': 'rs'}
+    """
+    found: dict[str, str] = {}
+    for name, role in {value: role for _, role, value in reversed(triples)}.items():
+        number = crc32(role.encode()) % PLACEHOLDERS
+        while _letters(number) in found.values():
+            number = (number + 1) % PLACEHOLDERS
+        found[name] = _letters(number)
+    others = [subject for subject, _, _ in triples if subject not in found]
+    found |= {name: f"q{chr(ord('a') + number)}" for number, name in enumerate(dict.fromkeys(others))}
+    return {name: found[name] for triple in triples for name in (triple[0], triple[2])}
+
+
+def _letters(number: int) -> str:
+    """`ra` to `rz`, `sa` and so on: none begins another."""
+    return chr(ord("r") + number // 26) + chr(ord("a") + number % 26)
 
 
 def spoken(name: str) -> str:
