@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import StoppingCriteriaList
 
+from eval.console import bar_columns
 from eval.decoding import spread_over_lengths
 from eval.systems.base import SkipSystem
 from skipdecode import SkipSchedule, skip_generate
@@ -27,7 +30,9 @@ _COUNTS = (1, 2, 3, 4, 6, 8, MOST_DRAFTS)  # of drafts in the rounds that are ti
 
 
 @torch.no_grad()
-def predict_lossless(system: SkipSystem, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float | None:
+def predict_lossless(
+    system: SkipSystem, prompts: Sequence[Sequence[int]], lengths: Sequence[int], console: Console
+) -> float | None:
     """The speed of decoding full depth's texts over full depth alone, one text at a time, as `system` drafts them.
 
     Of texts from all over the test set, every place is drafted once behind full depth's own keys and values. Rounds of
@@ -37,6 +42,7 @@ def predict_lossless(system: SkipSystem, prompts: Sequence[Sequence[int]], lengt
         system: whose schedule drafts.
         prompts: token ids.
         lengths: tokens of full depth's text behind each prompt, its end token included.
+        console: for the progress bar.
 
     Returns:
         None where steps can't be lean, which drafts need, and where no text has a decode step.
@@ -49,9 +55,12 @@ def predict_lossless(system: SkipSystem, prompts: Sequence[Sequence[int]], lengt
         return None
     longest = max(drawn, key=lambda n: lengths[n])
     taken: list[list[bool]] = [[] for _ in range(lengths[longest] - 1)]  # by place in a text
-    for n in drawn:
-        for place, same in enumerate(drafts_taken(system, prompts[n], lengths[n])):
-            taken[place].append(same)
+    with Progress(
+        *bar_columns(), MofNCompleteColumn(), TextColumn("texts"), TimeElapsedColumn(), console=console
+    ) as bar:
+        for n in bar.track(drawn, description=f"drafts at {system.label}"):
+            for place, same in enumerate(drafts_taken(system, prompts[n], lengths[n])):
+                taken[place].append(same)
     rounds = time_rounds(system, prompts[longest], lengths[longest] // 2)
     start = time_starts(system, [prompts[n] for n in drawn[:: -(-len(drawn) // BEGUN)]], rounds)
     shares = [statistics.fmean(outcomes) for outcomes in taken]

@@ -84,7 +84,7 @@ def _evaluate(request: Request, processes: Processes) -> Report | None:
     if not processes.first:
         return None
     scores = _score(request, loaded.task, loaded.examples, metrics, [result.predictions for result in results])
-    report = _report(request, loaded, lineup.clock, results, scores, timed, processes)
+    report = _report(request, loaded, lineup.clock, results, scores, timed, processes, progress)
     _write(request.output, report, loaded.examples, results, others)
     journal.remove()
     _show(report, request.output)
@@ -228,6 +228,7 @@ def _report(
     scores: Sequence[Scores],
     timed: Mapping[int, Sequence[DecodedSet]],
     processes: Processes,
+    console: Console,
 ) -> Report:
     model = loaded.checkpoint.model
     rows = []
@@ -239,7 +240,7 @@ def _report(
         # Another model's texts aren't drafted by this one, and of a model in parts this process has one alone.
         drafts = row.agreement and request.reference is None and not request.tensor_parallel
         lossless = (
-            predict_lossless(system, loaded.prompt_ids, results[0].lengths)
+            predict_lossless(system, loaded.prompt_ids, results[0].lengths, console)
             if drafts and isinstance(system, SkipSystem) and system.kind == "skip"
             else None
         )

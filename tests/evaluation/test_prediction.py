@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lean_cases import tiny
+from rich.console import Console
 
 from eval import prediction
 from eval.prediction import drafts_taken, predict_lossless, time_rounds, time_starts
@@ -67,8 +68,8 @@ def test_the_speed_is_that_of_what_was_taken_at_each_place_and_of_what_rounds_to
     shares = [sum(found) / len(found) for found in ([row[n] for row in taken if n < len(row)] for n in range(23))]
     between = [1.0, 1.2, 1.5, 1.6, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75, 4.0]
     expected = lossless_speed(shares, between.__getitem__, [23, 16], 0.5)
-    assert predict_lossless(fast, PROMPTS, LENGTHS) == pytest.approx(expected)
-    assert predict_lossless(fast, PROMPTS, [1, 1, 1]) is None, "no text has a decode step"
+    assert predict_lossless(fast, PROMPTS, LENGTHS, Console(quiet=True)) == pytest.approx(expected)
+    assert predict_lossless(fast, PROMPTS, [1, 1, 1], Console(quiet=True)) is None, "no text has a decode step"
 
 
 def test_rounds_and_starts_are_timed_with_compiled_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
