@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -238,12 +239,15 @@ def hide_names(text: str, letters: dict[str, str]) -> str:
         for pattern in others:
             short.setdefault(pattern, letter)
     known = short | own  # a name is that, also where it is short for another
+    plain = folded(text)  # as long as the text: places are alike
     for pattern, letter in sorted(known.items(), key=lambda item: len(item[0]), reverse=True):
         pieces, end = [], 0
-        for match in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", folded(text)):  # as long as the text: places are alike
+        for match in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", plain):
             pieces += [text[end : match.start()], placeholder(letter)]
             end = match.end()
-        text = "".join([*pieces, text[end:]])
+        if pieces:
+            text = "".join([*pieces, text[end:]])
+            plain = folded(text)
     return text
 
 
@@ -258,7 +262,7 @@ def said(name: str) -> str:
         return f"{calendar.month_name[int(date[2])]} {int(date[3])}, {date[1]}"
     if whole[:1].isdigit():
         return re.sub(r"\(([^)]*)\)", r"\1", whole)
-    return re.sub(r"\s*\([^)]*\)|\s+language$", "", whole) or whole
+    return re.sub(rf"\s*\([^)]*\)|{LANGUAGE.pattern}", "", whole) or whole
 
 
 def ways_to_say(name: str) -> list[str]:
@@ -326,4 +330,9 @@ def _property(name: str) -> str:
 
 def folded(text: str) -> str:
     """The text in lower case without accents, character for character."""
-    return "".join(unicodedata.normalize("NFKD", sign)[0].lower()[0] for sign in text)
+    return "".join(map(_folded, text))
+
+
+@cache
+def _folded(sign: str) -> str:
+    return unicodedata.normalize("NFKD", sign)[0].lower()[0]

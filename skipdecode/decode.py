@@ -111,9 +111,8 @@ def skip_generate(
     do_sample = bool(generation_config.do_sample)
     drafts = draft_candidates(model) if lossless is True and prompts is not None and speedup is None else []
     schedule = drafts[0] if drafts else schedule
-    if lossless is True and speedup is not None:
-        over = over or "decode"  # prompts run every layer: a target of them too is one that drafts can't meet
-    schedule = resolve_schedule(model, schedule, speedup, over=over, weights=weights, prompts=prompts)
+    how: dict[str, Any] = {"over": over, "weights": weights, "prompts": prompts, "lossless": bool(lossless)}
+    schedule = resolve_schedule(model, schedule, speedup, **how)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     if lossless not in (True, False):
@@ -157,8 +156,10 @@ def resolve_schedule(
     over: Over | None = None,
     weights: Weights | None = None,
     prompts: Sequence[int] | None = None,
+    lossless: bool = False,
 ) -> SkipSchedule:
-    """The schedule that `skip_generate` decodes a batch with, of its arguments, for `prompts` of so many tokens.
+    """The schedule that `skip_generate` decodes a batch with, of its arguments, for `prompts` of so many tokens; or
+    drafts with, of `lossless` texts.
 
     Raises ConfigError as that says.
     """
@@ -177,6 +178,8 @@ def resolve_schedule(
             "or speedup=... for a checkpoint that was trained to skip"
         )
     check_speedup(speedup)
+    if lossless:
+        over = over or "decode"  # prompts run every layer: a target of them too is one that drafts can't meet
     solved = _solved(unwrap(model))
     if solved.config is None:
         if speedup == 1:

@@ -202,8 +202,7 @@ class Engine:
         if lossless and schedule is None and speedup is None:
             drafts = choose_draft(self.model, [len(prompt)], weights=self.weights)
         else:
-            over = over or ("decode" if lossless and speedup is not None else None)  # as in `skip_generate`
-            how: Any = {"over": over, "weights": self.weights, "prompts": [len(prompt)]}
+            how: Any = {"over": over, "weights": self.weights, "prompts": [len(prompt)], "lossless": lossless}
             drafts = resolve_schedule(self.model, schedule, speedup, **how)
         found = SkipSchedule.full_depth(self._depth) if lossless else drafts
         answer = Answer(len(prompt), found, listener)

@@ -130,8 +130,8 @@ class Decoder:
             speedup, over: as in `skip_generate`.
             prompts: the tokens of each prompt of the batch that it is for.
         """
-        over = over or ("decode" if self._lossless else None)  # as in `skip_generate`
-        return resolve_schedule(self.model, None, speedup, over=over, weights=self.weights, prompts=prompts)
+        how: Any = {"over": over, "weights": self.weights, "prompts": prompts, "lossless": self._lossless}
+        return resolve_schedule(self.model, None, speedup, **how)
 
     def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:
         """The same for prompts that are decoded together."""
