@@ -1,10 +1,9 @@
 """How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
 
 import functools
-import math
 import statistics
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from skipdecode.cost import CostModel
@@ -222,38 +221,6 @@ def hoped(refused: Sequence[float | None]) -> list[float]:
     for n in reversed(range(len(found) - 1)):
         found[n] = min(found[n], 2 * found[n + 1]) if refused[n] is None else found[n]
     return found
-
-
-def lossless_speed(
-    taken: Sequence[float], round_steps: Callable[[int], float], tokens: Sequence[int], start: float = 0.0
-) -> float:
-    """Times that lossless decoding of texts is faster than full depth, with the best number of drafts in every round.
-
-    Leviathan et al. 2023 (theorem 3.8) count a text without an end: (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)). Texts
-    end in the middle of a round, and which drafts are taken differs from place to place, so a text's rounds are counted
-    from its last one back: those of g drafts give n + 1 tokens where n are taken. Without drafts it is 1.
-
-    Args:
-        taken: a, the share of drafts that full depth takes, for each place in a text; later, as in the last.
-        round_steps: g c + V(g + 1), the cost of a round of g drafts and what verifies them, in steps of full depth.
-        tokens: of each text beyond the first, which its prompt gives.
-        start: what a text takes once beyond its rounds, more than full depth, in steps of that.
-    """
-
-    def steps(end: int) -> float:
-        left = [0.0] * (end + 1)  # steps from each place on
-        for place in reversed(range(end)):
-            all_taken, refused, least = 1.0, 0.0, math.inf
-            for drafts in range(min(MOST_DRAFTS, end - place - 1) + 1):
-                behind = left[place + drafts + 1]
-                least = min(least, round_steps(drafts) + refused + all_taken * behind)
-                share = taken[min(place + drafts, len(taken) - 1)]
-                refused += all_taken * (1 - share) * behind
-                all_taken *= share
-            left[place] = least
-        return left[0]
-
-    return sum(tokens) / sum(count * (start + steps(end)) for end, count in Counter(tokens).items())
 
 
 # decoder -> schedule -> what its drafts have shown
