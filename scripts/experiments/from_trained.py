@@ -28,11 +28,11 @@ from skipdecode.command import run_command
 
 BASE = "full-depth"
 SKIPPING: dict[str, tuple[str, ...]] = {
-    "linear": (),
+    "linear": ("schedule.decay=linear",),
     "constant": ("schedule.decay=constant",),
-    "early-termination": ("schedule.placement=bottom",),
+    "early-termination": ("schedule.decay=linear", "schedule.placement=bottom"),
     "unified": ("schedule.placement=even", "schedule.decay=constant"),
-    "linear-half-distilled": ("optim.distillation=0.5",),
+    "linear-half-distilled": ("schedule.decay=linear", "optim.distillation=0.5"),
 }
 KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
