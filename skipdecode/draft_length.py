@@ -1,6 +1,7 @@
 """How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
 
 import functools
+import math
 import statistics
 import weakref
 from collections import deque
@@ -79,9 +80,10 @@ class DraftRecord:
 class DraftLength:
     """The choice of whether to draft one more token, round by round. Costs are in full depth's steps of a round's rows.
 
-    A draft is worth its cost where it is likelier to be taken than the same time is to give a token otherwise: at the
-    rate of rounds with the best number of drafts g, (1 - a^(g + 1)) / (1 - a) tokens a row for g drafts and a pass of
-    g + 1 columns, a being the share that is taken so far.
+    A draft is worth its cost where it and some that follow it are likelier to be taken than the same time is to give
+    tokens otherwise: at the rate of rounds with the best number of drafts g, (1 - a^(g + 1)) / (1 - a) tokens a row for
+    g drafts and a pass of g + 1 columns, a being the share that is taken so far. Those that follow count, as a pass may
+    take longer for the first column more than for each of the next.
 
     What drafting may lose is kept account of, by what rounds are expected to take; where they are timed, by the clock's
     word of how far that is off.
@@ -110,22 +112,19 @@ class DraftLength:
 
     def rule(self, rows: int, budgets: Sequence[int]) -> DraftRule:
         """What to draft in a round of so many rows, whose drafts would run so many layers each."""
-        rate, spent = self.rate(rows, budgets), self._record.beyond
+        rate, taken, spent = self.rate(rows, budgets), self._record.taken(), self._record.beyond
         self._each = []
-        worth: list[float] = []
         for done, budget in enumerate(budgets):
             columns = rows * (done + 1)
-            verified = self._cost(self._num_layers, columns + 1) - self._cost(self._num_layers, columns)
-            each = self._record.scale * (self._draft_cost(budget) / rows + verified)
-            least = rate * each / self._record.taken()
+            verified = self._cost(self._num_layers, columns + rows) - self._cost(self._num_layers, columns)
+            each = self._record.scale * (self._draft_cost(budget) + verified) / rows
             spent += each * rows
             if spent > self._record.may_lose:
                 break
             self._each.append(each)
-            if rate <= rows or (done == 0 and least >= 1):  # one draft, to see whether it still doesn't pay
-                worth.append(-1.0)
-                break
-            worth.append(least)
+        worth = [rate * _least_cost(self._each[done:], taken) for done in range(len(self._each))]
+        if worth and (rate <= rows or worth[0] >= 1):  # one draft, to see whether it still doesn't pay
+            worth, self._each = [-1.0], self._each[:1]
         return DraftRule(worth, _BOUNDS, self._record.shares())
 
     @property
@@ -209,6 +208,17 @@ class DraftLength:
 
     def _cost(self, layers: int, tokens: int) -> float:
         return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)
+
+
+def _least_cost(each: Sequence[float], taken: float) -> float:
+    """The cost of the next draft, or of the next few, for each that is taken: of as many as cost least."""
+    cost, count, share, least = 0.0, 0.0, 1.0, math.inf
+    for one in each:
+        share *= taken
+        cost += one
+        count += share
+        least = min(least, cost / count)
+    return least
 
 
 def hoped(refused: Sequence[float | None]) -> list[float]:

@@ -29,21 +29,23 @@ def speed(
     rows: int = 1,
     between: float | None = None,
     expected: float = 1.0,
+    first: float = 0.0,
 ) -> float:
     """Times that a text is faster than at full depth: a draft runs so many layers and is taken with one probability.
 
-    `column` is what another column of a verification costs, in steps. With `between`, rounds are timed, and each with
-    drafts takes so much more than its passes; `expected` times what drafts and columns cost is expected of them.
+    `column` is what another column of a verification costs, in steps, and the first one `first` more. With `between`,
+    rounds are timed, and each with drafts takes so much more than its passes; `expected` times what drafts and columns
+    cost is expected of them.
     """
 
     def seconds(layers: int, passed: int) -> float:
-        return layers / LAYERS + column * (passed - 1)
+        return layers / LAYERS + column * (passed - 1) + first * (layers == LAYERS and passed > rows)
 
     def guessed(layers: int, passed: int) -> float:
         return (
             seconds(layers, passed)
             if layers == LAYERS and passed == rows
-            else (expected * layers / LAYERS if layers < LAYERS else 1) + expected * column * (passed - 1)
+            else (expected * layers / LAYERS if layers < LAYERS else 1 + first) + expected * column * (passed - 1)
         )
 
     length = DraftLength(record, guessed, LAYERS)
@@ -75,12 +77,14 @@ def speed(
     return given / rows * seconds(LAYERS, rows) / cost
 
 
-def best_speed(taken: float, draft: int, column: float, rows: int, between: float = 0.0) -> float:
+def best_speed(taken: float, draft: int, column: float, rows: int, between: float = 0.0, first: float = 0.0) -> float:
     """That of the best number of drafts, always the same."""
     step, best = 1 + column * (rows - 1), 1.0
     for drafts in range(1, MOST_DRAFTS + 1):
         given = sum(taken**n for n in range(drafts + 1))
-        whole = drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1) + between
+        whole = (
+            drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1) + between + first
+        )
         best = max(best, given * step / whole)
     return best
 
@@ -94,6 +98,15 @@ def test_the_speed_is_near_the_best_and_hardly_ever_below_full_depths(
     random.seed(1)
     assert speed(taken, draft, column, 2000, DraftRecord(), rows) > 0.94 * best_speed(taken, draft, column, rows)
     assert all(speed(0, draft, column, 32, DraftRecord(), rows) > 0.94 for _ in range(9))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("first", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("taken", [0, 0.6, 0.85, 0.95, 0.98])
+def test_it_is_where_the_first_column_costs_more_than_the_next_ones(taken: float, first: float, rows: int) -> None:
+    random.seed(1)
+    best = best_speed(taken, 2, 0.02, rows, first=first)
+    assert speed(taken, 2, 0.02, 4000, DraftRecord(), rows, first=first) > 0.9 * best
 
 
 @pytest.mark.parametrize("rows", [1, 4])
