@@ -31,6 +31,7 @@ enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
 enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
+enum { FEW_ROWS = 16 };  // beyond these, weights in bfloat16 become floats once for all rows
 enum { BESIDE = 12, BESIDE_BF16 = 8 };  // rows that stand side by side, in 8 and 4 bits and in bfloat16
 enum { TOGETHER = 4 };  // queries of a prompt for which each key and value is read once
 
@@ -87,7 +88,7 @@ struct Drafts {
 };
 }
 
-struct Inputs { void *values; float *scales; int32_t *shifts; int64_t stride, groups; };
+struct Inputs { void *values; float *scales, *panels; int32_t *shifts; int64_t stride, groups, of_panel; };
 struct Output { float *values; int64_t stride; int what, activation; };
 struct Buffers { float *hidden, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t columns, of_thread; Inputs inputs; };
 
@@ -142,12 +143,18 @@ struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); 
 #define SET(name) {#name, name::run_step, name::run_linear, name::choose}
 static const Set SETS[] = {
 #if defined(__x86_64__)
-    SET(amx), SET(avx512_bf16), SET(avx512_vnni), SET(avx2),
+    SET(amx), {"avx512_fp16", avx512_bf16::run_step, avx512_bf16::run_linear, avx512_bf16::choose}, SET(avx512_bf16),
+    SET(avx512_vnni), SET(avx2),
 #endif
     SET(generic),
 };
 
 #if defined(__x86_64__)
+static int has_fp16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 23 & 1);
+}
+
 // Linux gives a process the registers of tiles when it asks for them.
 static int may_use_tiles() {
   unsigned eax, ebx, ecx, edx;
@@ -168,9 +175,11 @@ static int has(int set) {
   int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   if (set == 0) return wide && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
-  if (set == 1) return wide && __builtin_cpu_supports("avx512bf16");
-  if (set == 2) return wide;
-  if (set == 3) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  // Where Intel's processors have tiles, which may be hidden, their other products of bfloat16 are half as fast as floats'.
+  if (set == 1) return wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("intel") && has_fp16();
+  if (set == 2) return wide && __builtin_cpu_supports("avx512bf16");
+  if (set == 3) return wide;
+  if (set == 4) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return 1;
 }
@@ -199,16 +208,21 @@ static void widest(const Linear &linear, Inputs &inputs) {
   int64_t padded = (padded_inputs(linear) + 63) / 64 * 64;
   if (padded > inputs.stride) inputs.stride = padded;
   if (padded / GROUP > inputs.groups) inputs.groups = padded / GROUP;
+  if (linear.kind == BFLOAT16 && 32 * padded > inputs.of_panel) inputs.of_panel = 32 * padded;
 }
+
+// Floats of each thread's weights of 32 outputs, where these are in bfloat16 and serve many rows.
+static int64_t panels(const Inputs &inputs, int64_t rows, int threads) { return rows > FEW_ROWS ? threads * inputs.of_panel : 0; }
 
 // With those that are read beside the last ones: tiles, and rows side by side, are read whole.
 static int64_t rows_read(int64_t rows) { return (rows + BESIDE + 31) / 32 * 32; }
 
-static int64_t bytes_of(const Inputs &inputs, int64_t rows) {
-  return rows_read(rows) * (inputs.stride * 2 + 4 + inputs.groups * 4) + 256;
+static int64_t bytes_of(const Inputs &inputs, int64_t rows, int threads) {
+  return rows_read(rows) * (inputs.stride * 2 + 4 + inputs.groups * 4) + 4 * panels(inputs, rows, threads) + 320;
 }
 
-static void lay_out(Inputs &inputs, int64_t rows) {
+static void lay_out(Inputs &inputs, int64_t rows, int threads) {
+  inputs.panels = scratch.take<float>(panels(inputs, rows, threads));
   rows = rows_read(rows);
   inputs.values = scratch.take<bf16>(rows * inputs.stride);
   inputs.scales = scratch.take<float>(rows);
@@ -306,7 +320,7 @@ int skipdecode_step(int set, const Step *step) {
   buffers.columns = (columns + 63) / 16 * 16;  // of scores, which are computed 32 at a time
   buffers.of_thread = buffers.columns * (step->last ? TOGETHER + head_dim : 1);
   scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + step->threads * buffers.of_thread) + 64 * 8 +
-               bytes_of(buffers.inputs, rows));
+               bytes_of(buffers.inputs, rows, step->threads));
   buffers.hidden = step->hidden ? step->hidden : scratch.take<float>(rows * n);
   buffers.normed = scratch.take<float>(rows * n);
   buffers.feed = scratch.take<float>(rows * n);
@@ -314,7 +328,7 @@ int skipdecode_step(int set, const Step *step) {
   buffers.attended = scratch.take<float>(rows * attended);
   buffers.inner = scratch.take<float>(rows * inner);
   buffers.scores = scratch.take<float>(step->threads * buffers.of_thread);
-  lay_out(buffers.inputs, rows);
+  lay_out(buffers.inputs, rows, step->threads);
   SETS[set].run_step(*step, buffers);
   return 0;
 }
@@ -407,8 +421,8 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
 void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {
   Buffers buffers = {};
   widest(*linear, buffers.inputs);
-  scratch.need(bytes_of(buffers.inputs, rows));
-  lay_out(buffers.inputs, rows);
+  scratch.need(bytes_of(buffers.inputs, rows, threads));
+  lay_out(buffers.inputs, rows, threads);
   SETS[set].run_linear(*linear, x, rows, threads, buffers, y);
 }
 }

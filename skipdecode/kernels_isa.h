@@ -191,29 +191,7 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
   }
 }
 
-// How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
-// rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
-static inline int beside(const Linear &linear, int rows) {
-#ifdef DOT_INT8
-  if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
-#ifdef TILES
-    if (linear.kind == INT8 && rows >= 16) return 1;
-#endif
-    return BESIDE;
-  }
-#endif
-#ifdef DOT_BF16_BESIDE
-  if (linear.kind == BFLOAT16 && rows >= 2 && linear.inputs % 32 == 0) return BESIDE_BF16;
-#endif
-  return 1;
-}
-
-#ifdef TILES
-// Of fewer rows the weights, which are read once, are all that counts.
-static inline int bf16_in_tiles(const Linear &linear, int rows) {
-  return linear.kind == BFLOAT16 && rows > 4 && linear.inputs % 32 == 0;
-}
-
+#if LANES == 16
 // 16 rows of 16 floats, turned round.
 static inline void turn16(const float *from, int64_t stride, float *to, int64_t to_stride) {
   __m512 a[16], b[16];
@@ -236,6 +214,30 @@ static inline void turn16(const float *from, int64_t stride, float *to, int64_t 
     _mm512_storeu_ps(to + (8 + i) * to_stride, _mm512_shuffle_f32x4(second, fourth, 0x88));
     _mm512_storeu_ps(to + (12 + i) * to_stride, _mm512_shuffle_f32x4(second, fourth, 0xdd));
   }
+}
+#endif
+
+// How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
+// rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
+static inline int beside(const Linear &linear, int rows) {
+#ifdef DOT_INT8
+  if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
+#ifdef TILES
+    if (linear.kind == INT8 && rows >= 16) return 1;
+#endif
+    return BESIDE;
+  }
+#endif
+#ifdef DOT_BF16_BESIDE
+  if (linear.kind == BFLOAT16 && rows >= 2 && linear.inputs % 32 == 0) return BESIDE_BF16;
+#endif
+  return 1;
+}
+
+#ifdef TILES
+// Of fewer rows the weights, which are read once, are all that counts.
+static inline int bf16_in_tiles(const Linear &linear, int rows) {
+  return linear.kind == BFLOAT16 && rows > 4 && linear.inputs % 32 == 0;
 }
 
 // 16 rows from `row` on in tiles of 32 inputs, [inputs / 32][16 pairs][16 rows][2]; there is room for 16.
@@ -362,6 +364,56 @@ static void dots_of_rows(const bf16 *w, const bf16 *x, int n, int count, float *
     float found[8];
     totals8(sums[o], found);
     for (int r = 0; r < R; r++) out[16 * r + o] = found[r];
+  }
+}
+#endif
+
+#ifndef DOT_BF16
+// 16 outputs, or as many as there are, of R rows from `row` on of floats: out [R][16]. What is read of one side serves all of
+// the other; the sums are those of `dots`, in the same order.
+template <int O, int R>
+static void dots_of_rows(const bf16 *w, const float *x, int n, int count, float *out) {
+  enum { PART = 1024 };  // of inputs, so that those of R rows stay in the fastest cache
+  int whole = n / LANES * LANES;
+  vf sums[R][16] = {};
+  for (int begin = 0; begin < whole; begin += PART) {
+    int end = begin + PART < whole ? begin + PART : whole;
+    for (int o = 0; o < 16; o += O) {
+      const bf16 *of[O];
+      vf own[O][R];
+#pragma GCC unroll 8
+      for (int k = 0; k < O; k++) {
+        of[k] = w + (int64_t)(o + k < count ? o + k : 0) * n;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) own[k][r] = sums[r][o + k];
+      }
+      for (int i = begin; i < end; i += LANES) {
+        vf weights[O];
+#pragma GCC unroll 8
+        for (int k = 0; k < O; k++) {
+          weights[k] = load(of[k] + i);
+          __builtin_prefetch(of[k] + (int64_t)O * n + i);  // rows this short are no stream that a processor sees
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          vf input = load(x + (int64_t)r * n + i);
+#pragma GCC unroll 8
+          for (int k = 0; k < O; k++) own[k][r] += weights[k] * input;
+        }
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < O; k++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r][o + k] = own[k][r];
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    int o = 0;
+    for (; o + 8 <= count; o += 8) end_dots<8>(sums[r] + o, w + (int64_t)o * n, n, x + (int64_t)r * n, whole, n, out + 16 * r + o);
+    for (; o < count; o++) {
+      vf one[8] = {sums[r][o]};
+      end_dots<1>(one, w + (int64_t)o * n, n, x + (int64_t)r * n, whole, n, out + 16 * r + o);
+    }
   }
 }
 #endif
@@ -801,17 +853,75 @@ static void rows_beside_unit(const Linear &linear, const Inputs &inputs, int row
 }
 #endif
 
+#ifndef DOT_BF16
+// All rows of floats with 16 outputs from `first` on, by rows of weights as the model holds them.
+static void rows_of_floats_unit(const Linear &linear, const float *x, int rows, int first, const Output &to) {
+  enum { MOST = LANES == 16 ? 8 : 4 };  // as there are registers
+  int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
+  const bf16 *w = (const bf16 *)linear.weight + (int64_t)first * n;
+  float found[MOST * 16];
+  for (int row = 0; row < rows;) {
+    const float *at = x + (int64_t)row * n;
+    int left = rows - row, done = left >= MOST ? MOST : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    if (done == 8) dots_of_rows<2, MOST>(w, at, n, count, found);
+    else if (done == 4) dots_of_rows<2, 4>(w, at, n, count, found);
+    else if (done == 2) dots_of_rows<4, 2>(w, at, n, count, found);
+    else all_dots(w, n, at, n, count, found);
+    finish(linear, found, done, 16, row, first, to);
+    row += done;
+  }
+}
+#endif
+
+#ifndef TILES
+// Weights of B blocks of outputs from `first` on as those of `float_tile`, zeros where no output is.
+template <int B>
+static void to_floats(const Linear &linear, int first, float *to) {
+  int n = linear.inputs;
+  for (int b = 0; b < B; b++) {
+    int begin = (first + b) * 16, count = linear.outputs - begin < 16 ? linear.outputs - begin : 16, i = 0;
+    const bf16 *w = (const bf16 *)linear.weight + (int64_t)begin * n;
+    float *block = to + (int64_t)b * n * 16;
+#if LANES == 16
+    for (; i + 16 <= n; i += 16) {
+      float some[16][16] __attribute__((aligned(64))) = {};
+      for (int o = 0; o < count; o++) store(some[o], load(w + (int64_t)o * n + i));
+      turn16(some[0], 16, block + (int64_t)i * 16, 16);
+    }
+#endif
+    for (; i < n; i++)
+      for (int o = 0; o < 16; o++) block[(int64_t)i * 16 + o] = o < count ? as_float(w[(int64_t)o * n + i]) : 0;
+  }
+}
+
+// Many rows of floats with B blocks of outputs: there is more to compute than to read, so weights become floats once.
+template <int B>
+static void many_rows_unit(const Linear &linear, const float *x, const Inputs &inputs, int rows, int first, const Output &to) {
+  enum { R = LANES == 16 ? 12 : 4 };
+  float found[R * B * 16], *panel = inputs.panels + omp_get_thread_num() * inputs.of_panel;
+  Linear floats = linear;
+  floats.weight = panel;
+  to_floats<B>(linear, first, panel);
+  for (int row = 0; row < rows; row += R) {
+    int count = rows - row < R ? rows - row : R;
+    float_tile<R, B>(floats, x, row, count, 0, found);
+    finish(linear, found, count, B * 16, row, first * 16, to);
+  }
+}
+#endif
+
+#ifdef DOT_BF16
 // All rows with 16 outputs, by rows of weights as the model holds them.
-template <class X>
-static void row_unit(const Linear &linear, const X *x, int64_t x_stride, int rows, int first, const Output &to) {
-  const bf16 *w = (const bf16 *)linear.weight;
+static void row_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+  const bf16 *w = (const bf16 *)linear.weight, *x = (const bf16 *)inputs.values;
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
   for (int row = 0; row < rows; row++) {
     float found[16];
-    all_dots(w + (int64_t)first * n, n, x + row * x_stride, n, count, found);
+    all_dots(w + (int64_t)first * n, n, x + row * inputs.stride, n, count, found);
     finish(linear, found, 1, 16, row, first, to);
   }
 }
+#endif
 
 #ifdef TILES
 // In parts whose inputs stay in a core's cache while all outputs are computed; what an activation needs whole isn't parted.
@@ -840,6 +950,17 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #pragma omp for schedule(dynamic, chunk)
   for (int pair = 0; pair < pairs; pair++) {
     int first = 2 * pair, two = first + 1 < blocks;
+#ifndef TILES
+    if (linear.kind == BFLOAT16 && rows > FEW_ROWS) {
+      if (two && LANES == 16) {
+        many_rows_unit<2>(linear, x, inputs, rows, first, to);
+        continue;
+      }
+      many_rows_unit<1>(linear, x, inputs, rows, first, to);
+      if (two) many_rows_unit<1>(linear, x, inputs, rows, first + 1, to);
+      continue;
+    }
+#endif
 #ifdef DOT_BF16_BESIDE
     if (linear.kind == BFLOAT16 && beside(linear, rows) > 1) {
       rows_beside_unit(linear, inputs, rows, first * 16, to);
@@ -849,14 +970,12 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #endif
     if (linear.kind == BFLOAT16) {
 #ifdef DOT_BF16
-      const bf16 *values = (const bf16 *)inputs.values;
-      int64_t stride = inputs.stride;
+      row_unit(linear, inputs, rows, first * 16, to);
+      if (two) row_unit(linear, inputs, rows, first * 16 + 16, to);
 #else
-      const float *values = x;
-      int64_t stride = linear.inputs;
+      rows_of_floats_unit(linear, x, rows, first * 16, to);
+      if (two) rows_of_floats_unit(linear, x, rows, first * 16 + 16, to);
 #endif
-      row_unit(linear, values, stride, rows, first * 16, to);
-      if (two) row_unit(linear, values, stride, rows, first * 16 + 16, to);
 #ifdef TILES
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);

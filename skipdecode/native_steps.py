@@ -41,10 +41,10 @@ ACTIVATIONS = {
 }
 
 # The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
-# products no longer fits into a processor's caches: several calls are ahead then. In bfloat16
-# without tiles oneDNN is ahead wherever there is more to compute than to read.
-MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 4, "int8": 512, "int4": 512}
-MOST_OF_BFLOAT16 = {"amx": 512, "avx512_bf16": 16}  # on processors that have products of it
+# products no longer fits into a processor's caches: several calls are ahead then. In bfloat16 oneDNN is ahead wherever
+# there is more to compute than to read, on processors whose products of it are fast and that have no tiles.
+MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 512, "int8": 512, "int4": 512}
+MOST_OF_BFLOAT16 = {"avx512_bf16": 16, "generic": 4}
 
 
 def kind_of(bounds: Sequence[float], probability: float) -> int:
@@ -162,7 +162,7 @@ class NativeSteps:
         kind = self._dtype if weights == "packed" else weights
         most = MOST_OF_BFLOAT16 if kind == torch.bfloat16 else {}
         self.most_tokens = most.get(compiled.name, MOST_TOKENS[kind])
-        self._in_parts = kind != torch.bfloat16 or compiled.name == "amx"
+        self._in_parts = self.most_tokens == 512
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
