@@ -39,7 +39,7 @@ from skipdecode.internals import (
     version,
 )
 from skipdecode.native import kernels
-from skipdecode.native_steps import NativeSteps, native_steps
+from skipdecode.native_steps import BFLOAT16_AS_FLOATS, NativeSteps, native_steps
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import MAKERS, Linear, Weights
 
@@ -386,12 +386,13 @@ def draft_weights(decoder: LeanDecoder) -> Weights:
 
 def choose_weights(model: PreTrainedModel) -> Weights:
     """The weights of lean steps unless they are told: "packed" on a CPU with oneDNN where the copies fit in half of the
-    memory that is free, else "model".
+    memory that is free, else "model". Bfloat16 needs instructions of it or compiled kernels for this processor.
     """
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return "model"
-    kind = model.dtype
-    if not (has_bfloat16_on_cpu() if kind == torch.bfloat16 else kind == torch.float32):
+    compiled = kernels()
+    of_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
+    if not (of_bfloat16 if model.dtype == torch.bfloat16 else model.dtype == torch.float32):
         return "model"
     _, decoders = _DECODERS.get(model, (None, {}))
     if "packed" in decoders:

@@ -45,6 +45,7 @@ ACTIVATIONS = {
 # there is more to compute than to read, on processors whose products of it are fast and that have no tiles.
 MOST_TOKENS: dict[Any, int] = {torch.float32: 512, torch.bfloat16: 512, "int8": 512, "int4": 512}
 MOST_OF_BFLOAT16 = {"avx512_bf16": 16, "generic": 4}
+BFLOAT16_AS_FLOATS = ("avx512_vnni", "avx2")  # sets without products of bfloat16 that are ahead of torch even so
 
 
 def kind_of(bounds: Sequence[float], probability: float) -> int:

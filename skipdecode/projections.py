@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from skipdecode.int8 import Int8Linear
-from skipdecode.internals import linear_of_packed, pack
+from skipdecode.internals import has_bfloat16_on_cpu, linear_of_packed, pack
 from skipdecode.native import NativeLinear, kernels
 
 Weights = Literal["model", "packed", "int8", "int4"]
@@ -43,6 +43,8 @@ def packed_linear(projection: Any) -> Linear:
     """A projection with a copy of its weights in blocks: the compiled kernels' in float32, else oneDNN's."""
     if kernels() is not None and projection.weight.dtype == torch.float32:
         return NativeLinear(weight_of(projection), projection.bias)
+    if projection.weight.dtype == torch.bfloat16 and not has_bfloat16_on_cpu():
+        return plain_linear(projection)  # oneDNN has no layout for it there; the kernels read the model's own weights
     # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
     weight = pack(weight_of(projection).contiguous(), rows=8)
     bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]

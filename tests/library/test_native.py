@@ -19,7 +19,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, native
 from skipdecode.int8 import Int8Linear
-from skipdecode.lean import LeanDecoder, lean_decoder
+from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder
 from skipdecode.native import CHOICE, NativeLinear, kernels
 from skipdecode.runners import ColumnsRunner
 
@@ -302,6 +302,20 @@ def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, weights: Any, ins
             assert torch.equal(step, found[0][1])
         for ours, theirs in zip(found[3], found[0], strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4 if weights == "packed" else 0.1, rtol=1e-4)
+
+
+def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor with AVX2 alone, for which oneDNN has no bfloat16."""
+    for module in ("lean", "projections"):
+        monkeypatch.setattr(f"skipdecode.{module}.has_bfloat16_on_cpu", lambda: False)
+    monkeypatch.setattr("skipdecode.projections.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
+    model = tiny_opt.__wrapped__("opt", 6).bfloat16()
+    assert choose_weights(model) == ("packed" if instructions in ("avx512_vnni", "avx2") else "model")
+    packed, plain = (logits_of(LeanDecoder(model, weights), [5, 12, 30]) for weights in ("packed", "model"))
+    for ours, theirs in zip(packed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.1 * float(theirs.abs().max()), rtol=0)
 
 
 def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
