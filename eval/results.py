@@ -113,8 +113,8 @@ class Row:
         same_texts: texts that are those of the 1x row to the letter; None in a report from before they were counted.
         agreement: for each place in a text, tokens that full depth would have chosen behind what stands before them,
             and how many tokens there are; empty where that wasn't asked for.
-        lossless_speedup: predicted, of decoding that drafts as this row decodes, one text at a time
-            (`eval.prediction`); None without agreement, and where drafts can't be.
+        lossless_speedup: of decoding that drafts as this row decodes, one text at a time, some of them
+            (`eval.lossless`); None without agreement, and where drafts can't be.
         processes: how many decoded the test set. Those that share its prompts do so at the same time: its seconds are
             summed over them, and `tokens_per_second` is that of one. `timings` are of one process while the others
             wait, and of all where they hold one model together.
@@ -298,7 +298,7 @@ class Report:
             )
         if drafted := [f"{row.label} {row.lossless_speedup:.2f}x" for row in self.rows if row.lossless_speedup]:
             notes.append(
-                f"Lossless decoding that drafts as a row, one text at a time, predicted: {', '.join(drafted)}."
+                f"Lossless decoding that drafts as a row, one text at a time, of some texts: {', '.join(drafted)}."
             )
         return notes
 

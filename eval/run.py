@@ -20,9 +20,9 @@ from eval.drawing import draw_frontier
 from eval.journal import FILE_NAME, Journal
 from eval.lineup import Lineup, line_up
 from eval.loading import Loaded, check_same, identity, load_request
+from eval.lossless import time_lossless
 from eval.machine import describe_machine, versions
 from eval.output import only_writer
-from eval.prediction import predict_lossless
 from eval.processes import ALONE, Processes, launcher
 from eval.request import Request
 from eval.results import Report, Row, Timing
@@ -240,7 +240,7 @@ def _report(
         # Another model's texts aren't drafted by this one, and of a model in parts this process has one alone.
         drafts = row.agreement and request.reference is None and not request.tensor_parallel
         lossless = (
-            predict_lossless(system, loaded.prompt_ids, results[0].lengths, console)
+            time_lossless(system, loaded.prompt_ids, results[0].lengths, console)
             if drafts and isinstance(system, SkipSystem) and system.kind == "skip"
             else None
         )

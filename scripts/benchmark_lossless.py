@@ -7,7 +7,8 @@ Random weights say nothing of how often drafts are taken, so that is SIMULATED: 
 depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
 
 c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is what
-they and the acceptance promise texts of so many tokens (eval.prediction).
+they and the acceptance a promise texts without an end, with the best number of drafts g (Leviathan et al. 2023, theorem
+3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
 """
 
 import argparse
@@ -30,15 +31,13 @@ from rich.console import Console
 from rich.progress import track
 
 from configs.shapes import random_model, read_shape
-from eval.prediction import Draft, play_texts
 from eval.speed.peers import SkipDecode
 from eval.tables import Table
 from skipdecode import SkipSchedule, lossless, solve_schedule
 from skipdecode.calibrate import measure_profile
 from skipdecode.command import run_command
 from skipdecode.cost import interpolated
-from skipdecode.decode import lossless_costs
-from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord
+from skipdecode.draft_length import MOST_DRAFTS
 from skipdecode.lean import draft_weights, lean_decoder
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
 from skipdecode.projections import Weights
@@ -46,7 +45,6 @@ from skipdecode.ratio import Ratio
 from skipdecode.runners import ColumnsRunner
 
 COLUMNS = (1, 2, 3, 4, 6, 8, 13)
-TEXTS = 50  # that are drawn for a prediction
 
 
 class Drafted(SkipDecode):
@@ -140,18 +138,10 @@ def main() -> int:
             speeds = {name: Ratio.of(seconds["full depth"], own) for name, own in seconds.items()}
             c = 1 / speeds["draft"].median
             costs = {count: taken / verify[1] for count, taken in verify.items()}
-            rounds = {drafts: drafts * c + interpolated(costs, drafts + 1) for drafts in range(MOST_DRAFTS + 1)}
-            passes = lossless_costs(model, lean_decoder(model, weights), options.prompt_length)
+            rounds = [drafts * c + interpolated(costs, drafts + 1) for drafts in range(MOST_DRAFTS + 1)]
             print(f"{weights}: c {c:.3f}, V {', '.join(f'{k}: {v:.2f}' for k, v in costs.items())}", flush=True)
             for share in options.acceptance:
-                draw = random.Random(1)
-                drafts = [
-                    [Draft(0.0, draw.random() < share) for _ in range(options.new_tokens - 1)] for _ in range(TEXTS)
-                ]
-                length = DraftLength(DraftRecord(), passes[0], profile.num_layers, passes[1])
-                timed = {schedule.max_layers: rounds}
-                texts = [{schedule.max_layers: text} for text in drafts]
-                predicted = statistics.median(play_texts(texts, schedule, length, timed, many_rounds=False))
+                predicted = max(sum(share**n for n in range(g + 1)) / rounds[g] for g in range(len(rounds)))
                 speed = speeds[f"lossless at {share:g}"]
                 ratio = speed.median / predicted
                 rows.append([weights, f"{share:g}", f"{predicted:.2f}x", str(speed), f"{ratio:.2f}"])

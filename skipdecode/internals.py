@@ -29,12 +29,13 @@ def is_given_cache(cache: Any) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
-def padding_token(generation_config: Any) -> Any:
+def padding_token(generation_config: Any) -> torch.Tensor:
     """The padding token on the model's device, which `generate` has chosen where the caller named none.
 
-    `pad_token_id` stays None then. None where there is none.
+    `pad_token_id` stays None then.
     """
-    return getattr(generation_config, "_pad_token_tensor", None)
+    token: torch.Tensor = generation_config._pad_token_tensor
+    return token
 
 
 def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:

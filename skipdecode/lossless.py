@@ -8,7 +8,7 @@ them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -79,11 +79,10 @@ class LosslessLoop:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         draft_counts: DraftCounts | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         batch, self.prompt = input_ids.shape
         self.most = generation_config.max_length - self.prompt
-        pad = padding_token(generation_config)
+        pad: Any = padding_token(generation_config)
         self.pad = 0 if pad is None else int(pad)  # nothing is padded where no token ends a text
         self.texts = torch.nn.functional.pad(input_ids, (0, self.most), value=self.pad)
         self.counts = [0] * batch
@@ -93,7 +92,6 @@ class LosslessLoop:
         self._runner = runner
         self._schedule = schedule
         self._length = draft_length
-        self._clock = clock
         self._drafts = DraftCounts() if draft_counts is None else draft_counts
         self._processor = logits_processor
         self._config = generation_config
@@ -193,7 +191,7 @@ class LosslessLoop:
 
     def _run_ahead(self, rows: Sequence[int]) -> bool:
         """Give `rows` tokens of full depth, several before anybody looks. Returns False where that can't be."""
-        start = self._clock()
+        start = time.perf_counter()
         texts = self._at_hand(rows)
         rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.most) - 1))
         if self._plain and not (layers and self._length.has_pace):
@@ -205,7 +203,7 @@ class LosslessLoop:
             done = max(found.counts)
             self._drafts.rounds += done
             self._drafts.layers += done * len(self._runner.all_layers)
-            self._length.learn_pace(len(rows), done, self._clock() - start)
+            self._length.learn_pace(len(rows), done, time.perf_counter() - start)
             return True
         rounds = self._length.rounds if self._plain else 1
         drafted = self._runner.draft(texts, layers, rule, rounds) if layers else None
@@ -213,7 +211,7 @@ class LosslessLoop:
             return False
         self._take(rows, drafted.chosen)
         self._count(drafted, [len(each) for each in layers])
-        seconds = (self._clock() - start) / len(drafted.drafted)
+        seconds = (time.perf_counter() - start) / len(drafted.drafted)
         for counts, agreed, probabilities in zip(*drafted[1:], strict=True):
             outcomes = [
                 (probabilities[n][text], n < same)

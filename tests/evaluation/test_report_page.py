@@ -237,7 +237,7 @@ def test_agreement_is_a_column_and_a_table_by_place_and_lossless_rows_are_beside
         "50.0 %",
     ]
     assert "lossless-3x: 29 of 30 texts are those of the 1x row to the letter." in "".join(page.text)
-    assert "Lossless decoding that drafts as a row, one text at a time, predicted: 3x 1.75x." in "".join(page.text)
+    assert "Lossless decoding that drafts as a row, one text at a time, of some texts: 3x 1.75x." in "".join(page.text)
     assert len(values["lines"][0]["points"]) == 3
 
 

@@ -89,7 +89,7 @@ def test_lossless_texts_are_those_of_full_depth_and_every_token_is_held_against_
     assert "| agrees |" in report.to_markdown()
     assert full.lossless_speedup is None
     assert fast.lossless_speedup > 0
-    assert "Lossless decoding that drafts as a row, one text at a time, predicted: 3x " in report.to_markdown()
+    assert "Lossless decoding that drafts as a row, one text at a time, of some texts: 3x " in report.to_markdown()
 
 
 def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, tmp_path: Path) -> None:
