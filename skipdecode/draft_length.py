@@ -246,8 +246,9 @@ def draft_record(decoder: LeanDecoder, schedule: SkipSchedule, *, do_sample: boo
 
 def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     """The time of a pass by a machine's clock where there is a profile, which knows as many rows as were timed; beyond
-    them, and without one, by bytes and operations. Prompts count by the next multiple of 16, and what was worked out is
-    kept: every call asks.
+    them on the line through the last two of these numbers, and without a profile by bytes and operations.
+
+    Prompts count by the next multiple of 16, and what was worked out is kept: every call asks.
     """
     return _pass_seconds(sizes, profile, -(-prompt_length // 16) * 16)
 
@@ -257,12 +258,17 @@ def _pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int)
     predicted = sizes.at(prompt_length=prompt_length)
     if profile is None:
         return functools.cache(lambda layers, tokens: predicted.step_seconds(layers, 0, tokens))
-    measured = profile.at(batch_size=max(batch.batch_size for batch in profile.batches), prompt_length=prompt_length)
+    known = sorted({batch.batch_size for batch in profile.batches})
+    measured = profile.at(batch_size=known[-1], prompt_length=prompt_length)
 
     @functools.cache
     def seconds(layers: int, tokens: int) -> float:
-        timed = min(tokens, measured.batch_size)
-        beyond = predicted.step_seconds(layers, 0, tokens) / predicted.step_seconds(layers, 0, timed)
-        return measured.step_seconds(layers, 0, timed) * beyond
+        timed = min(tokens, known[-1])
+        last = measured.step_seconds(layers, 0, timed)
+        found = last * predicted.step_seconds(layers, 0, tokens) / predicted.step_seconds(layers, 0, timed)
+        if tokens > timed and len(known) > 1:
+            row = (last - measured.step_seconds(layers, 0, known[-2])) / (timed - known[-2])
+            found = max(found, last + row * (tokens - timed))
+        return found
 
     return seconds

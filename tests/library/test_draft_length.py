@@ -168,7 +168,7 @@ def test_an_unsure_draft_is_the_last() -> None:
     assert rule.share(0.2) == record.taken(0.2) < rule.worth[1] < rule.share(0.95) == record.taken(0.95)
 
 
-def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
+def test_passes_take_what_was_measured_and_beyond_it_what_that_and_bytes_say() -> None:
     sizes = CostModel.of(fresh("opt"))
     by_bytes = pass_seconds(sizes, None, 64)
     assert by_bytes(6, 8) > by_bytes(6, 1) > by_bytes(2, 1)
@@ -178,6 +178,9 @@ def test_passes_take_what_was_measured_and_beyond_it_what_bytes_say() -> None:
     measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
     assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
+    dearer = TimedBatch(12, 64, {1: 9.0, 6: 30.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0})
+    steep = pass_seconds(sizes, Profile({}, 6, (*batches, dearer), "today"), 64)
+    assert steep(6, 16) == pytest.approx(30 + 4 * (30 - 14) / 4), "on the line through the last two"
 
 
 @pytest.mark.skipif(kernels() is None, reason="else drafts are computed as full depth is")
