@@ -217,6 +217,15 @@ static inline void turn16(const float *from, int64_t stride, float *to, int64_t 
 }
 #endif
 
+// Whether weights in bfloat16 become floats once for many rows, which are read as they are.
+static inline bool as_floats(const Linear &linear, int rows) {
+#ifdef TILES
+  return false;
+#else
+  return linear.kind == BFLOAT16 && rows > FEW_ROWS;
+#endif
+}
+
 // How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
 // rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
 static inline int beside(const Linear &linear, int rows) {
@@ -369,7 +378,7 @@ static void dots_of_rows(const bf16 *w, const bf16 *x, int n, int count, float *
 #endif
 
 #ifndef DOT_BF16
-// 16 outputs, or as many as there are, of R rows from `row` on of floats: out [R][16]. What is read of one side serves all of
+// 16 outputs, or as many as there are, of R rows of floats: out [R][16]. What is read of one side serves all of
 // the other; the sums are those of `dots`, in the same order.
 template <int O, int R>
 static void dots_of_rows(const bf16 *w, const float *x, int n, int count, float *out) {
@@ -951,7 +960,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
   for (int pair = 0; pair < pairs; pair++) {
     int first = 2 * pair, two = first + 1 < blocks;
 #ifndef TILES
-    if (linear.kind == BFLOAT16 && rows > FEW_ROWS) {
+    if (as_floats(linear, rows)) {
       if (two && LANES == 16) {
         many_rows_unit<2>(linear, x, inputs, rows, first, to);
         continue;
@@ -1264,7 +1273,7 @@ static inline void end_team() {
 }
 
 static void prepare(const Linear &linear, const float *x, const Inputs &inputs, int rows) {
-  if (linear.kind == FLOAT32) return;
+  if (linear.kind == FLOAT32 || as_floats(linear, rows)) return;
 #ifdef TILES
   if (bf16_in_tiles(linear, rows)) {
 #pragma omp for schedule(static)

@@ -163,7 +163,7 @@ class NativeSteps:
         kind = self._dtype if weights == "packed" else weights
         most = MOST_OF_BFLOAT16 if kind == torch.bfloat16 else {}
         self.most_tokens = most.get(compiled.name, MOST_TOKENS[kind])
-        self._in_parts = self.most_tokens == 512
+        self._in_parts = self.most_tokens == MOST_TOKENS[kind]
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
