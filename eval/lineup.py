@@ -143,8 +143,9 @@ def clock_of(
 
 
 def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """The tokens of each prompt of each batch, for `SkipConfig.schedule_for`."""
-    return [[len(prompts[n]) for n in batch] for batch in batches_of_like_length(prompts, batch_size)]
+    """The tokens of each prompt of each batch, for `SkipConfig.schedule_for`: of full batches, where there is one."""
+    batches = [[len(prompts[n]) for n in batch] for batch in batches_of_like_length(prompts, batch_size)]
+    return [batch for batch in batches if len(batch) == batch_size] or batches
 
 
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:

@@ -13,6 +13,7 @@ from transformers import StoppingCriteriaList
 from skipdecode.clock import StepClock
 from skipdecode.cost import CostModel, MeasuredCost
 from skipdecode.decode import skip_generate
+from skipdecode.endings import RowLengths
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.lean import usual_weights
@@ -24,7 +25,8 @@ from skipdecode.schedule import PromptPolicy, SkipSchedule
 # a processor's caches and cost less each, up to some number of them.
 DEPTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
 SHORT = 4  # steps of a text of which most of the time may be what it takes once
-_SHORT_PROMPT = 64  # columns at most of its prompt: of a longer one it would take no longer
+_LONGER = 2  # times as long: behind such prompts decoding takes something else once, as they fill the caches
+_ROOM = 128  # tokens that a text may have: a cache laid out for few would be quicker to fill than those of users
 
 
 def measure_cost(
@@ -77,10 +79,12 @@ def _measure(
     try:
         for repeat in range(repeats + 1):
             starts: dict[int, dict[int, tuple[float, float]]] = {}  # rows -> layers -> after a warm prompt, after any
+            behind: dict[int, int] = {}  # rows -> columns that these are behind
             for rows, columns in sorted(timed):
                 long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in depths}
-                if rows not in starts:  # behind the shortest prompts alone
+                if columns >= _LONGER * behind.get(rows, 0):
                     starts[rows] = _time_starts(inner, rows, columns, weights, long, steps)
+                    behind[rows] = columns
                 times = {}
                 for depth, (prefill, seconds) in long.items():
                     warm, start = starts[rows][depth]
@@ -113,7 +117,6 @@ def _time_starts(
 
     What a prompt runs of other layers, its text's first step finds in the processor's caches in place of its own.
     """
-    columns = min(columns, _SHORT_PROMPT)
     short = {n: _time_text(inner, n, rows, columns, weights, SHORT)[1] for n in long}
     cold = max(0.0, _time_text(inner, 1, rows, columns, weights, SHORT, prompt="full")[1] - short[1])
     most, found = max(long), {}
@@ -134,23 +137,25 @@ def _time_text(
 ) -> tuple[float, float]:
     """The seconds of the prompts' pass and of so many steps, all through so many layers."""
     config = text_config(inner.config)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions, room = getattr(config, "max_position_embeddings", None), _ROOM
     if positions is not None:
         columns = max(1, min(columns, positions - steps))
+        room = min(room, positions - columns)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, columns), generator=generator).to(inner.device)
     clock = StepClock(inner.device)
+    ends = RowLengths([steps + 1] * rows, columns, config.vocab_size, inner.device)
     inner.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         custom_generate=skip_generate,
         schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt),
         weights=weights,
-        max_new_tokens=steps + 1,
+        max_new_tokens=max(steps + 1, room),
         do_sample=False,
-        eos_token_id=config.vocab_size,
+        eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([ends, clock]),
     )
     return clock.prefill_seconds, clock.decode_seconds
 

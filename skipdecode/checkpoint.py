@@ -27,6 +27,7 @@ ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no confi
 _FORMAT, _OLDEST_FORMAT = 3, 2  # 2 knew no lengths
 _CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size")
 _NEAR = 2  # times: prompts of such lengths are those that were trained on
+_MEASURED_PARTS = 8  # of a doubling: lengths of prompts that a measured clock tells apart
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class SkipConfig:
     def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
         """`conditions` with those of batches in their place; prompts count where they are far from the training's.
 
-        Without the lengths of texts, they stay as they were trained with, unless the clock is `measured`.
+        Without the lengths of texts, they stay as they were trained with, unless the clock is `measured`: then prompts
+        count always.
         """
         conditions = self.conditions
         if prompts is None or not ("lengths" in conditions or self.texts is not None or measured):
@@ -118,8 +120,11 @@ class SkipConfig:
         if rows != conditions.get("batch_size", 1):
             conditions["batch_size"] = rows
         usual, columns = self.prompt_length, statistics.mean(map(max, prompts))
-        if not usual / _NEAR <= columns <= usual * _NEAR:
-            conditions["prompt_length"] = 2 ** round(math.log2(columns))  # few, as each is solved once
+        if measured or not usual / _NEAR <= columns <= usual * _NEAR:
+            parts = _MEASURED_PARTS if measured else 1
+            conditions["prompt_length"] = round(
+                2 ** (round(parts * math.log2(columns)) / parts)
+            )  # few, each solved once
         steps = () if self.texts is None else self.texts.expected_steps(prompts)
         if steps:  # else there are texts of one token alone, which no schedule makes faster
             conditions["expected_steps"] = steps

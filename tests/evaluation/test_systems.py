@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_checkpoints import save_checkpoint
 
-from eval.lineup import clock_of
+from eval.lineup import clock_of, prompts_at_hand
 from eval.loading import load_checkpoint
 from eval.results import Threshold
 from eval.systems.base import LosslessSystem, SkipSystem
@@ -82,3 +82,9 @@ def test_a_clock_that_is_measured_for_prompts_at_hand_is_timed_behind_them_and_b
     timed = {(batch.batch_size, batch.prompt_length) for batch in profile.batches}
     assert timed == {(rows, columns) for rows in (1, 4) for columns in (5, 13)}
     assert config.timed_lengths() == [40, 48], "as skipdecode calibrate has them, which knows no prompts"
+
+
+def test_a_batch_that_is_not_full_says_nothing_of_what_full_ones_take() -> None:
+    prompts = [[4] * 7, [4] * 3, [4] * 5, [4] * 9, [4] * 2]
+    assert prompts_at_hand(prompts, 2) == [[2, 3], [5, 7]]
+    assert prompts_at_hand(prompts, 8) == [[2, 3, 5, 7, 9]], "where there is no other"

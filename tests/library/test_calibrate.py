@@ -122,6 +122,30 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
 
+def test_what_decoding_takes_once_is_told_apart_behind_prompts_that_are_twice_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed(_: object, depth: int, __: int, columns: int, ___: object, steps: int, **____: object) -> Any:
+        return 1.0, columns + steps * depth
+
+    monkeypatch.setattr(calibrate, "_time_text", timed)
+    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[2], prompt_lengths=[20, 30, 60], repeats=1)
+    starts = {20: 20, 30: 20, 60: 60}
+    assert {batch.prompt_length: batch.start[3] for batch in found.batches} == pytest.approx(starts)
+    assert {batch.prompt_length: batch.step[3] for batch in found.batches} == pytest.approx({20: 3, 30: 3.5, 60: 3})
+
+
+@given(st.integers(1, 4096))
+def test_a_measured_clock_counts_the_prompts_at_hand_and_bytes_those_far_from_the_training(tokens: int) -> None:
+    config = SkipConfig(solver={"horizon": 12, "lengths": [[9, 1]], "prompt_lengths": [[60, 1]]})
+    batches = [[tokens, 1], [tokens]]
+    measured = config.conditions_at_hand(batches, measured=True)["prompt_length"]
+    assert abs(measured - tokens) <= 0.5 + 0.045 * tokens
+    by_bytes = config.conditions_at_hand(batches).get("prompt_length")
+    assert (by_bytes is None) == (30 <= tokens <= 120)
+    assert by_bytes is None or 2**-0.51 <= by_bytes / tokens <= 2**0.51
+
+
 TIMED = [
     TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}),
     TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}),
