@@ -117,7 +117,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
         assert cost.start_seconds(depth) == pytest.approx(0.007 + 0.005 * depth + 0.004 * (layers - depth))
     depths = {2: [1, 2], 6: [1, 2, 3, 4, 6], 12: [1, 2, 3, 4, 6, 8, 12]}[layers]
-    assert [schedule.max_layers for schedule in ran] == [*depths, *depths, 1] * 3
+    assert [schedule.max_layers for schedule in ran] == [1, *depths, *depths, 1] * 3
     for depth in depths:
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
@@ -133,6 +133,22 @@ def test_what_decoding_takes_once_is_told_apart_behind_prompts_that_are_twice_as
     starts = {20: 20, 30: 20, 60: 60}
     assert {batch.prompt_length: batch.start[3] for batch in found.batches} == pytest.approx(starts)
     assert {batch.prompt_length: batch.step[3] for batch in found.batches} == pytest.approx({20: 3, 30: 3.5, 60: 3})
+
+
+def test_what_another_batch_left_in_caches_counts_for_no_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first text of a batch takes ten times as long: its prompt, and its steps."""
+    before: list[tuple[int, int]] = []
+
+    def timed(_: object, depth: int, rows: int, columns: int, ____: object, steps: int, **_____: object) -> Any:
+        cold = 10 if before[-1:] != [(rows, columns)] else 1
+        before.append((rows, columns))
+        return cold * depth * columns, cold * steps * depth
+
+    monkeypatch.setattr(calibrate, "_time_text", timed)
+    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[1, 4], prompt_lengths=[10, 30], repeats=2)
+    for batch in found.batches:
+        assert batch.step == pytest.approx({n: n for n in batch.step})
+        assert batch.prefill == pytest.approx({n: n * batch.prompt_length for n in batch.prefill})
 
 
 @given(st.integers(1, 4096))
