@@ -81,9 +81,12 @@ def _measure(
             starts: dict[int, dict[int, tuple[float, float]]] = {}  # rows -> layers -> after a warm prompt, after any
             behind: dict[int, int] = {}  # rows -> columns that these are behind
             for rows, columns in sorted(timed):
-                # What other batches left in caches is no part of any depth's time, nor of the first one's.
+                # The first texts pay for what other batches left in caches: one isn't timed, then another depth each
+                # time comes first.
                 _time_text(inner, depths[0], rows, columns, weights, SHORT)
-                long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in depths}
+                turn = repeat % len(depths)
+                order = depths[turn:] + depths[:turn]
+                long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in order}
                 if columns >= _LONGER * behind.get(rows, 0):
                     starts[rows] = _time_starts(inner, rows, columns, weights, long, steps)
                     behind[rows] = columns
