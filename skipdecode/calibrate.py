@@ -78,8 +78,8 @@ def _measure(
     inner.eval()
     try:
         for repeat in range(repeats + 1):
-            starts: dict[int, dict[int, tuple[float, float]]] = {}  # rows -> layers -> after a warm prompt, after any
-            behind: dict[int, int] = {}  # rows -> columns that these are behind
+            # Of as many rows, behind how many columns: layers -> after a warm prompt, after any.
+            starts: dict[int, tuple[int, dict[int, tuple[float, float]]]] = {}
             for rows, columns in sorted(timed):
                 # The first texts pay for what other batches left in caches: one isn't timed, then another depth each
                 # time comes first.
@@ -87,12 +87,11 @@ def _measure(
                 turn = repeat % len(depths)
                 order = depths[turn:] + depths[:turn]
                 long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in order}
-                if columns >= _LONGER * behind.get(rows, 0):
-                    starts[rows] = _time_starts(inner, rows, columns, weights, long, steps)
-                    behind[rows] = columns
+                if rows not in starts or columns >= _LONGER * starts[rows][0]:
+                    starts[rows] = columns, _time_starts(inner, rows, columns, weights, long, steps)
                 times = {}
                 for depth, (prefill, seconds) in long.items():
-                    warm, start = starts[rows][depth]
+                    warm, start = starts[rows][1][depth]
                     times[depth] = _Times(prefill, (seconds - min(warm, seconds / 2)) / (SHORT + steps), start)
                 if repeat:  # the first warms up
                     timed[rows, columns].append(times)

@@ -121,10 +121,9 @@ class SkipConfig:
             conditions["batch_size"] = rows
         usual, columns = self.prompt_length, statistics.mean(map(max, prompts))
         if measured or not usual / _NEAR <= columns <= usual * _NEAR:
-            parts = _MEASURED_PARTS if measured else 1
-            conditions["prompt_length"] = round(
-                2 ** (round(parts * math.log2(columns)) / parts)
-            )  # few, each solved once
+            parts = _MEASURED_PARTS if measured else 1  # so that lengths are few: each is solved once
+            doublings = round(parts * math.log2(columns)) / parts
+            conditions["prompt_length"] = round(2**doublings)
         steps = () if self.texts is None else self.texts.expected_steps(prompts)
         if steps:  # else there are texts of one token alone, which no schedule makes faster
             conditions["expected_steps"] = steps
