@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -46,18 +46,28 @@ class LayerGate:
 
     Args:
         layers: of the model, bottom first.
-        plan, keep_in_graph: as the attributes.
+        plan, keep_in_graph, stopped: as the attributes.
 
     Attributes:
         plan: what the next forward pass obeys.
         keep_in_graph: whether a layer without columns runs the first one for nothing, so that it gets a gradient: 0.
+        stopped: for each layer, how many of the first columns stop below it: they give it keys and values, and pass by
+            unchanged. None where there are none.
         layer_columns: layer-columns run so far (a batch of any size counts as one), those for nothing left out.
         layer_columns_skipped: layer-columns passed by so far.
     """
 
-    def __init__(self, layers: nn.ModuleList, plan: ColumnPlan, *, keep_in_graph: bool = False) -> None:
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        plan: ColumnPlan,
+        *,
+        keep_in_graph: bool = False,
+        stopped: Sequence[int] | None = None,
+    ) -> None:
         self.plan = plan
         self.keep_in_graph = keep_in_graph
+        self.stopped = stopped
         self.layer_columns = 0
         self.layer_columns_skipped = 0
         self.index_of: dict[nn.Module, int] = {layer: index for index, layer in enumerate(layers)}
@@ -80,7 +90,8 @@ class LayerGate:
         cutoff = self.plan(columns)[self.index_of[layer]]
         self.layer_columns += cutoff
         self.layer_columns_skipped += columns - cutoff
-        if cutoff == columns:
+        stop = min(self.stopped[self.index_of[layer]], cutoff) if self.stopped is not None else 0
+        if cutoff == columns and not stop:
             output = run(hidden_states, *args, **kwargs)
             self._returns_tuple = isinstance(output, tuple)
             return output
@@ -93,13 +104,14 @@ class LayerGate:
             cutoff = 1
             # The first column sees itself alone; in a row that is padded there, the mask would let it see nothing.
             kwargs.update({name: None for name in ("attention_mask", "causal_mask") if name in kwargs})
-        kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
+        if cutoff < columns:
+            kwargs = {name: _first_columns(name, value, cutoff, columns) for name, value in kwargs.items()}
         output = run(hidden_states[:, :cutoff], **kwargs)
         prefix, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
         if for_nothing:
             prefix = hidden_states[:, :cutoff] + 0.0 * prefix
-        # [batch, cutoff, hidden] and [batch, columns - cutoff, hidden] -> [batch, columns, hidden]
-        whole = torch.cat([prefix, hidden_states[:, cutoff:]], dim=1)
+        # [batch, stop, hidden], then cutoff - stop and columns - cutoff more columns -> [batch, columns, hidden]
+        whole = torch.cat([hidden_states[:, :stop], prefix[:, stop:], hidden_states[:, cutoff:]], dim=1)
         return whole if rest is None else (whole, *rest)
 
 
@@ -184,15 +196,23 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
 
 @contextmanager
 def gated_layers(
-    model: nn.Module, schedule: SkipSchedule, plan: ColumnPlan, *, keep_in_graph: bool = False
+    model: nn.Module,
+    schedule: SkipSchedule,
+    plan: ColumnPlan,
+    *,
+    prompt_columns: int,
+    keep_in_graph: bool = False,
 ) -> Iterator[LayerGate]:
     """Put every decoder layer of `model` behind a gate that obeys `plan`, and take the gate away at the end.
+
+    Of `prompt_columns` those that stop below a layer are the schedule's.
 
     Yields the gate; passes within its `obeyed()` go through it.
     """
     layers = decoder_layers(model)
     check_schedule(schedule, layers)
-    gate = LayerGate(layers, plan, keep_in_graph=keep_in_graph)
+    stopped = schedule.stopped_columns(prompt_columns) if schedule.stopped_layers else None
+    gate = LayerGate(layers, plan, keep_in_graph=keep_in_graph, stopped=stopped)
     if any(gate.index_of.keys() & other.index_of.keys() for other in _OBEYED.get()):
         raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
     with _ATTACHING:
@@ -245,5 +265,6 @@ def skip_layers(
     def plan(columns: int) -> tuple[int, ...]:
         return schedule.column_cutoffs(prompt_columns, columns)
 
-    with gated_layers(model, schedule, plan, keep_in_graph=keep_in_graph) as gate, gate.obeyed():
+    how: Any = {"prompt_columns": prompt_columns, "keep_in_graph": keep_in_graph}
+    with gated_layers(model, schedule, plan, **how) as gate, gate.obeyed():
         yield gate

@@ -3,6 +3,7 @@
 import datetime
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -98,7 +99,8 @@ def _measure(
             advance()
     finally:
         inner.train(training)
-    return [_cost(batch[0], timed[batch], num_layers) for batch in batches]
+    share = CostModel.of(inner).stopped_share
+    return [replace(_cost(batch[0], timed[batch], num_layers), stopped_share=share) for batch in batches]
 
 
 class _Times(NamedTuple):

@@ -105,7 +105,8 @@ class SkipConfig:
         if steps is None and "lengths" in conditions:
             steps = Lengths.read(conditions["lengths"]).expected_steps(rows)
         columns = conditions.get("prompt_length", self.prompt_length)
-        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps)
+        share = sizes.stopped_share
+        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps, stopped_share=share)
 
     def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
         """`conditions` with those of batches in their place; prompts count where they are far from the training's.

@@ -36,11 +36,13 @@ class Cost(ABC):
         num_layers: decoder layers.
         batch_size: rows that start together; those whose text has ended leave.
         expected_steps: that texts take; None where each is as long as the schedule's horizon.
+        stopped_share: of the time that a layer takes of a prompt, what it takes where the prompt has stopped.
     """
 
     num_layers: int
     batch_size: int = 1
     expected_steps: Steps | None = None
+    stopped_share: float = 1.0
 
     @abstractmethod
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
@@ -49,6 +51,15 @@ class Cost(ABC):
     def prefill_seconds(self, layers: int) -> float:
         """The time of the prompts' pass through `layers` layers. Raises ConfigError where that isn't known."""
         raise ConfigError("over is 'all': this cost doesn't know what prompts take; expected over='decode'")
+
+    def prompt_seconds(self, schedule: SkipSchedule) -> float:
+        """The time of the prompts' pass under `schedule`. Raises ConfigError where that isn't known."""
+        layers, stop = schedule.prompt_budget, schedule.prompt_depth
+        if stop == layers:
+            return self.prefill_seconds(layers)
+        stopped = self.prefill_seconds(stop)
+        last = self.step_seconds(layers, 0) - self.step_seconds(stop, 0)  # of the last token of each prompt
+        return stopped + self.stopped_share * (self.prefill_seconds(layers) - stopped) + last
 
     def start_seconds(self, layers: int) -> float:
         """What a batch's decoding takes once, beyond its steps, where the first of them runs `layers` layers."""
@@ -87,7 +98,7 @@ class Cost(ABC):
     def seconds(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
         """The time of decoding as in `decode_seconds`, and over "all" of the prompts before."""
         decode = self.decode_seconds(schedule, steps)
-        return decode if over == "decode" else self.prefill_seconds(schedule.prompt_budget) + decode
+        return decode if over == "decode" else self.prompt_seconds(schedule) + decode
 
     def speedup(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
         """The speed of a batch over that at full depth.
@@ -130,6 +141,7 @@ class MeasuredCost(Cost):
         fewer_rows: rows -> layers -> seconds of a step, of fewer rows than the batch's.
         later: the cost of the steps that come so many steps later, whose cache is longer; between, time is taken to be
             a straight line. None where that makes no difference.
+        stopped_share: as of a Cost.
     """
 
     num_layers: int
@@ -140,6 +152,7 @@ class MeasuredCost(Cost):
     start: Mapping[int, float] = field(default_factory=dict)
     fewer_rows: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     later: "tuple[int, MeasuredCost] | None" = None
+    stopped_share: float = 1.0
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step that runs `layers` layers."""
@@ -186,6 +199,8 @@ class CostModel:
         other_parameters: parameters outside layers, head and embeddings: final norm, projections.
         embedding_values: values of embedding rows that one token reads.
         cache_values: keys and values that one layer holds for one token.
+        stopped_share: of a layer's parameters, those that make queries, keys and values, which are all that it computes
+            of a prompt that has stopped (`SkipSchedule.prompt_stop`).
         value_bytes: bytes of a cached value, of an embedding's, and of a weight.
         weight_bytes: bytes of a weight where it is kept in another type, such as 1 for int8.
     """
@@ -198,6 +213,7 @@ class CostModel:
     cache_values: int
     value_bytes: int
     weight_bytes: float | None = None
+    stopped_share: float = 1.0
 
     @classmethod
     def of(cls, model: nn.Module | PretrainedConfig, dtype: torch.dtype | None = None) -> "CostModel":
@@ -223,6 +239,7 @@ class CostModel:
         apart = count_parameters([*(e.weight for e in embeddings), *head.parameters()])
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        made = config.hidden_size * head_dim * (config.num_attention_heads + 2 * heads)  # queries, keys and values
         return cls(
             num_layers=len(layers),
             layer_parameters=in_layers // len(layers),
@@ -231,6 +248,7 @@ class CostModel:
             embedding_values=sum(e.embedding_dim for e in embeddings),
             cache_values=2 * heads * head_dim,
             value_bytes=(dtype or inner.dtype).itemsize,
+            stopped_share=made / (in_layers // len(layers)),
         )
 
     def stored_as(self, weights: str | None) -> "CostModel":
@@ -309,6 +327,7 @@ class PredictedCost(Cost):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_layers", self.model.num_layers)
+        object.__setattr__(self, "stopped_share", self.model.stopped_share)
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step: the larger of what its bytes and what its operations take (the roofline)."""

@@ -127,14 +127,14 @@ def skip_generate(
         "generation_config": generation_config,
         "streamer": streamer or dropped_by_generate("streamer"),
     }
-    with gated_layers(model, schedule, prompt_plan) as gate:
+    columns = prompt_columns(input_ids, model_kwargs)
+    with gated_layers(model, schedule, prompt_plan, prompt_columns=columns) as gate:
         if lossless:
             columns_runner = make_columns_runner(
                 model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
             )
-            shape = len(input_ids), prompt_columns(input_ids, model_kwargs)
             schedule, length = _best_draft(
-                model, columns_runner.decoder, drafts or [schedule], *shape, do_sample=do_sample
+                model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
             )
             columns_runner.draft_with(draft_decoder(unwrap(model), columns_runner.decoder, schedule.layers_at(0)))
             return LosslessLoop(

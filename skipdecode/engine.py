@@ -383,8 +383,8 @@ class Engine:
         for layer, span in enumerate(row.spans):
             self._starts[row.slot, layer] = span.start if span is not None else 0
         cache = self._cache.arena.cache_of(text.schedule, text.steps, row.spans)
-        layers = text.schedule.prompt_layers
-        logits = self._decoder.prefill(text.prompt, layers, cache, torch.ones_like(text.prompt))
+        layers, stop = text.schedule.prompt_layers, text.schedule.prompt_stop
+        logits = self._decoder.prefill(text.prompt, layers, cache, torch.ones_like(text.prompt), stop=stop)
         self._counts["prompt_tokens"] += text.prompt.shape[1]
         self._extend([row], logits)
 

@@ -57,6 +57,7 @@ struct Step {
   const int32_t *row, *column, *last;
   const float *cos, *sin, *bias;
   int64_t bias_row_stride, bias_head_stride;
+  int64_t stop;  // with `last`: layers that all tokens run; above them these alone do, and the others are as they stopped
   // Where layers run prefixes of the tokens: for each that runs its tokens, and the rows of them [layer_count][tokens].
   const int32_t *layer_tokens, *layer_rows;
   int32_t layer_count, tokens, hidden_size, threads, cache_type, one_token_a_row, rotated, rotary_stride, last_count;
@@ -90,7 +91,7 @@ struct Drafts {
 
 struct Inputs { void *values; float *scales, *panels; int32_t *shifts; int64_t stride, groups, of_panel; };
 struct Output { float *values; int64_t stride; int what, activation; };
-struct Buffers { float *hidden, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t columns, of_thread; Inputs inputs; };
+struct Buffers { float *hidden, *alone, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t columns, of_thread; Inputs inputs; };
 
 static inline int padded_inputs(const Linear &linear) {
   int to = linear.kind == INT4 ? GROUP : linear.kind == INT8 ? 64 : 1;
@@ -319,8 +320,10 @@ int skipdecode_step(int set, const Step *step) {
     if (step->column[i] >= columns) columns = step->column[i] + 1;
   buffers.columns = (columns + 63) / 16 * 16;  // of scores, which are computed 32 at a time
   buffers.of_thread = buffers.columns * (step->last ? TOGETHER + head_dim : 1);
-  scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + step->threads * buffers.of_thread) + 64 * 8 +
+  int64_t last = step->last_count;
+  scratch.need(4 * (rows * (3 * n + qkv + attended + inner) + last * n + step->threads * buffers.of_thread) + 64 * 9 +
                bytes_of(buffers.inputs, rows, step->threads));
+  buffers.alone = scratch.take<float>(last * n);
   buffers.hidden = step->hidden ? step->hidden : scratch.take<float>(rows * n);
   buffers.normed = scratch.take<float>(rows * n);
   buffers.feed = scratch.take<float>(rows * n);

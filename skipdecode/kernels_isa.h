@@ -1290,11 +1290,11 @@ static void normalise(const Norm &norm, const float *x, float *y, int rows, int 
   for (int row = 0; row < rows; row++) norm_row(norm, x + (int64_t)row * n, y + (int64_t)row * n, n);
 }
 
-static void gather(float *rows, const int32_t *at, int count, int n) {
-  for (int i = 0; i < count; i++) __builtin_memmove(rows + (int64_t)i * n, rows + (int64_t)at[i] * n, 4 * n);
+static void gather(float *to, const float *rows, const int32_t *at, int count, int n) {
+  for (int i = 0; i < count; i++) __builtin_memmove(to + (int64_t)i * n, rows + (int64_t)at[i] * n, 4 * n);
 }
 
-// With `last`, the rest of the layer is of these tokens alone, the first rows of `hidden` afterwards.
+// With `last`, the rest of the layer is of these tokens alone: all others give keys and values, and stay as they are.
 static void run_layer(const Block &block, const Step &step, const Layer &layer, const Buffers &buffers, float *scores,
                       const int32_t *last) {
   int rows = step.tokens, n = step.hidden_size, width = 0;
@@ -1317,9 +1317,10 @@ static void run_layer(const Block &block, const Step &step, const Layer &layer, 
   if (last) {
 #pragma omp single
     {
-      gather(hidden, last, going, n);
-      if (block.parallel) gather(feed, last, going, n);
+      gather(buffers.alone, hidden, last, going, n);
+      if (block.parallel) gather(feed, feed, last, going, n);
     }
+    hidden = buffers.alone;
     rows = going;
   }
   prepare(block.out, buffers.attended, inputs, rows);
@@ -1340,6 +1341,10 @@ static void run_layer(const Block &block, const Step &step, const Layer &layer, 
   prepare(block.down, buffers.inner, inputs, rows);
   project(block.down, buffers.inner, inputs, rows, {hidden, n, ADD, NO_ACTIVATION});
   if (!block.norm_first) normalise(block.mlp_norm, hidden, hidden, rows, n);
+  if (last) {
+#pragma omp single
+    for (int i = 0; i < going; i++) __builtin_memcpy(buffers.hidden + (int64_t)last[i] * n, hidden + (int64_t)i * n, 4 * n);
+  }
 }
 
 template <class T> static void embed_row(const Step &step, int row, float *to) {
@@ -1373,13 +1378,13 @@ static void run_step(const Step &step, const Buffers &buffers) {
         of_layer.tokens = step.layer_tokens[i];
         of_layer.row = step.layer_rows + (int64_t)i * step.tokens;
       }
-      run_layer(*layer.block, of_layer, layer, buffers, scores, i + 1 < step.layer_count ? 0 : step.last);
+      run_layer(*layer.block, of_layer, layer, buffers, scores, i < step.stop ? 0 : step.last);
     }
     int rows = step.last ? step.last_count : step.tokens;
+    const float *read = step.last ? buffers.alone : buffers.hidden;
     if (step.logits) {
-      const float *read = buffers.hidden;
       if (step.final_norm->kind) {
-        normalise(*step.final_norm, buffers.hidden, buffers.normed, rows, step.hidden_size);
+        normalise(*step.final_norm, read, buffers.normed, rows, step.hidden_size);
         read = buffers.normed;
       }
       prepare(*step.head, read, buffers.inputs, rows);

@@ -188,6 +188,8 @@ class LeanDecoder:
         cache: PlannedCache,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        *,
+        stop: int | None = None,
     ) -> torch.Tensor:
         """Run a prompt through `layers` and fill the cache. Returns the last column's logits [batch, vocabulary].
 
@@ -198,22 +200,29 @@ class LeanDecoder:
             layers: those that run, ascending.
             cache: an empty one.
             attention_mask, position_ids: as for `step_inputs`.
+            stop: how many of the layers, the lowest, the columns before the last one run; the others make keys and
+                values of the state that these stopped with. None for all.
         """
+        most = len(layers) - 1  # nothing is read of what the topmost layer would make of columns before the last
+        stop = most if stop is None else min(stop, most)
         inputs = self._prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
         if inputs.shown is not None:
             flat = flat[inputs.shown]
         native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
         if native is not None and native.embeds and prompt.dim() == 2:
-            return self._ended(*native.prefill(flat, layers, cache, inputs))
+            return self._ended(*native.prefill(flat, layers, cache, inputs, stop))
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
         if native is not None:
-            return self._ended(*native.prefill(hidden, layers, cache, inputs))
+            return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
         blocks, cached = self.blocks, cache.layers
-        *below, top = layers
-        for index in below:
+        for index in layers[:stop]:
             hidden = blocks[index](hidden, cached[index], inputs)
         inputs.last_alone = True
+        for index in layers[stop:-1]:
+            last = blocks[index].run_last(hidden, cached[index], inputs, inputs.last)
+            hidden = hidden.index_copy(0, inputs.last, last)
+        top = layers[-1]
         return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:

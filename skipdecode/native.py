@@ -96,6 +96,7 @@ class StepStruct(Structure):
         ("bias", c_void_p),
         ("bias_row_stride", c_int64),
         ("bias_head_stride", c_int64),
+        ("stop", c_int64),
         ("layer_tokens", c_void_p),
         ("layer_rows", c_void_p),
         *(

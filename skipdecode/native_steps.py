@@ -180,7 +180,10 @@ class NativeSteps:
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
         _checked(-self._kernels.step(self._kernels.number, step))
-        return alive["hidden"] if logits is None else None, logits
+        if logits is not None:
+            return None, logits
+        hidden, last = alive["hidden"], of_prompt.get("last")
+        return hidden if last is None else hidden[last], None
 
     def _step(
         self,
@@ -189,6 +192,7 @@ class NativeSteps:
         cache: PlannedCache,
         inputs: StepInputs,
         last: Sequence[int] | None = None,
+        stop: int = 0,
         passing: torch.Tensor | None = None,
         places: tuple[Sequence[int], Sequence[int]] | None = None,
         *,
@@ -232,7 +236,7 @@ class NativeSteps:
             hidden = torch.empty(tokens, self._hidden_size)
             if entered.dim() == 2:
                 hidden.copy_(entered)
-            alive["hidden"] = hidden if last is None else hidden[: len(last)]
+            alive["hidden"] = hidden
             step.hidden = hidden.data_ptr()
         prefixes = inputs.prefixes(layers)
         if prefixes is not None:
@@ -246,7 +250,7 @@ class NativeSteps:
             step.bias_head_stride = bias.stride(1) if bias.shape[1] > 1 else 0
         if last is not None:
             alive["last"] = array("i", last)
-            step.last, step.last_count = _place_of(alive["last"]), len(last)
+            step.last, step.last_count, step.stop = _place_of(alive["last"]), len(last), stop
         if self.head is None:
             return step, None, alive
         step.head, step.final_norm = ctypes.addressof(self.head.struct), ctypes.addressof(self._final_norm)
@@ -367,11 +371,12 @@ class NativeSteps:
             held[index].length = columns
 
     def prefill(
-        self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs
+        self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run a prompt's tokens through `layers` and fill the cache. Returns what a step does, of the last tokens.
 
-        Texts run together up to `most_tokens`.
+        Above the first `stop` layers these alone run, and the others give keys and values as they stopped. Texts run
+        together up to `most_tokens`.
         """
         held: list[Any] = cache.layers
         block = self._blocks[0]
@@ -398,6 +403,7 @@ class NativeSteps:
                 cache,
                 inputs.part(part),
                 last=[end - 1 - first for end in fitting],
+                stop=stop,
                 passing=passing,
                 places=(places[0][part], places[1][part]),
             )

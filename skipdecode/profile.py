@@ -63,8 +63,18 @@ class Profile:
     def __hash__(self) -> int:
         return hash((self.date, self.num_layers, len(self.batches)))
 
-    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
-        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns."""
+    def at(
+        self,
+        *,
+        batch_size: int = 1,
+        prompt_length: int,
+        expected_steps: Steps | None = None,
+        stopped_share: float = 1.0,
+    ) -> MeasuredCost:
+        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns.
+
+        What a layer takes of a prompt that has stopped isn't timed: its share is given, as of a Cost.
+        """
         timed: dict[int, dict[int, TimedBatch]] = {}  # rows -> columns -> batch
         for batch in self.batches:
             timed.setdefault(batch.batch_size, {})[batch.prompt_length] = batch
@@ -95,6 +105,7 @@ class Profile:
             of_batch(behind(prompt_length, lambda batch: batch.start)),
             {count: times for count, times in step.items() if count < rows},
             None if longer is None or later is None else (longer - prompt_length, later),
+            stopped_share,
         )
 
     def save(self) -> Path:
@@ -145,9 +156,11 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]
     inner = unwrap(model)
     on_cpu = inner.device.type == "cpu"
     compiled = kernels() if on_cpu and weights != "model" else None
+    described = asdict(sizes)
+    del described["stopped_share"]  # what is timed doesn't depend on it
     return {
         "model_type": inner.config.model_type,
-        **asdict(sizes),
+        **described,
         "dtype": str(inner.dtype).removeprefix("torch."),
         "weights": weights,
         "processor": processor(inner.device),

@@ -100,6 +100,11 @@ def standalone_layers(schedule: SkipSchedule) -> tuple[int, ...]:
     >>> standalone_layers(SkipSchedule(12, 4, 4, prompt="max"))
     (0, 9, 10, 11)
     """
+    if schedule.stopped_layers:
+        raise ConfigError(
+            f"a standalone checkpoint runs the same layers for every token: under this schedule prompts stop after "
+            f"{schedule.prompt_depth} (prompt_stop); train with schedule.prompt_stop=null"
+        )
     most, least, prompt = schedule.budget(0), schedule.min_layers, schedule.prompt_budget
     if prompt != least:
         generated = f"{most}" if most == least else f"{most} to {least}"

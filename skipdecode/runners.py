@@ -46,7 +46,7 @@ class ForwardRunner:
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
         budget = self._schedule.budget(i)
-        self._gate.plan = self._plans[budget]
+        self._gate.plan, self._gate.stopped = self._plans[budget], None
         with sized_by(self.cache, self._layers[budget]):
             inputs = self._model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self._kwargs)
             return self._run(inputs)
@@ -99,7 +99,8 @@ class LeanRunner(ForwardRunner):
     def prefill(self, input_ids: Any) -> torch.Tensor:
         embeds, positions = (self._kwargs.get(name) for name in ("inputs_embeds", "position_ids"))
         prompt = input_ids if embeds is None else embeds
-        return self._decoder.prefill(prompt, self._schedule.prompt_layers, self.cache, self._mask, positions)
+        layers, stop = self._schedule.prompt_layers, self._schedule.prompt_stop
+        return self._decoder.prefill(prompt, layers, self.cache, self._mask, positions, stop=stop)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]

@@ -73,6 +73,9 @@ class SkipSchedule:
             a number of layers from max_layers to num_layers, placed likewise.
         decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
             of "step" (default 4); no other decay takes one.
+        prompt_stop: None, the prompt's tokens run the layers that `prompt` says; n, they run the lowest n of them and
+            stop, and the others take keys and values from that state (SwiftKV, arXiv 2410.03960, section 3.1). The last
+            token of the prompt, which the first new one comes from, runs on.
 
     Raises:
         ConfigError: unless 1 <= warmup_layers <= min_layers <= max_layers <= num_layers, and every field is valid.
@@ -102,6 +105,7 @@ class SkipSchedule:
     placement: Placement = "top"
     prompt: PromptPolicy | int = "full"
     decay_rate: float | None = None
+    prompt_stop: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
@@ -129,6 +133,7 @@ class SkipSchedule:
             if getattr(self, name) not in get_args(allowed):
                 raise unknown(name, str(getattr(self, name)), get_args(allowed))
         self._check_prompt()
+        self._check_stop()
         self._check_rate()
         # Law 1. Every combination above obeys it; a later decay or placement that doesn't is refused right here.
         # Distinct, in the order in which they come.
@@ -151,6 +156,18 @@ class SkipSchedule:
                 f"prompt are read, and num_layers ({self.num_layers})"
             )
         object.__setattr__(self, "prompt", int(prompt))
+
+    def _check_stop(self) -> None:
+        stop = self.prompt_stop
+        if stop is None:
+            return
+        check_counts(prompt_stop=stop)
+        if not self.warmup_layers <= stop <= self.num_layers:
+            raise ConfigError(
+                f"prompt_stop is {stop}: it must lie between warmup_layers ({self.warmup_layers}) and num_layers "
+                f"({self.num_layers})"
+            )
+        object.__setattr__(self, "prompt_stop", int(stop))
 
     def _check_rate(self) -> None:
         rate = self.decay_rate
@@ -194,15 +211,25 @@ class SkipSchedule:
 
     @property
     def prompt_budget(self) -> int:
-        """The number of layers that the prompt runs."""
+        """The number of layers that hold the prompt; its last token runs them all."""
         if isinstance(self.prompt, int):
             return self.prompt
         return self.num_layers if self.prompt == "full" else self.max_layers
 
     @property
     def prompt_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that the prompt runs, ascending; those of every generated token are among them."""
+        """Indices of the layers that hold the prompt, ascending; those of every generated token are among them."""
         return self.layers_for(self.prompt_budget)
+
+    @property
+    def prompt_depth(self) -> int:
+        """The number of layers that the prompt's tokens before its last one run."""
+        return self.prompt_budget - len(self.stopped_layers)
+
+    @property
+    def stopped_layers(self) -> tuple[int, ...]:
+        """Those of `prompt_layers` above the prompt's stop, which the prompt's last token alone runs."""
+        return () if self.prompt_stop is None else self.prompt_layers[self.prompt_stop :]
 
     def layers_for(self, budget: int) -> tuple[int, ...]:
         """Indices of the layers of a budget between min_layers and num_layers, ascending."""
@@ -275,13 +302,25 @@ class SkipSchedule:
         generated = self.cutoffs(columns - prompt_columns)
         return tuple(prompt_columns * (layer in on_prompt) + count for layer, count in enumerate(generated))
 
+    def stopped_columns(self, prompt_columns: int) -> tuple[int, ...]:
+        """For each layer, how many columns of a batch give it keys and values alone: those of a prompt that stopped.
+
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, prompt_stop=2).stopped_columns(5)
+        (0, 0, 4, 4)
+        """
+        stopped = set(self.stopped_layers)
+        return tuple((prompt_columns - 1) * (layer in stopped) for layer in range(self.num_layers))
+
     def column_share(self, prompt_columns: int, columns: int) -> float:
         """The share of layer-columns that a training step computes: 1.0 at full depth."""
         return sum(self.column_cutoffs(prompt_columns, columns)) / (self.num_layers * columns)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `from_dict` makes an equal schedule of them."""
-        return asdict(self)
+        values = asdict(self)
+        if self.prompt_stop is None:  # so that versions that know of no stop read the schedules that have none
+            del values["prompt_stop"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SkipSchedule":

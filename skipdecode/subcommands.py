@@ -112,7 +112,7 @@ def info(options: argparse.Namespace) -> int:
         [
             f"{found.speedup:g}x",
             f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
-            str(found.schedule.prompt_budget),
+            str(found.schedule.prompt_depth),
             f"{found.layers:.2f}",
             f"{found.predicted:.2f}x",
             f"{found.whole:.2f}x",

@@ -117,7 +117,7 @@ def describe_schedules(prepared: Prepared) -> list[str]:
     of = "decoding" if over == "decode" else "prompt and decoding"
     return [
         f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over "
-        f"{schedule.horizon} tokens, {schedule.prompt_budget} for prompts, predicted "
+        f"{schedule.horizon} tokens, {schedule.prompt_depth} for prompts, predicted "
         f"{cost.speedup(schedule, over=over):.2f}x of {of}"
         for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True)
     ]
@@ -161,6 +161,8 @@ def recipe_sampler(
         "over": section.over,
         "batch_size": section.batch_size,
     }
+    if section.prompt_stop is not None:
+        solver["prompt_stop"] = section.prompt_stop
     if section.prompt_length is not None:
         solver["prompt_length"] = section.prompt_length
     if rows is not None:

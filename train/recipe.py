@@ -80,6 +80,12 @@ class ScheduleSection(Section):
     prompt: PromptPolicy | int = Field(
         "full", description="full: prompts run every layer; max: those of the largest budget; a number: so many at most"
     )
+    prompt_stop: int | None = Field(
+        None,
+        ge=1,
+        description="layers that prompts' tokens run before they stop: those above take keys and values from that "
+        "state (SwiftKV), and the last token alone runs on; null: they don't stop",
+    )
     warmup_layers: int = Field(1, ge=1, description="layers at the bottom that always run")
     spread: float = Field(0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is constant")
     over: Over = Field(

@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--speedup", dest="speedups", type=float, nargs="+", default=targets, metavar="X", help="targets; 1x is added")
     over = "what a target is of: decoding (default), or prompt and decoding together"
     add("--over", choices=get_args(Over), default="decode", help=over)
+    stop = "layers that prompts run before they stop, as schedule.prompt_stop of a recipe; default: they don't"
+    add("--prompt-stop", type=int, metavar="N", help=stop)
     kinds = "kinds to time, as in skip_generate; default: what it chooses"
     add("--weights", nargs="+", choices=get_args(Weights), help=kinds)
     beside = "on the same weights, in turns with ours; default: transformers. CTranslate2 (in float32 or int8) needs "

@@ -187,7 +187,7 @@ COLUMNS: list[Column[SpeedRow]] = [
     ("weights", lambda r: r.weights),
     ("asked", lambda r: f"{r.speedup_target:g}x"),
     ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
-    ("of prompts", lambda r: f"{SkipSchedule.from_dict(r.schedule).prompt_budget}"),
+    ("of prompts", lambda r: f"{SkipSchedule.from_dict(r.schedule).prompt_depth}"),
     ("prefill s", lambda r: f"{r.prefill_seconds:.3f}"),
     ("decode s", lambda r: f"{r.decode_seconds:.3f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.1f}"),

@@ -31,6 +31,7 @@ class SpeedRequest:
     new_tokens: int = 64
     speedups: tuple[float, ...] = (1, 2, 3, 4, 5)
     over: Over = "decode"
+    prompt_stop: int | None = None
     weights: tuple[Weights, ...] | None = None
     peers: tuple[str, ...] = ("transformers",)
     repeats: int = 5
@@ -41,6 +42,7 @@ class SpeedRequest:
         counts = [("--batch-size", size, 1) for size in self.batch_sizes]
         counts += [("--prompt-length", self.prompt_length, 1), ("--new-tokens", self.new_tokens, 2)]
         counts += [("--repeats", self.repeats, 1)]
+        counts += [("--prompt-stop", self.prompt_stop, 1)] if self.prompt_stop is not None else []
         counts += [("--vocab-size", self.vocab_size, 1)] if self.vocab_size is not None else []
         for name, number, least in counts:
             if not least <= number <= LARGEST:

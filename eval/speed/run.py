@@ -27,7 +27,7 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve
 from skipdecode.calibrate import SHORT
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
-from skipdecode.families import text_config
+from skipdecode.families import decoder_layers, text_config
 from skipdecode.files import write_whole
 from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
@@ -63,7 +63,7 @@ def benchmark(request: SpeedRequest) -> None:
     """
     device = resolve_device(request.device)
     model = _model(request, device)
-    _check_positions(model, request)
+    _check_sizes(model, request)
     peers = _peers(request.peers, model, request.weights or ("model",), device)
     journal = Journal(request.journal, _identity(request, model), "benchmark")
     rows: list[SpeedRow] = []
@@ -133,13 +133,16 @@ def _write(output: Path, report: SpeedReport) -> None:
     write_whole(output, report.to_json())
 
 
-def _check_positions(model: GenerativeModel, request: SpeedRequest) -> None:
+def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     if positions is not None and request.prompt_length + request.new_tokens - 1 > positions:
         raise ConfigError(
             f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens that is beyond the "
             f"model's {positions} positions"
         )
+    layers = len(decoder_layers(model))
+    if request.prompt_stop is not None and request.prompt_stop > layers:
+        raise ConfigError(f"--prompt-stop is {request.prompt_stop}: the model has {layers} layers")
 
 
 def _model(request: SpeedRequest, device: torch.device) -> GenerativeModel:
@@ -196,7 +199,8 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
             cost = measure_cost(model, **conditions, repeats=max(LEAST_REPEATS, request.repeats), steps=steps)
         for speedup in sorted({1.0, *request.speedups}):
             try:
-                schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1, over=request.over)
+                how: Any = {"over": request.over, "prompt_stop": request.prompt_stop}
+                schedule = solve_schedule(cost, speedup, horizon=request.new_tokens - 1, **how)
             except ConfigError as error:
                 plan["unreachable"].append(f"batch {batch_size}, {kind} weights, {speedup:g}x: {error}")
                 continue

@@ -86,7 +86,7 @@ def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str
     found = []
     for rows, average in zip(zip(*(report.rows for report in reports), strict=True), mean(reports).rows, strict=True):
         schedule = SkipSchedule.from_dict(rows[0].schedule)
-        line = [rows[0].label, f"{schedule.prompt_budget}", f"{schedule.max_layers} to {schedule.min_layers}"]
+        line = [rows[0].label, f"{schedule.prompt_depth}", f"{schedule.max_layers} to {schedule.min_layers}"]
         line += [f"{average.speed(over).median:.2f}x" for over in get_args(Over)]
         for metric in metrics:
             each = ", ".join(metric.show(row.scores[metric.name]) for row in rows)

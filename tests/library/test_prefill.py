@@ -14,6 +14,7 @@ from skipdecode.projections import Weights
 
 FULL = SkipSchedule(LAYERS, 5, 2, horizon=4)
 AS_MAX = SkipSchedule(LAYERS, 4, 2, horizon=4, prompt="max")
+STOPPED = SkipSchedule(LAYERS, 4, 2, horizon=4, prompt_stop=2)
 STEPS = 6
 
 
@@ -31,7 +32,8 @@ def run_lean(
     model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor, weights: Weights = "model"
 ) -> tuple[torch.Tensor, PlannedCache]:
     cache = PlannedCache(schedule, STEPS)
-    logits = LeanDecoder(model, weights).prefill(ids, schedule.prompt_layers, cache, mask)
+    decoder = LeanDecoder(model, weights)
+    logits = decoder.prefill(ids, schedule.prompt_layers, cache, mask, stop=schedule.prompt_stop)
     return logits, cache
 
 
@@ -56,7 +58,7 @@ def assert_prefills_alike(model: Any, schedule: SkipSchedule, ids: torch.Tensor,
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", [FULL, AS_MAX], ids=["full", "max"])
+@pytest.mark.parametrize("schedule", [FULL, AS_MAX, STOPPED], ids=["full", "max", "stopped"])
 def test_logits_keys_and_values_are_the_models_own(name: str, schedule: SkipSchedule) -> None:
     model = fresh_model(name)
     assert why_not_lean(model) is None

@@ -20,6 +20,7 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
     most = draw(st.integers(1, depth))
     least = draw(st.integers(1, most))
     decay = draw(st.sampled_from(DECAYS))
+    warmup = draw(st.integers(1, least))
     rate = None
     if decay == "step":
         rate = draw(st.none() | st.integers(2, 9))
@@ -29,12 +30,13 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         num_layers=depth,
         max_layers=most,
         min_layers=least,
-        warmup_layers=draw(st.integers(1, least)),
+        warmup_layers=warmup,
         horizon=draw(st.integers(1, 80)),
         decay=decay,
         placement=draw(st.sampled_from(PLACEMENTS)),
         prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, depth)),
         decay_rate=rate,
+        prompt_stop=draw(st.none() | st.integers(warmup, depth)),
     )
 
 
@@ -75,6 +77,18 @@ def test_columns_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: i
         runs = [layer in schedule.prompt_layers] * prompt + [layer in schedule.layers_at(i) for i in range(generated)]
         assert runs == [True] * cutoffs[layer] + [False] * (columns - cutoffs[layer])
     assert schedule.column_share(prompt, columns) == pytest.approx(sum(cutoffs) / (columns * schedule.num_layers))
+
+
+@given(schedules(), st.integers(1, 50))
+def test_columns_that_stop_are_all_but_the_prompts_last_one(schedule: SkipSchedule, prompt: int) -> None:
+    ran = schedule.prompt_layers[: schedule.prompt_stop]
+    assert schedule.prompt_depth == len(ran)
+    for layer, stopped in enumerate(schedule.stopped_columns(prompt)):
+        assert stopped == (prompt - 1 if layer in schedule.prompt_layers and layer not in ran else 0)
+
+
+def test_a_schedule_without_a_stop_is_written_as_before_there_was_one() -> None:
+    assert "prompt_stop" not in SkipSchedule(6, 3, 2).to_dict()
 
 
 @given(schedules())

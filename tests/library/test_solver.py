@@ -34,6 +34,7 @@ OPT_1_3B = CostModel(
     embedding_values=4096,
     cache_values=4096,
     value_bytes=2,
+    stopped_share=3 * 2048 * 2048 / 50_358_272,
 )
 
 
@@ -52,7 +53,7 @@ def test_sizes_of_opt_1_3b_are_read_from_its_config() -> None:
     hidden, inner = 2048, 8192
     assert cost.layer_parameters == 4 * (hidden * hidden + hidden) + 2 * hidden * inner + inner + hidden + 4 * hidden
     assert cost.head_parameters == 50272 * hidden
-    assert cost == OPT_1_3B
+    assert cost == OPT_1_3B  # queries, keys and values are three of those projections, without their biases
 
 
 @pytest.mark.parametrize("kind", ["opt", "opt-350m"])
@@ -191,6 +192,44 @@ def test_the_time_of_prompts_is_counted_by_hand() -> None:
     full = SkipSchedule.full_depth(24, horizon=9)
     whole = (cost.prefill_seconds(24) + cost.decode_seconds(full)) / (computed + cost.decode_seconds(schedule))
     assert cost.speedup(schedule, over="all") == pytest.approx(whole)
+
+
+def test_the_time_of_prompts_that_stop_is_counted_by_hand() -> None:
+    """Above the stop queries, keys and values alone are made of all tokens, and the last one of each text runs."""
+    cost = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=Machine(1e11, 1e12))
+    schedule = SkipSchedule(24, 6, 2, horizon=9, prompt_stop=10)
+    share = 3 * 2048 * 2048 / 50_358_272
+    above = share * (cost.prefill_seconds(24) - cost.prefill_seconds(10))
+    last = cost.step_seconds(24, 0) - cost.step_seconds(10, 0)
+    assert cost.prompt_seconds(schedule) == pytest.approx(cost.prefill_seconds(10) + above + last)
+    full = SkipSchedule.full_depth(24, horizon=9)
+    whole = cost.prefill_seconds(24) + cost.decode_seconds(full)
+    assert cost.speedup(schedule, over="all") == pytest.approx(
+        whole / (cost.prompt_seconds(schedule) + cost.decode_seconds(schedule))
+    )
+    assert cost.prompt_seconds(replace(schedule, prompt="max")) == cost.prefill_seconds(6), "which end before"
+
+
+@pytest.mark.parametrize("speedup", [1.2, 1.5, 2, 4])
+def test_prompts_that_stop_leave_new_tokens_more_layers_at_the_same_speed(speedup: float) -> None:
+    long: Any = {"over": "all", "prompt_length": 1500, "batch_size": 8, "horizon": 48}
+    stopped = solve_schedule(OPT_1_3B, speedup, prompt_stop=6, **long)
+    whole = solve_schedule(OPT_1_3B, speedup, **long)
+    cost = OPT_1_3B.at(prompt_length=1500, batch_size=8)
+    assert cost.speedup(stopped, over="all") >= speedup
+    assert stopped.prompt_stop == 6
+    assert stopped.mean_budget(48) >= whole.mean_budget(48)
+    assert speedup == 4 or stopped.mean_budget(48) > whole.mean_budget(48)
+
+
+def test_full_depth_has_no_stop_and_a_stop_lies_between_warmup_and_depth() -> None:
+    assert solve_schedule(OPT_1_3B, 1, prompt_stop=6).prompt_stop is None
+    with pytest.raises(ConfigError, match=r"prompt_stop is 25: it must lie between warmup_layers \(1\) and num_layers"):
+        solve_schedule(OPT_1_3B, 2, prompt_stop=25)
+    with pytest.raises(ConfigError, match=r"prompt_stop is 1: it must lie between warmup_layers \(2\)"):
+        solve_schedule(OPT_1_3B, 2, warmup_layers=2, prompt_stop=1)
+    with pytest.raises(ConfigError, match="prompt_stop"):
+        SkipSchedule(6, 3, 2, prompt_stop=True)
 
 
 def test_a_cost_that_knows_no_prompts_has_no_whole() -> None:

@@ -87,15 +87,17 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         return SkipSchedule.full_depth(LAYERS)
     most = draw(st.integers(1, LAYERS))
     least = draw(st.integers(1, most))
+    warmup = draw(st.integers(1, least))
     return SkipSchedule(
         num_layers=LAYERS,
         max_layers=most,
         min_layers=least,
-        warmup_layers=draw(st.integers(1, least)),
+        warmup_layers=warmup,
         horizon=draw(st.integers(1, MOST_NEW_TOKENS)),
         decay=draw(st.sampled_from(["linear", "constant", "power", "exponential", "step", "cosine"])),
         placement=draw(st.sampled_from(["top", "bottom", "even", "ends"])),
         prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, LAYERS)),
+        prompt_stop=draw(st.none() | st.integers(warmup, LAYERS)),
     )
 
 

@@ -2,7 +2,7 @@
 
 Written from the definition, with no cache, no prefixes and nothing of `skipdecode` but the schedule's `layers_at`.
 Every layer is computed for every token and then discarded where the token doesn't run it; a token that doesn't run a
-layer gives that layer no key and no value.
+layer gives that layer no key and no value, but for those of a prompt that has stopped below it.
 """
 
 import math
@@ -18,6 +18,8 @@ def tokens_by_layers(schedule: SkipSchedule, prompt_columns: int, columns: int) 
     runs = torch.zeros(columns, schedule.num_layers, dtype=torch.bool)
     for column in range(columns):
         on_prompt = schedule.prompt_layers if column < prompt_columns else ()
+        if column < prompt_columns - 1:
+            on_prompt = on_prompt[: schedule.prompt_stop]
         for layer in on_prompt or schedule.layers_at(column - prompt_columns):
             runs[column, layer] = True
     return runs
@@ -30,6 +32,8 @@ def naive_logits(
     decoder = model.model.decoder
     columns = input_ids.shape[1]
     runs = tokens_by_layers(schedule, prompt_columns, columns)
+    gives = runs.clone()
+    gives[:prompt_columns, schedule.prompt_layers] = True
     positions = (mask.cumsum(1) * mask - 1).long()
     hidden = decoder.embed_tokens(input_ids)
     if decoder.project_in is not None:
@@ -37,7 +41,7 @@ def naive_logits(
     hidden = hidden + nn.functional.embedding(positions + 2, decoder.embed_positions.weight)
     causal = torch.ones(columns, columns, dtype=torch.bool).tril()
     for index, layer in enumerate(decoder.layers):
-        visible = causal & runs[:, index] & mask.bool()[:, None, :]  # [batch, queries, keys]
+        visible = causal & gives[:, index] & mask.bool()[:, None, :]  # [batch, queries, keys]
         after = _layer(layer, hidden, visible)
         hidden = torch.where(runs[:, index][None, :, None], after, hidden)
     if decoder.final_layer_norm is not None:
