@@ -82,7 +82,8 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
             f"prompts run all {schedule.num_layers} layers under this schedule, so that none can be dropped: "
             "train with schedule.prompt=max"
         )
-    smaller = replace(schedule, num_layers=len(kept))
+    stop = schedule.prompt_stop if schedule.stopped_layers else None
+    smaller = replace(schedule, num_layers=len(kept), prompt_stop=stop)
     for budget in (*range(schedule.min_layers, schedule.max_layers + 1), schedule.prompt_budget):
         if tuple(kept[n] for n in smaller.layers_for(budget)) != schedule.layers_for(budget):
             raise ConfigError(

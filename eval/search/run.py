@@ -189,7 +189,7 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
             config = replace(config, schedules={})
     default = config.schedule_for(cost, speedup, over="decode")
     steps = config.horizon or default.horizon  # the default's own may be longer, to meet the target
-    budget = Budget(cost, speedup, steps=steps, prompt=default.prompt)
+    budget = Budget(cost, speedup, steps=steps, prompt=default.prompt, prompt_stop=default.prompt_stop)
     horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * steps)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
     schedules = choose_schedules(

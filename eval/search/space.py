@@ -66,13 +66,14 @@ class Budget:
         cost: of decode steps.
         speedup: the target, above 1.
         steps: generated tokens over which the speed of every schedule is predicted.
-        prompt: what prompts run.
+        prompt, prompt_stop: what prompts run.
     """
 
     cost: Cost
     speedup: float
     steps: int
     prompt: PromptPolicy | int = "full"
+    prompt_stop: int | None = None
 
     @property
     def over_steps(self) -> OverSteps:
@@ -140,6 +141,7 @@ def choose_schedules(
                 decay_rate=rate,
                 placement=_pick(space.placements, point[4]),
                 prompt=budget.prompt,
+                prompt_stop=budget.prompt_stop,
                 spread=point[5],
             )
         except ConfigError as error:
@@ -157,7 +159,8 @@ def choose_schedules(
 
 def behaviour(schedule: SkipSchedule, tokens: int) -> Hashable:
     """The layers that the prompt and the first `tokens` generated tokens run: equal for two that do the same."""
-    return schedule.num_layers, schedule.prompt_layers, tuple(schedule.layers_at(i) for i in range(tokens))
+    prompt = schedule.prompt_layers, schedule.prompt_depth
+    return schedule.num_layers, *prompt, tuple(schedule.layers_at(i) for i in range(tokens))
 
 
 def spread_of(schedule: SkipSchedule) -> float:

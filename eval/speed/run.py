@@ -140,8 +140,8 @@ def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:
             f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens that is beyond the "
             f"model's {positions} positions"
         )
-    layers = len(decoder_layers(model))
-    if request.prompt_stop is not None and request.prompt_stop > layers:
+    if request.prompt_stop is not None and request.prompt_stop > len(decoder_layers(model)):
+        layers = len(decoder_layers(model))
         raise ConfigError(f"--prompt-stop is {request.prompt_stop}: the model has {layers} layers")
 
 

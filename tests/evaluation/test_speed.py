@@ -130,6 +130,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
         ({"--speedup": "2 2"}, "name each once"),
         ({"--batch-size": "2 2"}, "--batch-size is [2, 2]: name each once"),
         ({"--prompt-length": "100000"}, "beyond the model's 2048 positions"),
+        ({"--prompt-stop": "99"}, "--prompt-stop is 99: the model has 4 layers"),
         ({"--output": "tiny.yaml/speed.json"}, "can't be written: Not a directory"),
         ({"--output": "/proc/speed.json"}, "/proc/speed.json can't be written"),
         ({"--device": "meta"}, "--device is 'meta'"),

@@ -13,13 +13,14 @@ from lean_cases import tiny
 from naive_opt import naive_logits
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_opt
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
 from skipdecode.families import FAMILIES, decoder_layers
 
 SCHEDULE = SkipSchedule(6, 4, 2, horizon=5)
+STOPPED = SkipSchedule(6, 4, 2, horizon=5, prompt_stop=2)
 
 
 def test_every_family_in_the_table_is_tested() -> None:
@@ -69,7 +70,8 @@ def test_a_forward_that_somebody_else_replaced_still_runs_on_the_prefix() -> Non
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_gradient_checkpointing_changes_no_gradient(attention: str) -> None:
+@pytest.mark.parametrize("schedule", [SCHEDULE, STOPPED], ids=["", "prompts that stop"])
+def test_gradient_checkpointing_changes_no_gradient(schedule: SkipSchedule, attention: str) -> None:
     ids, mask = whole_batch()
 
     def gradients(checkpointing: bool) -> list[torch.Tensor]:
@@ -78,10 +80,10 @@ def test_gradient_checkpointing_changes_no_gradient(attention: str) -> None:
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        with skip_layers(model, SCHEDULE, prompt_columns=6) as gate:
+        with skip_layers(model, schedule, prompt_columns=6) as gate:
             loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
         loss.backward()  # layers are run again here, outside of the context
-        assert gate.layer_columns == sum(SCHEDULE.column_cutoffs(6, 14))
+        assert gate.layer_columns == sum(schedule.column_cutoffs(6, 14))
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     for with_it, without in zip(gradients(True), gradients(False), strict=True):
@@ -190,6 +192,25 @@ def test_what_cannot_be_attached_is_refused_with_a_reason(change: dict[str, Any]
     ids, mask = whole_batch()
     with pytest.raises(ConfigError, match=message), skip_layers(**request):
         request["model"](ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_layers_above_a_stop_hold_keys_and_values_of_the_state_that_the_prompt_stopped_with(stop: int) -> None:
+    model = tiny_opt("opt", 6, seed=3)
+    ids, prompt = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0)), 7
+    with skip_layers(model, SkipSchedule(6, 6, 6, prompt_stop=stop), prompt_columns=prompt):
+        logits = model(ids).logits[:, prompt - 1 :]
+    # By transformers' own cache: what the upper layers hold of the prompt is written by hand.
+    cache = DynamicCache(config=model.config)
+    state = model(ids[:, : prompt - 1], past_key_values=cache, output_hidden_states=True).hidden_states[stop]
+    for layer, held in list(zip(model.model.decoder.layers, cache.layers, strict=True))[stop:]:
+        normed, attention = layer.self_attn_layer_norm(state), layer.self_attn
+        for name in ("keys", "values"):
+            written = getattr(attention, f"{name[0]}_proj")(normed)
+            getattr(held, name).copy_(written.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2))
+    expected = model(ids[:, prompt - 1 :], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits, model(ids).logits[:, prompt - 1 :], atol=1e-2)
 
 
 def test_attaching_twice_is_refused() -> None:

@@ -27,21 +27,24 @@ def test_the_smaller_schedule_runs_the_same_layers(data: Any) -> None:
     depth = data.draw(st.integers(2, 40))
     most = data.draw(st.integers(1, depth))
     least = data.draw(st.integers(1, most))
+    warmup = data.draw(st.integers(1, least))
     schedule = SkipSchedule(
         depth,
         most,
         least,
-        warmup_layers=data.draw(st.integers(1, least)),
+        warmup_layers=warmup,
         horizon=data.draw(st.integers(1, 30)),
         placement=data.draw(st.sampled_from(["top", "bottom", "ends"])),
         decay=data.draw(st.sampled_from(["linear", "cosine", "exponential"])),
         prompt="max",
+        prompt_stop=data.draw(st.none() | st.integers(warmup, depth)),
     )
     kept, smaller = pruned_schedule(schedule)
     assert smaller.num_layers == len(kept) == most
     for i in range(schedule.horizon + 3):
         assert tuple(kept[n] for n in smaller.layers_at(i)) == schedule.layers_at(i)
     assert tuple(kept[n] for n in smaller.prompt_layers) == schedule.prompt_layers
+    assert tuple(kept[n] for n in smaller.stopped_layers) == schedule.stopped_layers
 
 
 def test_what_cannot_be_pruned_is_refused() -> None:
@@ -169,12 +172,18 @@ def test_a_standalone_model_has_the_layers_that_every_token_runs_or_is_refused(d
         placement=data.draw(st.sampled_from(["top", "bottom", "even", "ends"])),
         decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
         prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(most, depth))),
+        prompt_stop=data.draw(st.none() | st.integers(1, depth)),
     )
-    sets = {schedule.prompt_layers, *(schedule.layers_at(i) for i in range(20))}
+    sets = {
+        schedule.prompt_layers,
+        schedule.prompt_layers[: schedule.prompt_stop],
+        *(schedule.layers_at(i) for i in range(20)),
+    }
     if len(sets) == 1:
         assert standalone_layers(schedule) in sets
     else:
-        with pytest.raises(ConfigError, match=r"train with schedule\.decay=constant and schedule\.prompt=max"):
+        train = r"train with schedule\.(decay=constant and schedule\.prompt=max|prompt_stop=null)"
+        with pytest.raises(ConfigError, match=train):
             standalone_layers(schedule)
 
 

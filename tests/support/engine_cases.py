@@ -17,7 +17,7 @@ SCHEDULES = [
     SkipSchedule.full_depth(DEPTH),
     SkipSchedule(DEPTH, 4, 2, horizon=5),
     SkipSchedule(DEPTH, 3, 1, horizon=9, prompt="max"),
-    SkipSchedule(DEPTH, 5, 2, warmup_layers=2, horizon=7),
+    SkipSchedule(DEPTH, 5, 2, warmup_layers=2, horizon=7, prompt_stop=3),
     SkipSchedule(DEPTH, 5, 3, placement="even"),
     SkipSchedule(DEPTH, 4, 1, placement="bottom", decay="constant", horizon=4),
 ]
