@@ -74,7 +74,7 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
         "usual": f"{sorted(remembered.schedules)[len(remembered.schedules) // 2]:g}",
         "default": _default_speedup(folder),
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
-        "prompt_layers": "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget",
+        "prompt_layers": _prompt_layers(remembered),
         "data": _DATA.get(task, (f"The task {task}.", None))[0],
         **texts,
         **(_frontier(report, folder) if report is not None else {"rows": []}),
@@ -84,6 +84,13 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
     )
     write_whole(path, str(card).strip() + "\n")
     return path
+
+
+def _prompt_layers(remembered: SkipConfig) -> str:
+    """The layers that prompts run, in words."""
+    stop = remembered.solver.get("prompt_stop")
+    layers = "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget"
+    return layers if stop is None else f"the first {stop} of {layers}, and the others read what they gave"
 
 
 def _default_speedup(folder: Path) -> str | None:

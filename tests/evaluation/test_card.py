@@ -9,6 +9,7 @@ from small_runs import train_small
 
 import eval.cli
 from eval.card import CARD, MARK
+from skipdecode.checkpoint import SkipConfig
 
 UNMEASURED = "Not measured yet"
 
@@ -40,6 +41,18 @@ def test_an_evaluation_into_a_finished_run_updates_its_card(run: Path) -> None:
         )
     assert "](eval/frontier.png)" in text
     assert "--trust-remote-code` decodes at 2x;" in text
+
+
+def test_a_checkpoint_whose_prompts_stop_says_so_and_is_evaluated_so(tmp_path: Path) -> None:
+    run = train_small(tmp_path / "run", "train.max_steps=1", "schedule.prompt=full", "schedule.prompt_stop=2")
+    assert "the prompt runs\nthe first 2 of all layers, and the others read what they gave." in (run / CARD).read_text()
+    trained = SkipConfig.load(run)
+    assert trained is not None
+    stops = {speedup: schedule.prompt_stop for speedup, schedule in trained.schedules.items()}
+    assert stops == {speedup: None if speedup == 1 else 2 for speedup in stops}
+    assert evaluate(run, run / "eval") == 0
+    rows = json.loads((run / "eval" / "report.json").read_text())["rows"]
+    assert [row["schedule"].get("prompt_stop") for row in rows] == [None, 2]
 
 
 def test_an_evaluation_elsewhere_leaves_the_card_alone(run: Path, tmp_path: Path) -> None:
