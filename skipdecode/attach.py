@@ -240,8 +240,8 @@ def skip_layers(
     The batch must be laid out in columns: prompts padded on the left to `prompt_columns`, completions starting in
     column `prompt_columns`, padded on the right. Columns of a prompt that stops (`SkipSchedule.prompt_stop`) pass by
     the layers above unchanged; these run on them all the same, for their keys and values, so training gets no cheaper
-    by it. Works with gradient checkpointing, peft-wrapped models and inference mode. It holds for the thread that enters
-    it: another one that uses the model meanwhile runs every layer.
+    by it. Works with gradient checkpointing, peft-wrapped models and inference mode. It holds for the thread that
+    enters it: another one that uses the model meanwhile runs every layer.
 
     Args:
         model: a causal language model of transformers, wrapped or not.
