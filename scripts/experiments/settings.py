@@ -22,7 +22,7 @@ from eval.results import Report, Row
 from eval.score.metric import Metric
 from eval.score.registry import short
 from eval.tables import Table
-from scripts.experiments.runner import Experiment, make_parser, run_experiment
+from scripts.experiments.runner import SPEEDS, Experiment, at_speeds, make_parser, run_experiment
 from scripts.experiments.variants import Variants
 from skipdecode import SkipSchedule
 from skipdecode.command import run_command
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", required=True, metavar="KEY=VALUE", help="what is compared")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the training")
     parser.add_argument("--over", choices=get_args(Over), default="decode", help="the speed that is drawn")
+    parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="that are evaluated")
     options = parser.parse_intermixed_args()
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
     overrides = {name: (*each.split(), f"train.seed={seed}") for (each, seed), name in names.items()}
@@ -68,7 +69,8 @@ def main() -> int:
         return {each: mean(several) for each, several in by_setting(reports).items()}
 
     seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
-    return run_experiment(options, Experiment("settings", seeds, made, table, means, over=options.over))
+    evaluations = {"evaluations": lambda name, run: {name: at_speeds(options.speedups)}}
+    return run_experiment(options, Experiment("settings", seeds, made, table, means, over=options.over, **evaluations))
 
 
 def last_losses(run: Path) -> dict[str, str]:

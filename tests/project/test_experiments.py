@@ -8,21 +8,20 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from finished_runs import write_run
 from small_runs import SMALL, metrics
-from tiny_models import VOCABULARY, ragged_prompts, tiny_opt
-from transformers import AutoModelForCausalLM, DynamicCache
+from tiny_models import ragged_prompts
+from transformers import AutoModelForCausalLM
 
 import eval.output
 import train.run
 from eval.output import only_writer
-from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings, swiftkv
+from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings
 from scripts.experiments.from_trained import Way
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
-from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
+from skipdecode import ConfigError, CostModel, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from train.recipe import load_recipe
 from train.run import run
@@ -247,22 +246,3 @@ def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
     assert len(set(prompt[:-1])) == 3
     assert set(prompt[:-1]) < told
     assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
-
-
-@pytest.mark.parametrize("stop_after", [1, 2])
-def test_swiftkv_fills_the_cache_above_from_the_state_that_the_prompt_stopped_with(stop_after: int) -> None:
-    model = tiny_opt("opt", 4, seed=3).double()
-    ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
-    prompt = 7
-    with swiftkv.stopped_prompts(stop_after, model, SkipSchedule.full_depth(4), prompt_columns=prompt):
-        logits = model(ids).logits[:, prompt - 1 :]
-    # By transformers' own cache: what the upper layers hold of the prompt is written by hand.
-    cache = DynamicCache(config=model.config)
-    state = model(ids[:, : prompt - 1], past_key_values=cache, output_hidden_states=True).hidden_states[stop_after]
-    for layer, held in list(zip(model.model.decoder.layers, cache.layers, strict=True))[stop_after:]:
-        normed, attention = layer.self_attn_layer_norm(state), layer.self_attn
-        for name in ("keys", "values"):
-            written = getattr(attention, f"{name[0]}_proj")(normed)
-            getattr(held, name).copy_(written.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2))
-    torch.testing.assert_close(logits, model(ids[:, prompt - 1 :], past_key_values=cache).logits)
-    assert not torch.allclose(logits, model(ids).logits[:, prompt - 1 :])
