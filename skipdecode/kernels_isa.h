@@ -1180,10 +1180,11 @@ template <class T> struct Heads {
   T *at(void *cache, int token, int kv, int column) const {
     return (T *)cache + step.row[token] * layer.row_stride + kv * layer.head_stride + (int64_t)column * block.head_dim;
   }
-  void place(int token, int kv) const {  // its queries, and its key and value into the cache
+  // Its queries, where they are asked for, and its key and value into the cache.
+  void place(int token, int kv, bool asked = true) const {
     const float *cos = step.cos + (int64_t)token * step.rotary_stride, *sin = step.sin + (int64_t)token * step.rotary_stride;
     int group = block.heads / block.kv_heads;
-    for (int n = 0; n <= group; n++) {
+    for (int n = asked ? 0 : group; n <= group; n++) {
       float *h = n < group ? head(token, 0, kv * group + n) : head(token, 1, kv);
       const Norm &norm = n < group ? block.query_norm : block.key_norm;
       if (norm.kind) norm_row(norm, h, h, block.head_dim);
@@ -1245,7 +1246,12 @@ static void attention(const Heads<T> &heads, const int32_t *last, int count, flo
     }
   } else {
 #pragma omp for schedule(static)
-    for (int task = 0; task < tokens * kv_heads; task++) heads.place(task / kv_heads, task % kv_heads);
+    for (int task = 0; task < tokens * kv_heads; task++) {
+      int token = task / kv_heads;
+      bool asked = !last;
+      for (int i = 0; i < count && !asked; i++) asked = last[i] == token;
+      heads.place(token, task % kv_heads, asked);
+    }
     if (heads.step.last && !last) {
 #pragma omp for schedule(dynamic)
       for (int task = 0; task < heads.step.last_count * all; task++)
@@ -1294,6 +1300,47 @@ static void gather(float *to, const float *rows, const int32_t *at, int count, i
   for (int i = 0; i < count; i++) __builtin_memmove(to + (int64_t)i * n, rows + (int64_t)at[i] * n, 4 * n);
 }
 
+// Outputs [from, to) of a projection; `from` is a multiple of 16.
+static Linear part_of(const Linear &linear, int from, int to) {
+  Linear part = linear;
+  int64_t inputs = padded_inputs(linear);
+  part.outputs = to - from;
+  if (linear.bias) part.bias += from;
+  if (linear.kind == INT8) part.scale += from;
+  if (linear.kind == INT4) part.scale = (const float *)((const bf16 *)linear.scale + from * inputs / GROUP);
+  part.weight = (const char *)linear.weight + (linear.kind == INT4 ? from * inputs / 2
+                                                                   : from * inputs * (linear.kind == FLOAT32    ? 4
+                                                                                      : linear.kind == BFLOAT16 ? 2
+                                                                                                                : 1));
+  return part;
+}
+
+// Queries, keys and values [rows][width] of `x`; with `last`, queries of these rows alone.
+static void project_heads(const Block &block, const float *x, const Step &step, const Buffers &buffers, int width,
+                          const int32_t *last) {
+  int rows = step.tokens, n = step.hidden_size, queries = block.heads * block.head_dim, count = step.last_count;
+  const Linear &first = block.qkv[0];
+  bool together = block.projections == 1;
+  if (last && !block.interleaved && (!together || queries % 16 == 0)) {
+    Linear asked = together ? part_of(first, 0, queries) : first;
+#pragma omp single
+    gather(buffers.alone, x, last, count, n);
+    prepare(asked, buffers.alone, buffers.inputs, count);
+    project(asked, buffers.alone, buffers.inputs, count, {buffers.attended, queries, STORE, NO_ACTIVATION});
+#pragma omp single
+    for (int i = 0; i < count; i++)
+      __builtin_memcpy(buffers.qkv + (int64_t)last[i] * width, buffers.attended + (int64_t)i * queries, 4 * queries);
+  } else {
+    last = 0;
+  }
+  prepare(first, x, buffers.inputs, rows);
+  if (together && last)
+    project(part_of(first, queries, first.outputs), x, buffers.inputs, rows,
+            {buffers.qkv + queries, width, STORE, NO_ACTIVATION});
+  for (int i = 0, at = 0; i < block.projections && !(together && last); at += block.qkv[i++].outputs)
+    if (i || !last) project(block.qkv[i], x, buffers.inputs, rows, {buffers.qkv + at, width, STORE, NO_ACTIVATION});
+}
+
 // With `last`, the rest of the layer is of these tokens alone: all others give keys and values, and stay as they are.
 static void run_layer(const Block &block, const Step &step, const Layer &layer, const Buffers &buffers, float *scores,
                       const int32_t *last) {
@@ -1305,10 +1352,8 @@ static void run_layer(const Block &block, const Step &step, const Layer &layer, 
     feed = normed;
     if (block.mlp_norm.kind) normalise(block.mlp_norm, hidden, feed = buffers.feed, rows, n);
   }
-  prepare(block.qkv[0], normed, inputs, rows);
   for (int i = 0; i < block.projections; i++) width += block.qkv[i].outputs;
-  for (int i = 0, first = 0; i < block.projections; first += block.qkv[i++].outputs)
-    project(block.qkv[i], normed, inputs, rows, {buffers.qkv + first, width, STORE, NO_ACTIVATION});
+  project_heads(block, normed, step, buffers, width, last);
   int going = last ? step.last_count : rows;
   if (step.cache_type == FLOAT32)
     attention(Heads<float>{block, step, layer, buffers.qkv, width}, last, going, scores, buffers.columns, buffers.attended);
