@@ -11,7 +11,7 @@ from torch import nn
 
 from skipdecode.cache import PlannedLayer
 from skipdecode.families import BlockParts
-from skipdecode.projections import Linear, project_together, sizes
+from skipdecode.projections import Linear, project_apart, project_together, sizes
 
 
 class StepInputs:
@@ -176,6 +176,8 @@ class LeanBlock:
         self.attention_function = _attend_on_cpu if on_cpu else F.scaled_dot_product_attention
         self.interleaved = parts.interleaved
         self.qkv = project_together(projections, make_linear)
+        queries = self.heads * self.head_dim
+        self.apart = None if self.interleaved else project_apart(projections, make_linear, queries)
         self.query_norm = Norm(getattr(attention, parts.query_norm)) if parts.query_norm else None
         self.key_norm = Norm(getattr(attention, parts.key_norm)) if parts.key_norm else None
         self.out = make_linear(*self.sources["out"])
@@ -197,21 +199,42 @@ class LeanBlock:
     def run_last(
         self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor
     ) -> torch.Tensor:
-        """The same for the rows `last`, to which alone the attention of `inputs` answers."""
+        """The same for the rows `last`, of which alone `inputs` takes queries."""
         normed = self.attention_norm(hidden) if self.norm_first else hidden
-        return self.finish(hidden[last], normed[last], self.attend(normed, cached, inputs))
+        return self.finish(hidden[last], normed[last], self.attend_last(normed, cached, inputs, last))
+
+    def attend_last(
+        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor
+    ) -> torch.Tensor:
+        """The attention of the rows `last`; keys and values are made of all."""
+        if self.apart is None:
+            query, key, value = self.parts_of(inputs.by_rows(self.project, hidden), inputs.rotary)
+            return inputs.attend(self, cached, query[last], key, value)
+        project_query, project_rest = self.apart
+        query = project_query(hidden[last]).view(len(last), -1, self.head_dim)
+        key, value = inputs.by_rows(project_rest, hidden).view(len(hidden), 2, -1, self.head_dim).unbind(1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if inputs.rotary is not None:
+            query, key = rotate(query, *(part[last] for part in inputs.rotary)), rotate(key, *inputs.rotary)
+        return inputs.attend(self, cached, query, key, value)
 
     def attend(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
         """The attention of `hidden` [rows, hidden], up to its output projection: [rows, heads * head_dim]."""
+        return inputs.attend(self, cached, *self.parts_of(inputs.by_rows(self.project, hidden), inputs.rotary))
+
+    def parts_of(
+        self, all_heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [rows, heads, head_dim], normed and rotated, of those that `project` gave."""
         rotated = self.heads + self.kv_heads
-        all_heads = inputs.by_rows(self.project, hidden)
         query_key, value = all_heads[:, :rotated], all_heads[:, rotated:]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key[:, : self.heads], query_key[:, self.heads :]
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
-        if inputs.rotary is not None:
-            query_key = rotate(query_key, *inputs.rotary)
-        return inputs.attend(self, cached, query_key[:, : self.heads], query_key[:, self.heads :], value)
+        if rotary is not None:
+            query_key = rotate(query_key, *rotary)
+        return query_key[:, : self.heads], query_key[:, self.heads :], value
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of `hidden` [rows, hidden]: [rows, heads + 2 * kv_heads, head_dim]."""

@@ -199,8 +199,8 @@ class CostModel:
         other_parameters: parameters outside layers, head and embeddings: final norm, projections.
         embedding_values: values of embedding rows that one token reads.
         cache_values: keys and values that one layer holds for one token.
-        stopped_share: of a layer's parameters, those that make queries, keys and values, which are all that it computes
-            of a prompt that has stopped (`SkipSchedule.prompt_stop`).
+        stopped_share: of a layer's parameters, those that make keys and values, which are all that it computes of a
+            prompt that has stopped (`SkipSchedule.prompt_stop`), where they lie apart from those of queries.
         value_bytes: bytes of a cached value, of an embedding's, and of a weight.
         weight_bytes: bytes of a weight where it is kept in another type, such as 1 for int8.
     """
@@ -239,7 +239,7 @@ class CostModel:
         apart = count_parameters([*(e.weight for e in embeddings), *head.parameters()])
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        made = config.hidden_size * head_dim * (config.num_attention_heads + 2 * heads)  # queries, keys and values
+        made = config.hidden_size * head_dim * 2 * heads  # keys and values
         return cls(
             num_layers=len(layers),
             layer_parameters=in_layers // len(layers),

@@ -25,7 +25,7 @@ class PromptInputs(StepInputs):
         batch: the number of texts.
         shown: where each token stands in the prompt, [batch * columns] flat; None where no column is hidden.
         last: the last token of each text [batch].
-        last_alone: whether attention is asked of these alone; keys and values always are of all.
+        last_alone: whether there are queries of these alone; keys and values always are of all.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class PromptInputs(StepInputs):
     def attend(
         self, block: LeanBlock, cached: PlannedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """As StepInputs.attend; of the last tokens where they are alone."""
+        """As StepInputs.attend; with queries of the last tokens alone where they are alone."""
         if self.last_alone:
-            return super().attend(block, cached, query[self.last], key, value)
+            return super().attend(block, cached, query, key, value)
         keys, values, _ = self.update_cache(cached, key, value, None)
         mask = self._mask(block.window)
         attended = F.scaled_dot_product_attention(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,21 @@ def project_together(projections: Sequence[nn.Module], make_linear: Callable[...
         biases: list[Any] = [p.bias for p in projections]
         fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
     return make_linear(fused)
+
+
+def project_apart(
+    projections: Sequence[nn.Module], make_linear: Callable[..., Linear], queries: int
+) -> tuple[Linear, Linear] | None:
+    """Queries, of so many outputs, and keys with values, each in a call; None where that takes a second copy."""
+    if make_linear is not plain_linear:
+        return None
+    if len(projections) == 1:
+        weight, bias = weight_of(projections[0]), cast(torch.Tensor | None, projections[0].bias)
+        biases = (None, None) if bias is None else (bias[:queries], bias[queries:])
+        asked = functools.partial(F.linear, weight=weight[:queries], bias=biases[0])
+        return asked, functools.partial(F.linear, weight=weight[queries:], bias=biases[1])
+    query, key, value = (plain_linear(projection) for projection in projections)
+    return query, lambda hidden: torch.cat([key(hidden), value(hidden)], dim=-1)
 
 
 MAKERS: dict[Weights, Callable[[Any], Linear]] = {

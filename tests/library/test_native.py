@@ -127,13 +127,15 @@ def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str) 
     torch.testing.assert_close(NativeLinear(weight, bias)(hidden).double(), expected, atol=0.5, rtol=1e-2)
 
 
-def logits_of(decoder: LeanDecoder, lengths: list[int], columns: int = 4) -> list[torch.Tensor]:
+def logits_of(
+    decoder: LeanDecoder, lengths: list[int], columns: int = 4, stop: int | None = None
+) -> list[torch.Tensor]:
     """Logits of a prompt and of some steps behind it, the same tokens whatever they are."""
     ids, mask = ragged_prompts(lengths, 4)
     layers = range(len(decoder.blocks))
     cache = PlannedCache(SkipSchedule.full_depth(len(layers)), columns)
     inputs = decoder.step_inputs(mask, columns)
-    found = [decoder.prefill(ids, layers, cache, mask)]
+    found = [decoder.prefill(ids, layers, cache, mask, stop=stop)]
     for step in range(columns):
         used = layers if step < 2 else layers[-3:]
         found.append(
@@ -156,8 +158,8 @@ def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
             ours, reference = LeanDecoder(model, "packed"), LeanDecoder(model, "model")
             exact = LeanDecoder(copy.deepcopy(model).float(), "model")
             assert ours._native is not None
-            for lengths in ([5, 12, 3], [6, 6]):
-                several = (logits_of(decoder, lengths) for decoder in (ours, reference, exact))
+            for lengths, stop in (([5, 12, 3], None), ([5, 12, 3], 2), ([6, 6], 3)):
+                several = (logits_of(decoder, lengths, stop=stop) for decoder in (ours, reference, exact))
                 for mine, theirs, right in zip(*several, strict=True):
                     if dtype == torch.float32:
                         torch.testing.assert_close(mine, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
@@ -212,7 +214,7 @@ def test_a_row_of_a_batch_is_bit_for_bit_that_row_alone(name: str, weights: Any,
             cache = PlannedCache(SkipSchedule.full_depth(len(layers)), 2)
             mask = torch.ones_like(ids)
             inputs = decoder.step_inputs(mask, 2)
-            found = [decoder.prefill(ids, layers, cache, mask)]
+            found = [decoder.prefill(ids, layers, cache, mask, stop=2)]
             found += [decoder(ids[:, step], layers, cache, inputs(step)) for step in range(2)]
             return torch.stack(found)
 

@@ -34,7 +34,7 @@ OPT_1_3B = CostModel(
     embedding_values=4096,
     cache_values=4096,
     value_bytes=2,
-    stopped_share=3 * 2048 * 2048 / 50_358_272,
+    stopped_share=2 * 2048 * 2048 / 50_358_272,
 )
 
 
@@ -53,7 +53,7 @@ def test_sizes_of_opt_1_3b_are_read_from_its_config() -> None:
     hidden, inner = 2048, 8192
     assert cost.layer_parameters == 4 * (hidden * hidden + hidden) + 2 * hidden * inner + inner + hidden + 4 * hidden
     assert cost.head_parameters == 50272 * hidden
-    assert cost == OPT_1_3B  # queries, keys and values are three of those projections, without their biases
+    assert cost == OPT_1_3B  # keys and values are two of those projections, without their biases
 
 
 @pytest.mark.parametrize("kind", ["opt", "opt-350m"])
@@ -195,10 +195,10 @@ def test_the_time_of_prompts_is_counted_by_hand() -> None:
 
 
 def test_the_time_of_prompts_that_stop_is_counted_by_hand() -> None:
-    """Above the stop queries, keys and values alone are made of all tokens, and the last one of each text runs."""
+    """Above the stop keys and values alone are made of all tokens, and the last one of each text runs."""
     cost = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=Machine(1e11, 1e12))
     schedule = SkipSchedule(24, 6, 2, horizon=9, prompt_stop=10)
-    share = 3 * 2048 * 2048 / 50_358_272
+    share = 2 * 2048 * 2048 / 50_358_272
     above = share * (cost.prefill_seconds(24) - cost.prefill_seconds(10))
     last = cost.step_seconds(24, 0) - cost.step_seconds(10, 0)
     assert cost.prompt_seconds(schedule) == pytest.approx(cost.prefill_seconds(10) + above + last)
