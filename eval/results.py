@@ -18,7 +18,7 @@ from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
 from skipdecode.ratio import Ratio
-from skipdecode.schedule import Over
+from skipdecode.schedule import Over, SkipSchedule
 
 FILE_NAME = "report.json"
 SystemKind = Literal["full depth", "skip", "calm", "lossless"]
@@ -380,9 +380,10 @@ def _layers_of(row: Row, schedule: dict[str, Any] | None) -> str:
         return f"λ {row.threshold.value:.4g}"
     if schedule is None:
         return "-"
-    prompt = schedule["prompt"]
-    layers = f"{schedule['max_layers']} to {schedule['min_layers']}"
-    return layers if prompt == "full" else f"{layers}, prompt {schedule['max_layers'] if prompt == 'max' else prompt}"
+    found = SkipSchedule.from_dict(schedule)
+    layers = f"{found.max_layers} to {found.min_layers}"
+    whole = found.prompt == "full" and not found.stopped_layers
+    return layers if whole else f"{layers}, prompt {found.prompt_depth}"
 
 
 SYSTEM: Column[Row] = ("system", lambda r: r.label)
