@@ -3,7 +3,6 @@
 import datetime
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ def _measure(
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
     depths = sorted({1, *(max(1, round(share * num_layers)) for share in DEPTHS)})
     inner: Any = unwrap(model)
-    timed: dict[tuple[int, int], list[dict[int, _Times]]] = {batch: [] for batch in batches}
+    timed: dict[tuple[int, int], list[_Repeat]] = {batch: [] for batch in batches}
     training = inner.training
     inner.eval()
     try:
@@ -88,6 +87,7 @@ def _measure(
                 turn = repeat % len(depths)
                 order = depths[turn:] + depths[:turn]
                 long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in order}
+                stopped = _time_text(inner, depths[-1], rows, columns, weights, SHORT, stop=1)[0]
                 if rows not in starts or columns >= _LONGER * starts[rows][0]:
                     starts[rows] = columns, _time_starts(inner, rows, columns, weights, long, steps)
                 times = {}
@@ -95,12 +95,11 @@ def _measure(
                     warm, start = starts[rows][1][depth]
                     times[depth] = _Times(prefill, (seconds - min(warm, seconds / 2)) / (SHORT + steps), start)
                 if repeat:  # the first warms up
-                    timed[rows, columns].append(times)
+                    timed[rows, columns].append(_Repeat(times, stopped))
             advance()
     finally:
         inner.train(training)
-    share = CostModel.of(inner).stopped_share
-    return [replace(_cost(batch[0], timed[batch], num_layers), stopped_share=share) for batch in batches]
+    return [_cost(batch[0], timed[batch], num_layers) for batch in batches]
 
 
 class _Times(NamedTuple):
@@ -109,6 +108,20 @@ class _Times(NamedTuple):
     prefill: float
     step: float
     start: float
+
+
+class _Repeat(NamedTuple):
+    """Seconds of a batch by layers, and those of prompts that stop after one layer."""
+
+    times: Mapping[int, _Times]
+    stopped: float
+
+    @property
+    def stopped_share(self) -> float:
+        """Of the time that a layer takes of a prompt, what it takes where the prompt has stopped."""
+        least, most = self.times[1], self.times[max(self.times)]
+        last = most.step - least.step  # of each prompt's last token, which runs on
+        return (self.stopped - least.prefill - last) / max(most.prefill - least.prefill, 1e-9)
 
 
 def _time_starts(
@@ -140,8 +153,9 @@ def _time_text(
     weights: Weights | None,
     steps: int,
     prompt: PromptPolicy = "max",
+    stop: int | None = None,
 ) -> tuple[float, float]:
-    """The seconds of the prompts' pass and of so many steps, all through so many layers."""
+    """The seconds of the prompts' pass and of so many steps, all through so many layers; prompts may stop."""
     config = text_config(inner.config)
     positions, room = getattr(config, "max_position_embeddings", None), _ROOM
     if positions is not None:
@@ -155,7 +169,7 @@ def _time_text(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         custom_generate=skip_generate,
-        schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt),
+        schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt, prompt_stop=stop),
         weights=weights,
         max_new_tokens=max(steps + 1, room),
         do_sample=False,
@@ -166,17 +180,18 @@ def _time_text(
     return clock.prefill_seconds, clock.decode_seconds
 
 
-def _cost(rows: int, timed: Sequence[Mapping[int, _Times]], num_layers: int) -> MeasuredCost:
+def _cost(rows: int, timed: Sequence[_Repeat], num_layers: int) -> MeasuredCost:
     """The cost of a batch, of its times by depth in each repeat."""
 
     def medians(name: str, unit: str) -> dict[int, float]:
-        repeats = [{depth: getattr(times, name) for depth, times in repeat.items()} for repeat in timed]
-        units = [getattr(repeat[num_layers], unit) for repeat in timed]
+        repeats = [{depth: getattr(times, name) for depth, times in repeat.times.items()} for repeat in timed]
+        units = [getattr(repeat.times[num_layers], unit) for repeat in timed]
         whole = statistics.median(units)
         return {depth: whole * share for depth, share in relative_times(repeats, units).items()}
 
     prefill, step, start = medians("prefill", "prefill"), medians("step", "step"), medians("start", "step")
-    return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start)
+    share = min(max(0.0, statistics.median(repeat.stopped_share for repeat in timed)), 1.0)
+    return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start, stopped_share=share)
 
 
 def measure_profile(
@@ -207,7 +222,10 @@ def measure_profile(
     weights = weights or usual_weights(inner)
     sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
     costs = _measure(model, sized, weights, repeats, advance=advance)
-    batches = [TimedBatch(*size, c.seconds_by_layers, c.prefill, c.start) for size, c in zip(sized, costs, strict=True)]
+    batches = [
+        TimedBatch(*size, cost.seconds_by_layers, cost.prefill, cost.start, cost.stopped_share)
+        for size, cost in zip(sized, costs, strict=True)
+    ]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()
     return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)

@@ -105,8 +105,7 @@ class SkipConfig:
         if steps is None and "lengths" in conditions:
             steps = Lengths.read(conditions["lengths"]).expected_steps(rows)
         columns = conditions.get("prompt_length", self.prompt_length)
-        share = sizes.stopped_share
-        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps, stopped_share=share)
+        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps)
 
     def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
         """`conditions` with those of batches in their place; prompts count where they are far from the training's.

@@ -21,7 +21,7 @@ from skipdecode.lengths import Steps
 from skipdecode.native import kernels
 from skipdecode.projections import Weights
 
-_PROFILE_FORMAT = 2
+_PROFILE_FORMAT = 3
 _LEAST = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # seconds of a file that wasn't damaged
 
 
@@ -35,6 +35,7 @@ class TimedBatch:
         step: layers -> seconds of a decode step.
         prefill: layers -> seconds of the prompts' pass.
         start: layers -> seconds that decoding takes once beyond its steps.
+        stopped_share: as of a Cost.
     """
 
     batch_size: int
@@ -42,6 +43,11 @@ class TimedBatch:
     step: Mapping[int, float]
     prefill: Mapping[int, float]
     start: Mapping[int, float]
+    stopped_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stopped_share <= 1:
+            raise ValueError(f"stopped_share is {self.stopped_share!r}")
 
 
 @dataclass(frozen=True)
@@ -63,18 +69,8 @@ class Profile:
     def __hash__(self) -> int:
         return hash((self.date, self.num_layers, len(self.batches)))
 
-    def at(
-        self,
-        *,
-        batch_size: int = 1,
-        prompt_length: int,
-        expected_steps: Steps | None = None,
-        stopped_share: float = 1.0,
-    ) -> MeasuredCost:
-        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns.
-
-        What a layer takes of a prompt that has stopped isn't timed: its share is given, as of a Cost.
-        """
+    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
+        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns."""
         timed: dict[int, dict[int, TimedBatch]] = {}  # rows -> columns -> batch
         for batch in self.batches:
             timed.setdefault(batch.batch_size, {})[batch.prompt_length] = batch
@@ -105,7 +101,7 @@ class Profile:
             of_batch(behind(prompt_length, lambda batch: batch.start)),
             {count: times for count, times in step.items() if count < rows},
             None if longer is None or later is None else (longer - prompt_length, later),
-            stopped_share,
+            min(self.batches, key=lambda b: abs(math.log(b.batch_size * b.prompt_length / tokens))).stopped_share,
         )
 
     def save(self) -> Path:
@@ -156,11 +152,9 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]
     inner = unwrap(model)
     on_cpu = inner.device.type == "cpu"
     compiled = kernels() if on_cpu and weights != "model" else None
-    described = asdict(sizes)
-    del described["stopped_share"]  # what is timed doesn't depend on it
     return {
         "model_type": inner.config.model_type,
-        **described,
+        **asdict(sizes),
         "dtype": str(inner.dtype).removeprefix("torch."),
         "weights": weights,
         "processor": processor(inner.device),

@@ -80,7 +80,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock is one of which each step takes 3 ms, and 2 ms a layer, and each text 7 ms once, and 5 ms a layer; of
-    prompts deep layers take longer.
+    prompts deep layers take longer, and those above a stop 0.3 of it, but for the last token, which takes a step's.
     """
     ran: list[SkipSchedule] = []
     decode = skip_generate
@@ -102,7 +102,8 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
 
         @property
         def prefill_seconds(self):
-            return prefill(ran[-1].prompt_budget)
+            stop, most = ran[-1].prompt_depth, ran[-1].prompt_budget
+            return prefill(stop) + 0.3 * (prefill(most) - prefill(stop)) + 0.002 * (most - stop)
 
     monkeypatch.setattr("skipdecode.calibrate.skip_generate", decoded)
     monkeypatch.setattr("skipdecode.calibrate.StepClock", Clock)
@@ -118,7 +119,8 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
         assert cost.start_seconds(depth) == pytest.approx(0.007 + 0.005 * depth + 0.004 * (layers - depth))
     depths = {2: [1, 2], 6: [1, 2, 3, 4, 6], 12: [1, 2, 3, 4, 6, 8, 12]}[layers]
     turns = [depths[turn % len(depths) :] + depths[: turn % len(depths)] for turn in range(3)]
-    assert [schedule.max_layers for schedule in ran] == [n for turn in turns for n in (1, *turn, *turn, 1)]
+    assert [schedule.max_layers for schedule in ran] == [n for turn in turns for n in (1, *turn, layers, *turn, 1)]
+    assert cost.stopped_share == pytest.approx(0.3)
     for depth in depths:
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
 
@@ -164,10 +166,10 @@ def test_a_measured_clock_counts_the_prompts_at_hand_and_bytes_those_far_from_th
 
 
 TIMED = [
-    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}),
+    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}, 0.4),
     TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}),
     TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}, {1: 0.5, 6: 1.0}),
-    TimedBatch(8, 400, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}),
+    TimedBatch(8, 400, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}, 0.2),
 ]
 
 
@@ -194,6 +196,13 @@ def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -
     assert more.step_seconds(6, 0) == 9.5, "as the largest that was timed"
     assert timed.at(batch_size=16, prompt_length=400).prefill_seconds(1) == pytest.approx(88 * 2)
     assert timed.at(batch_size=1, prompt_length=2).prefill_seconds(1) == 2.0
+    few, many = (timed.at(batch_size=rows, prompt_length=300) for rows in (1, 8))
+    least = timed.at(batch_size=1, prompt_length=50)
+    assert (least.stopped_share, few.stopped_share, many.stopped_share) == (0.4, 1, 0.2)
+    stopped = SkipSchedule(6, 6, 6, prompt_stop=1)
+    steps = many.step_seconds(6, 0) - many.step_seconds(1, 0)
+    between = many.prefill_seconds(6) - many.prefill_seconds(1)
+    assert many.prompt_seconds(stopped) == pytest.approx(many.prefill_seconds(1) + 0.2 * between + steps)
 
 
 def test_a_step_behind_more_columns_lies_on_the_line_between_those_that_were_timed() -> None:
@@ -249,7 +258,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 2, "batches": [{"step": {"1": -1, "6": 2}}]}']
+    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 3, "batches": [{"step": {"1": -1, "6": 2}}]}']
 )
 def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
     timed = profile(tiny_opt("opt", 6), "model")
