@@ -184,7 +184,8 @@ def _decode_and_check(case: Case, model: PreTrainedModel, reference: PreTrainedM
     if case.weights in ROUNDED:
         return check_rounded(case, model, reference, prompts, decoded)
     ties = check(case, reference, prompts, decoded)
-    if case.schedule.min_layers == LAYERS:  # full depth is generate's own; that a gate was left would show here too
+    full = case.schedule.min_layers == LAYERS and not case.schedule.stopped_layers
+    if full:  # full depth is generate's own; that a gate was left would show here too
         ties += check(case, reference, prompts, decode(replace(case, weights=None), model, prompts, plain=True))
     return ties
 

@@ -54,7 +54,7 @@ def test_its_logits_are_those_of_a_naive_model_of_the_layers_kept(
     class Kept:
         """As much of a schedule as the reference asks of one: every column runs the layers that are kept."""
 
-        num_layers, prompt_layers = LAYERS, kept
+        num_layers, prompt_layers, prompt_stop = LAYERS, kept, None
 
         def layers_at(self, step: int) -> tuple[int, ...]:
             return kept
