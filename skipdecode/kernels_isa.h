@@ -1248,9 +1248,9 @@ static void attention(const Heads<T> &heads, const int32_t *last, int count, flo
 #pragma omp for schedule(static)
     for (int task = 0; task < tokens * kv_heads; task++) {
       int token = task / kv_heads;
-      bool asked = !last;
-      for (int i = 0; i < count && !asked; i++) asked = last[i] == token;
-      heads.place(token, task % kv_heads, asked);
+      // Texts stand one after the other: the last token of each is followed by another row's.
+      bool ends = token + 1 == tokens || heads.step.row[token] != heads.step.row[token + 1];
+      heads.place(token, task % kv_heads, !last || ends);
     }
     if (heads.step.last && !last) {
 #pragma omp for schedule(dynamic)

@@ -224,7 +224,7 @@ class SkipSchedule:
     @property
     def prompt_depth(self) -> int:
         """The number of layers that the prompt's tokens before its last one run."""
-        return self.prompt_budget - len(self.stopped_layers)
+        return min(self.prompt_budget, self.prompt_stop or self.prompt_budget)
 
     @property
     def stopped_layers(self) -> tuple[int, ...]:
