@@ -69,8 +69,16 @@ def main() -> int:
         return {each: mean(several) for each, several in by_setting(reports).items()}
 
     seeds = "one seed" if len(options.seeds) == 1 else f"means of {len(options.seeds)} seeds"
-    evaluations = {"evaluations": lambda name, run: {name: at_speeds(options.speedups)}}
-    return run_experiment(options, Experiment("settings", seeds, made, table, means, over=options.over, **evaluations))
+    experiment = Experiment(
+        "settings",
+        seeds,
+        made,
+        table,
+        means,
+        evaluations=lambda name, run: {name: at_speeds(options.speedups)},
+        over=options.over,
+    )
+    return run_experiment(options, experiment)
 
 
 def last_losses(run: Path) -> dict[str, str]:
