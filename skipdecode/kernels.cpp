@@ -208,7 +208,7 @@ static thread_local Scratch scratch, of_texts, of_drafts;
 static void widest(const Linear &linear, Inputs &inputs) {
   int64_t padded = (padded_inputs(linear) + 63) / 64 * 64;
   if (padded > inputs.stride) inputs.stride = padded;
-  if (padded / GROUP > inputs.groups) inputs.groups = padded / GROUP;
+  if (padded / GROUP > inputs.groups) inputs.groups = (padded / GROUP + 3) / 4 * 4;
   if (linear.kind == BFLOAT16 && 32 * padded > inputs.of_panel) inputs.of_panel = 32 * padded;
 }
 

@@ -157,8 +157,8 @@ static inline bf16 rounded_bf16(float x) {
   return (bf16){(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by. Fours of inputs and
-// sums stand `apart` fours from one another.
+// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by. Each 16 bytes of inputs,
+// and of sums, stand `apart` times 16 bytes from the next.
 static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift, int apart) {
   typedef int8_t vb __attribute__((vector_size(LANES)));
   int n = linear.inputs, padded = padded_inputs(linear), whole = n / LANES * LANES;
@@ -176,18 +176,18 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
   *scale = largest / 127.0f;
   for (int i = whole; i < n; i++) rest[i - whole] = x[i];
   int group = linear.kind == INT4 ? GROUP : padded, offset = linear.kind == INT4 ? 8 : 128;
-  for (int start = 0; start < padded; start += group, shift += apart) {
+  for (int start = 0, g = 0; start < padded; start += group, g++) {
     vi sums = {};
     for (int i = start; i < start + group; i += LANES) {
       vf v = i < whole ? load(x + i) : i == whole ? load(rest) : vf{};
       vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, by the bits that don't fit
       sums += rounded;
       vb bytes = __builtin_convertvector(rounded, vb);
-      for (int j = 0; j < LANES; j += 4) __builtin_memcpy(q + (int64_t)(i + j) * apart, (const int8_t *)&bytes + j, 4);
+      __builtin_memcpy(q + (int64_t)i / 16 * 16 * apart + i % 16, &bytes, LANES);
     }
     int32_t sum = 0;
     for (int j = 0; j < LANES; j++) sum += sums[j];
-    *shift = -offset * sum;
+    shift[g / 4 * 4 * apart + g % 4] = -offset * sum;
   }
 }
 
@@ -226,8 +226,8 @@ static inline bool as_floats(const Linear &linear, int rows) {
 #endif
 }
 
-// How many rows stand side by side, each with 4 inputs in 8 bits or 32 in bfloat16, [rows / beside][inputs / 4][beside][4]:
-// rows that are multiplied together are one stream then and need one address. 1: each row has a place of its own.
+// How many rows stand side by side, [rows / beside][inputs][beside][16 inputs in 8 bits, 32 in bfloat16]: rows that are
+// multiplied together are one stream then and need one address. 1: each row has a place of its own.
 static inline int beside(const Linear &linear, int rows) {
 #ifdef DOT_INT8
   if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
@@ -279,8 +279,8 @@ static void prepare_row(const Linear &linear, const float *x, const Inputs &inpu
     for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that has a place of its own
 #endif
   } else if (linear.kind != FLOAT32) {
-    quantise_row(linear, x, (int8_t *)inputs.values + first * inputs.stride + 4 * place, inputs.scales + row,
-                 inputs.shifts + first * inputs.groups + place, apart);
+    quantise_row(linear, x, (int8_t *)inputs.values + first * inputs.stride + 16 * place, inputs.scales + row,
+                 inputs.shifts + first * inputs.groups + 4 * place, apart);
   }
 }
 
@@ -536,10 +536,11 @@ static inline void floats(const Sums &s, float *out) {
 }
 #endif
 
-// Weights are read once and in order, but what a processor asks for by itself ends with a page.
-static inline void ask_for_weights(const void *p) {
-  enum { FURTHER = 4096 };
-  __builtin_prefetch((const char *)p + FURTHER);
+// Weights are read once and in order, but what a processor asks for by itself ends with a page. B blocks of `size` bytes are
+// read side by side, and then the B behind them: bytes from the place that is read to one that soon will be.
+template <int B> static inline int64_t ahead(int64_t place, int64_t size) {
+  enum { BYTES = 4096 / B };  // of all blocks together a page: with more ahead, int4 was slower
+  return place + BYTES < size ? BYTES : BYTES + (B - 1) * size;
 }
 
 // R rows with B blocks of outputs from block `first` on: out [R][B * 16]; of rows beyond `count` nothing is wanted. Weights
@@ -554,10 +555,11 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
   vf sums[R][B][PARTS] = {};  // in registers where every loop over them is unrolled
   for (int i = 0; i < n; i++) {
     vf weights[B][PARTS];
+    int64_t next = ahead<B>((int64_t)i * 64, (int64_t)n * 64);
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       const float *from = w + ((int64_t)b * n + i) * 16;
-      ask_for_weights(from);
+      __builtin_prefetch((const char *)from + next);
       for (int p = 0; p < PARTS; p++) weights[b][p] = load(from + p * LANES);
     }
 #pragma GCC unroll 16
@@ -575,7 +577,8 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
       for (int p = 0; p < PARTS; p++) store(out + (r * B + b) * 16 + p * LANES, sums[r][b][p]);
 }
 
-// R rows in 8 bits, each with its own address or one beside the other.
+// R rows in 8 bits, each with its own address or one beside the other; `four` are inputs from the 4 (i + j)-th on, where i is
+// a multiple of 4 and j of 0 to 3.
 template <int R> struct Apart {
   const int8_t *at[R];
   const int32_t *shifts[R];
@@ -586,7 +589,7 @@ template <int R> struct Apart {
       shifts[r] = inputs.shifts + place * inputs.groups;
     }
   }
-  const int8_t *four(int r, int i) const { return at[r] + 4 * i; }
+  const int8_t *four(int r, int i, int j) const { return at[r] + 4 * (i + j); }
   int32_t shift(int r, int group) const { return shifts[r][group]; }
 };
 struct Beside {
@@ -594,8 +597,8 @@ struct Beside {
   const int32_t *shifts;
   Beside(const Inputs &inputs, int row, int)
       : at((const int8_t *)inputs.values + row * inputs.stride), shifts(inputs.shifts + row * inputs.groups) {}
-  const int8_t *four(int r, int i) const { return at + 4 * (BESIDE * i + r); }
-  int32_t shift(int r, int group) const { return shifts[BESIDE * group + r]; }
+  const int8_t *four(int r, int i, int j) const { return at + 4 * BESIDE * i + 16 * r + 4 * j; }
+  int32_t shift(int r, int group) const { return shifts[group / 4 * 4 * BESIDE + 4 * r + group % 4]; }
 };
 
 // As float_tile with 8 bits, [outputs / 16][inputs / 4][16][4].
@@ -615,19 +618,22 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
       sums[r][b] = start(x.shift(r, 0));
 #endif
     }
+  for (int i = 0; i < steps; i += 4) {
+    int64_t next = ahead<B>(i * 64, steps * 64);
 #pragma GCC unroll 4
-  for (int i = 0; i < steps; i++) {
-    decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are needed but once
+    for (int j = 0; j < 4; j++) {
+      decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are needed but once
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      const uint8_t *from = w + ((int64_t)b * steps + i) * 64;
-      ask_for_weights(from);
-      weights[b] = bytes(from);
-    }
+      for (int b = 0; b < B; b++) {
+        const uint8_t *from = w + ((int64_t)b * steps + i + j) * 64;
+        __builtin_prefetch(from + next);
+        weights[b] = bytes(from);
+      }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int b = 0; b < B; b++) add<INT8>(sums[r][b], weights[b], x.four(r, i));
+        for (int b = 0; b < B; b++) add<INT8>(sums[r][b], weights[b], x.four(r, i, j));
+    }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -652,7 +658,8 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
   typedef int32_t i16 __attribute__((vector_size(64)));
   typedef uint16_t h16 __attribute__((vector_size(32)));
   v16 found[R][B] = {};
-  for (int g = 0; g < groups; g++)
+  for (int g = 0; g < groups; g++) {
+    int64_t next = ahead<B>(g * 256, groups * 256);
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       const uint8_t *group = w + ((int64_t)b * groups + g) * 256;
@@ -661,13 +668,13 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
       for (int r = 0; r < R; r++) sums[r] = start(x.shift(r, g));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        ask_for_weights(group + 64 * i);
+        __builtin_prefetch(group + 64 * i + next);
         auto both = bytes(group + 64 * i);
         auto low = low_nibbles(both), high = high_nibbles(both);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-          add<INT4>(sums[r], low, x.four(r, g * (GROUP / 4) + 2 * i));
-          add<INT4>(sums[r], high, x.four(r, g * (GROUP / 4) + 2 * i + 1));
+          add<INT4>(sums[r], low, x.four(r, g * (GROUP / 4) + i / 2 * 4, i % 2 * 2));
+          add<INT4>(sums[r], high, x.four(r, g * (GROUP / 4) + i / 2 * 4, i % 2 * 2 + 1));
         }
       }
       h16 h;
@@ -680,6 +687,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
         found[r][b] += sum * scale;
       }
     }
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -1208,8 +1216,15 @@ template <class T> struct Heads {
     attend(head(token, 0, h), at(layer.keys, token, kv, 0), at(layer.values, token, kv, 0), bias(token, h), start(token),
            step.column[token] + 1, block.head_dim, scores, out);
   }
+  __attribute__((always_inline)) void ask_for(void *cache, int token, int kv) const {
+    const char *from = (const char *)at(cache, token, kv, start(token)), *end = (const char *)at(cache, token, kv, step.column[token]);
+    for (; from < end; from += 4096) __builtin_prefetch(from);
+    __builtin_prefetch(end);
+  }
   void run(int token, int kv, float *scores, float *out, int to) const {
     int group = block.heads / block.kv_heads;
+    ask_for(layer.keys, token, kv + 1);
+    ask_for(layer.values, token, kv + 1);
     for (int h = kv * group; h < kv * group + group; h++) run_head(token, h, scores, place_of(out, to, h));
   }
   // One head of all tokens of a prompt's text.
@@ -1287,8 +1302,11 @@ static void prepare(const Linear &linear, const float *x, const Inputs &inputs, 
     return;
   }
 #endif
+  int together = beside(linear, rows) > 1 ? 4 : 1;  // no two threads write to a line of 64 bytes
 #pragma omp for schedule(static)
-  for (int row = 0; row < rows; row++) prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row, rows);
+  for (int first = 0; first < rows; first += together)
+    for (int row = first; row < rows && row < first + together; row++)
+      prepare_row(linear, x + (int64_t)row * linear.inputs, inputs, row, rows);
 }
 
 static void normalise(const Norm &norm, const float *x, float *y, int rows, int n) {
