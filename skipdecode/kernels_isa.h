@@ -958,15 +958,29 @@ static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int r
 }
 #endif
 
+// How many blocks of outputs are multiplied side by side: as there are registers for the sums of their rows. Three streams
+// of weights come faster from memory than two, but share out worse among threads where there are few blocks.
+static inline int blocks_together(const Linear &linear, int rows) {
+  bool many = linear.outputs >= 16 * 16 * omp_get_num_threads();
+  return LANES == 16 && linear.kind != BFLOAT16 && rows <= (linear.kind == INT4 ? 4 : 8) && many ? 3 : 2;
+}
+
 // Called by every thread of a team; ends with a barrier.
 static void project(const Linear &linear, const float *x, const Inputs &inputs, int rows, const Output &to) {
 #ifdef TILES
   if (bf16_in_tiles(linear, rows)) return project_bf16_tiles(linear, inputs, rows, to);
 #endif
-  int blocks = (linear.outputs + 15) / 16, pairs = (blocks + 1) / 2, chunk = pairs / (8 * omp_get_num_threads()) + 1;
+  int blocks = (linear.outputs + 15) / 16, together = blocks_together(linear, rows), units = (blocks + together - 1) / together;
+  int chunk = units / (8 * omp_get_num_threads()) + 1;
 #pragma omp for schedule(dynamic, chunk)
-  for (int pair = 0; pair < pairs; pair++) {
-    int first = 2 * pair, two = first + 1 < blocks;
+  for (int unit = 0; unit < units; unit++) {
+    int first = together * unit, two = first + 1 < blocks;
+#if LANES == 16
+    if (together == 3 && first + 2 < blocks) {
+      block_unit<3>(linear, x, inputs, rows, first, to);
+      continue;
+    }
+#endif
 #ifndef TILES
     if (as_floats(linear, rows)) {
       if (two && LANES == 16) {
@@ -997,7 +1011,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
-    } else if (two && (rows < 4 || (LANES == 16 && linear.kind != INT4))) {  // as there are registers
+    } else if (two && (rows < 4 || (LANES == 16 && (linear.kind != INT4 || rows <= 4)))) {  // as there are registers
       block_unit<2>(linear, x, inputs, rows, first, to);
     } else {
       block_unit<1>(linear, x, inputs, rows, first, to);
