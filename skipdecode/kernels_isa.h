@@ -543,13 +543,32 @@ template <int B> static inline int64_t ahead(int64_t place, int64_t size) {
   return place + BYTES < size ? BYTES : BYTES + (B - 1) * size;
 }
 
+// What is asked for beside a line of weights. Where rows take three passes and more over B blocks, each asks for its share of
+// the next B, so that memory rests in none, if a core's cache holds both. In two there is too little to compute meanwhile.
+struct Further {
+  const char *next = 0;
+  int64_t place = 0, step = 0;  // among the next blocks' lines, and what each line that is read adds to it; in 65536ths
+  Further(const void *blocks, int64_t bytes, int pass, int passes) {
+    enum { MOST = 1 << 18 };
+    if (passes < 3 || bytes > MOST) return;
+    next = (const char *)blocks + bytes, step = 65536 / passes, place = pass * step * (bytes / 64);
+  }
+  void ask(const void *line, int64_t bytes) {
+    if (!next) return __builtin_prefetch((const char *)line + bytes);
+    __builtin_prefetch(next + place / 65536 * 64, 0, 2);
+    place += step;
+  }
+};
+
 // R rows with B blocks of outputs from block `first` on: out [R][B * 16]; of rows beyond `count` nothing is wanted. Weights
 // are [outputs / 16][inputs][16].
 template <int R, int B>
-static inline void float_tile(const Linear &linear, const float *x, int row, int count, int first, float *out) {
+static inline void float_tile(const Linear &linear, const float *x, int row, int count, int first, int pass, int passes,
+                              float *out) {
   enum { PARTS = 16 / LANES };
   int n = linear.inputs;
   const float *w = (const float *)linear.weight + (int64_t)first * n * 16;
+  Further further(w, (int64_t)B * n * 64, pass, passes);
   const float *at[R];
   for (int r = 0; r < R; r++) at[r] = x + (int64_t)(row + (r < count ? r : 0)) * n;
   vf sums[R][B][PARTS] = {};  // in registers where every loop over them is unrolled
@@ -559,7 +578,7 @@ static inline void float_tile(const Linear &linear, const float *x, int row, int
 #pragma GCC unroll 4
     for (int b = 0; b < B; b++) {
       const float *from = w + ((int64_t)b * n + i) * 16;
-      __builtin_prefetch((const char *)from + next);
+      further.ask(from, next);
       for (int p = 0; p < PARTS; p++) weights[b][p] = load(from + p * LANES);
     }
 #pragma GCC unroll 16
@@ -603,9 +622,11 @@ struct Beside {
 
 // As float_tile with 8 bits, [outputs / 16][inputs / 4][16][4].
 template <int R, int B, class Rows>
-static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
+static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, int pass, int passes,
+                              float *out) {
   int steps = padded_inputs(linear) / 4;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64;
+  Further further(w, (int64_t)B * steps * 64, pass, passes);
   Rows x(inputs, row, count);
   Sums sums[R][B];
 #pragma GCC unroll 16
@@ -626,7 +647,7 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
 #pragma GCC unroll 4
       for (int b = 0; b < B; b++) {
         const uint8_t *from = w + ((int64_t)b * steps + i + j) * 64;
-        __builtin_prefetch(from + next);
+        further.ask(from, next);
         weights[b] = bytes(from);
       }
 #pragma GCC unroll 16
@@ -649,10 +670,12 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
 
 // The same with 4 bits: groups of 32 inputs have scales of their own.
 template <int R, int B, class Rows>
-static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, float *out) {
+static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row, int count, int first, int pass, int passes,
+                              float *out) {
   int groups = padded_inputs(linear) / GROUP;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * groups * 256;
   const bf16 *scales = (const bf16 *)linear.scale + (int64_t)first * groups * 16;
+  Further further(w, (int64_t)B * groups * 256, pass, passes);
   Rows x(inputs, row, count);
   typedef float v16 __attribute__((vector_size(64)));
   typedef int32_t i16 __attribute__((vector_size(64)));
@@ -668,7 +691,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
       for (int r = 0; r < R; r++) sums[r] = start(x.shift(r, g));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        __builtin_prefetch(group + 64 * i + next);
+        further.ask(group + 64 * i, next);
         auto both = bytes(group + 64 * i);
         auto low = low_nibbles(both), high = high_nibbles(both);
 #pragma GCC unroll 16
@@ -724,12 +747,14 @@ static void finish(const Linear &linear, const float *found, int R, int width, i
 }
 
 template <int R, int B, class Rows>
-static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int count, int first,
+static inline void block_rows(const Linear &linear, const float *x, const Inputs &inputs, int row, int rows, int first,
                               const Output &to) {
+  enum { MOST = LANES == 16 ? 12 : 4 };
+  int count = rows - row < R ? rows - row : R, pass = row / MOST, passes = (rows + MOST - 1) / MOST;
   float found[R * B * 16];
-  if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, count, first, found);
-  else if (linear.kind == INT8) int8_tile<R, B, Rows>(linear, inputs, row, count, first, found);
-  else int4_tile<R, B, Rows>(linear, inputs, row, count, first, found);
+  if (linear.kind == FLOAT32) float_tile<R, B>(linear, x, row, count, first, pass, passes, found);
+  else if (linear.kind == INT8) int8_tile<R, B, Rows>(linear, inputs, row, count, first, pass, passes, found);
+  else int4_tile<R, B, Rows>(linear, inputs, row, count, first, pass, passes, found);
   finish(linear, found, count, B * 16, row, first * 16, to);
 }
 
@@ -739,20 +764,17 @@ static void block_unit(const Linear &linear, const float *x, const Inputs &input
   int row = 0;
 #if LANES == 16
   if (beside(linear, rows) > 1) {
-    for (; row + 8 < rows; row += 12)
-      block_rows<12, B, Beside>(linear, x, inputs, row, rows - row < 12 ? rows - row : 12, first, to);
-    if (row + 4 < rows) block_rows<8, B, Beside>(linear, x, inputs, row, rows - row, first, to);
-    else if (row < rows) block_rows<4, B, Beside>(linear, x, inputs, row, rows - row, first, to);
+    for (; row + 8 < rows; row += 12) block_rows<12, B, Beside>(linear, x, inputs, row, rows, first, to);
+    if (row + 4 < rows) block_rows<8, B, Beside>(linear, x, inputs, row, rows, first, to);
+    else if (row < rows) block_rows<4, B, Beside>(linear, x, inputs, row, rows, first, to);
     return;
   }
-  for (; row + 12 <= rows; row += 12) block_rows<12, B, Apart<12>>(linear, x, inputs, row, 12, first, to);
-  for (; row + 4 < rows; row += 8)
-    block_rows<8, B, Apart<8>>(linear, x, inputs, row, rows - row < 8 ? rows - row : 8, first, to);
+  for (; row + 12 <= rows; row += 12) block_rows<12, B, Apart<12>>(linear, x, inputs, row, rows, first, to);
+  for (; row + 4 < rows; row += 8) block_rows<8, B, Apart<8>>(linear, x, inputs, row, rows, first, to);
 #endif
-  for (; row + 2 < rows; row += 4)
-    block_rows<4, B, Apart<4>>(linear, x, inputs, row, rows - row < 4 ? rows - row : 4, first, to);
-  if (row + 2 == rows) block_rows<2, B, Apart<2>>(linear, x, inputs, row, 2, first, to);
-  if (row + 1 == rows) block_rows<1, B, Apart<1>>(linear, x, inputs, row, 1, first, to);
+  for (; row + 2 < rows; row += 4) block_rows<4, B, Apart<4>>(linear, x, inputs, row, rows, first, to);
+  if (row + 2 == rows) block_rows<2, B, Apart<2>>(linear, x, inputs, row, rows, first, to);
+  if (row + 1 == rows) block_rows<1, B, Apart<1>>(linear, x, inputs, row, rows, first, to);
 }
 
 #ifdef TILES
@@ -921,7 +943,7 @@ static void many_rows_unit(const Linear &linear, const float *x, const Inputs &i
   to_floats<B>(linear, first, panel);
   for (int row = 0; row < rows; row += R) {
     int count = rows - row < R ? rows - row : R;
-    float_tile<R, B>(floats, x, row, count, 0, found);
+    float_tile<R, B>(floats, x, row, count, 0, 0, 1, found);
     finish(linear, found, count, B * 16, row, first * 16, to);
   }
 }
