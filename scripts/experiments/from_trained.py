@@ -38,6 +38,7 @@ KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
 HEADERS = ["steps", "trained on as", "layers a token", "decoding", "whole", "BLEU [95 %]", "slot errors, % [95 %]"]
 HEADERS += ["BLEU less shallow-even's", "slot errors less shallow-even's"]
+OF_PART = "bleu:"  # of a part of the items, such as bleu:seen
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def main() -> int:
             return score(texts, [line.references for line in lines], METRICS, **known)  # type: ignore[arg-type]
 
         whole, lines = full_steps(variants), []
+        scored_parts = next(iter(reports.values())).rows[0].scores if reports else {}
+        parts = [f"BLEU, {name.removeprefix(OF_PART)}" for name in scored_parts if name.startswith(OF_PART)]
         for speed in options.speeds:
             rows = []
             if BASE in reports:
@@ -132,7 +135,7 @@ def main() -> int:
                     other = against if scores[name] is not against else None
                     label = f"{ways[name].kind}{' (at 1x)' * (ways[name].kind == BASE)}"
                     rows.append([f"{max(1, round(share * whole))}", label, *cells(row, scores[name], other)])
-            lines += [f"At {speed:g}x:", "", Table(HEADERS, rows).to_markdown(), ""]
+            lines += [f"At {speed:g}x:", "", Table([*HEADERS, *parts], rows).to_markdown(), ""]
         return lines
 
     made = {BASE: lambda _: FULL_DEPTH} | {
@@ -162,7 +165,7 @@ def cells(row: Row, scores: Scores, against: Scores | None) -> list[str]:
             continue
         low, high = interval(scores.resampled[name] - against.resampled[name])
         found.append(f"{scores.values[name] - against.values[name]:+.2f} [{low:+.2f}, {high:+.2f}]")
-    return found
+    return found + [f"{value:.2f}" for name, value in row.scores.items() if name.startswith(OF_PART)]
 
 
 def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
