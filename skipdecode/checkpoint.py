@@ -30,6 +30,11 @@ _NEAR = 2  # times: prompts of such lengths are those that were trained on
 _MEASURED_PARTS = 8  # of a doubling: lengths of prompts that a measured clock tells apart
 
 
+def _one_of_few(length: float, parts: int) -> int:
+    """The nearest of so many lengths in each doubling: each is solved for once."""
+    return round(2 ** (round(parts * math.log2(length)) / parts))
+
+
 @dataclass(frozen=True)
 class SkipConfig:
     """The schedules of a checkpoint (law 4): what trained it is what decodes with it.
@@ -105,7 +110,8 @@ class SkipConfig:
         if steps is None and "lengths" in conditions:
             steps = Lengths.read(conditions["lengths"]).expected_steps(rows)
         columns = conditions.get("prompt_length", self.prompt_length)
-        return profile.at(batch_size=rows, prompt_length=columns, expected_steps=steps)
+        tokens = conditions.get("prompt_tokens")
+        return profile.at(batch_size=rows, prompt_length=columns, prompt_tokens=tokens, expected_steps=steps)
 
     def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
         """`conditions` with those of batches in their place; prompts count where they are far from the training's.
@@ -121,9 +127,10 @@ class SkipConfig:
             conditions["batch_size"] = rows
         usual, columns = self.prompt_length, statistics.mean(map(max, prompts))
         if measured or not usual / _NEAR <= columns <= usual * _NEAR:
-            parts = _MEASURED_PARTS if measured else 1  # so that lengths are few: each is solved once
-            doublings = round(parts * math.log2(columns)) / parts
-            conditions["prompt_length"] = round(2**doublings)
+            conditions["prompt_length"] = _one_of_few(columns, _MEASURED_PARTS if measured else 1)
+        if measured:  # shorter prompts stand behind padding, which their pass leaves out
+            tokens = statistics.mean(length for batch in prompts for length in batch)
+            conditions["prompt_tokens"] = _one_of_few(tokens, _MEASURED_PARTS)
         steps = () if self.texts is None else self.texts.expected_steps(prompts)
         if steps:  # else there are texts of one token alone, which no schedule makes faster
             conditions["expected_steps"] = steps

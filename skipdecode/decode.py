@@ -311,7 +311,8 @@ class _Solved:
             return found
         batches = None if prompts is None else [prompts]
         conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
-        at_hand = [conditions.get(name) for name in ("batch_size", "prompt_length", "expected_steps")]
+        names = ("batch_size", "prompt_length", "prompt_tokens", "expected_steps")
+        at_hand = [conditions.get(name) for name in names]
         key = (speedup, over, *at_hand, profile)
         found = self._schedules.get(key)
         if len(self._schedules) >= MOST_SOLVED:

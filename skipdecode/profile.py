@@ -69,8 +69,22 @@ class Profile:
     def __hash__(self) -> int:
         return hash((self.date, self.num_layers, len(self.batches)))
 
-    def at(self, *, batch_size: int = 1, prompt_length: int, expected_steps: Steps | None = None) -> MeasuredCost:
-        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns."""
+    def at(
+        self,
+        *,
+        batch_size: int = 1,
+        prompt_length: int,
+        prompt_tokens: int | None = None,
+        expected_steps: Steps | None = None,
+    ) -> MeasuredCost:
+        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns.
+
+        Args:
+            batch_size: its rows.
+            prompt_length: columns in the cache when decoding starts.
+            prompt_tokens: of a prompt on average, where prompts stand behind padding; None for as many as columns.
+            expected_steps: as of a Cost.
+        """
         timed: dict[int, dict[int, TimedBatch]] = {}  # rows -> columns -> batch
         for batch in self.batches:
             timed.setdefault(batch.batch_size, {})[batch.prompt_length] = batch
@@ -88,7 +102,7 @@ class Profile:
             return {n: within({count: times[n] for count, times in by_rows.items()}, rows) for n in depths}
 
         prefill = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
-        tokens = batch_size * prompt_length
+        tokens = batch_size * (prompt_tokens or prompt_length)
         longer = min((b.prompt_length for b in self.batches if b.prompt_length > prompt_length), default=None)
         later = None if longer is None else self.at(batch_size=batch_size, prompt_length=longer)
         step = behind(prompt_length, lambda batch: batch.step)

@@ -158,8 +158,10 @@ def test_what_another_batch_left_in_caches_counts_for_no_depth(monkeypatch: pyte
 def test_a_measured_clock_counts_the_prompts_at_hand_and_bytes_those_far_from_the_training(tokens: int) -> None:
     config = SkipConfig(solver={"horizon": 12, "lengths": [[9, 1]], "prompt_lengths": [[60, 1]]})
     batches = [[tokens, 1], [tokens]]
-    measured = config.conditions_at_hand(batches, measured=True)["prompt_length"]
-    assert abs(measured - tokens) <= 0.5 + 0.045 * tokens
+    measured = config.conditions_at_hand(batches, measured=True)
+    assert abs(measured["prompt_length"] - tokens) <= 0.5 + 0.045 * tokens
+    mean = (2 * tokens + 1) / 3  # the second prompt of the first batch stands behind padding
+    assert abs(measured["prompt_tokens"] - mean) <= 0.5 + 0.045 * mean
     by_bytes = config.conditions_at_hand(batches).get("prompt_length")
     assert (by_bytes is None) == (30 <= tokens <= 120)
     assert by_bytes is None or 2**-0.51 <= by_bytes / tokens <= 2**0.51
@@ -196,6 +198,9 @@ def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -
     assert more.step_seconds(6, 0) == 9.5, "as the largest that was timed"
     assert timed.at(batch_size=16, prompt_length=400).prefill_seconds(1) == pytest.approx(88 * 2)
     assert timed.at(batch_size=1, prompt_length=2).prefill_seconds(1) == 2.0
+    padded = timed.at(batch_size=8, prompt_length=400, prompt_tokens=40)
+    assert padded.prefill_seconds(6) == pytest.approx(44.0)
+    assert padded.step_seconds(6, 0) == pytest.approx(18.5)
     few, many = (timed.at(batch_size=rows, prompt_length=300) for rows in (1, 8))
     least = timed.at(batch_size=1, prompt_length=50)
     assert (least.stopped_share, few.stopped_share, many.stopped_share) == (0.4, 1, 0.2)
