@@ -163,14 +163,11 @@ def _time_text(
         room = min(room, positions - columns)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, columns), generator=generator).to(inner.device)
-    mask = torch.ones_like(ids)
-    if columns > 1:
-        mask[1::2, 0] = 0  # prompts of a batch are seldom of one length, and to leave padding out takes time
     clock = StepClock(inner.device)
     ends = RowLengths([steps + 1] * rows, columns, config.vocab_size, inner.device)
     inner.generate(
         input_ids=ids,
-        attention_mask=mask,
+        attention_mask=torch.ones_like(ids),
         custom_generate=skip_generate,
         schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt, prompt_stop=stop),
         weights=weights,
