@@ -983,8 +983,11 @@ static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int r
 // How many blocks of outputs are multiplied side by side: as there are registers for the sums of their rows. Three streams
 // of weights come faster from memory than two, but share out worse among threads where there are few blocks.
 static inline int blocks_together(const Linear &linear, int rows) {
+  if (linear.kind == BFLOAT16) return 2;
+  if (LANES < 16) return rows < 4 ? 2 : 1;
   bool many = linear.outputs >= 16 * 16 * omp_get_num_threads();
-  return LANES == 16 && linear.kind != BFLOAT16 && rows <= (linear.kind == INT4 ? 4 : 8) && many ? 3 : 2;
+  if (many && rows <= (linear.kind == INT4 ? 4 : 8)) return 3;
+  return linear.kind == INT4 && rows > 4 ? 1 : 2;
 }
 
 // Called by every thread of a team; ends with a barrier.
@@ -996,13 +999,7 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
   int chunk = units / (8 * omp_get_num_threads()) + 1;
 #pragma omp for schedule(dynamic, chunk)
   for (int unit = 0; unit < units; unit++) {
-    int first = together * unit, two = first + 1 < blocks;
-#if LANES == 16
-    if (together == 3 && first + 2 < blocks) {
-      block_unit<3>(linear, x, inputs, rows, first, to);
-      continue;
-    }
-#endif
+    int first = together * unit, left = blocks - first, wide = left < together ? left : together, two = wide == 2;
 #ifndef TILES
     if (as_floats(linear, rows)) {
       if (two && LANES == 16) {
@@ -1033,11 +1030,14 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
 #endif
-    } else if (two && (rows < 4 || (LANES == 16 && (linear.kind != INT4 || rows <= 4)))) {  // as there are registers
+#if LANES == 16
+    } else if (wide == 3) {
+      block_unit<3>(linear, x, inputs, rows, first, to);
+#endif
+    } else if (two) {
       block_unit<2>(linear, x, inputs, rows, first, to);
     } else {
       block_unit<1>(linear, x, inputs, rows, first, to);
-      if (two) block_unit<1>(linear, x, inputs, rows, first + 1, to);
     }
   }
 }
@@ -1252,6 +1252,7 @@ template <class T> struct Heads {
     attend(head(token, 0, h), at(layer.keys, token, kv, 0), at(layer.values, token, kv, 0), bias(token, h), start(token),
            step.column[token] + 1, block.head_dim, scores, out);
   }
+  // Inlined whatever it costs: gcc drops calls of a function that only asks for memory.
   __attribute__((always_inline)) void ask_for(void *cache, int token, int kv) const {
     const char *from = (const char *)at(cache, token, kv, start(token)), *end = (const char *)at(cache, token, kv, step.column[token]);
     for (; from < end; from += 4096) __builtin_prefetch(from);
