@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.results import Report, Row
 from eval.score.bootstrap import interval
+from eval.score.metric import Metric
 from eval.score.predictions import read_predictions
+from eval.score.registry import PART, short
 from eval.score.scores import Scores, score
 from eval.tables import Table
 from scripts.experiments.rivals import FULL_DEPTH
@@ -38,7 +40,6 @@ KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
 HEADERS = ["steps", "trained on as", "layers a token", "decoding", "whole", "BLEU [95 %]", "slot errors, % [95 %]"]
 HEADERS += ["BLEU less shallow-even's", "slot errors less shallow-even's"]
-OF_PART = "bleu:"  # of a part of the items, such as bleu:seen
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ def main() -> int:
             return score(texts, [line.references for line in lines], METRICS, **known)  # type: ignore[arg-type]
 
         whole, lines = full_steps(variants), []
-        scored_parts = next(iter(reports.values())).rows[0].scores if reports else {}
-        parts = [f"BLEU, {name.removeprefix(OF_PART)}" for name in scored_parts if name.startswith(OF_PART)]
+        parts = [metric.label for metric in of_parts(next(iter(reports.values())).rows[0])]
         for speed in options.speeds:
             rows = []
             if BASE in reports:
@@ -165,7 +165,12 @@ def cells(row: Row, scores: Scores, against: Scores | None) -> list[str]:
             continue
         low, high = interval(scores.resampled[name] - against.resampled[name])
         found.append(f"{scores.values[name] - against.values[name]:+.2f} [{low:+.2f}, {high:+.2f}]")
-    return found + [f"{value:.2f}" for name, value in row.scores.items() if name.startswith(OF_PART)]
+    return found + [metric.show(row.scores[metric.name]) for metric in of_parts(row)]
+
+
+def of_parts(row: Row) -> list[Metric]:
+    """Of parts of the test set, such as WebNLG's seen categories."""
+    return [metric for metric in short(row.scores) if PART in metric.name]
 
 
 def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
