@@ -14,7 +14,10 @@ HEADER = 7
 
 
 def records(file: Path) -> list[Record]:
-    """Every record of a `.wandb` file: a header of 7 bytes, then blocks of chunks (checksum 4, length 2, kind 1)."""
+    """Every record of a `.wandb` file: a header of 7 bytes, then blocks of chunks (checksum 4, length 2, kind 1).
+
+    A file that is still being written may end within a record, which isn't there yet.
+    """
     content = file.read_bytes()
     found, whole, at = [], b"", HEADER
     while at + HEADER <= len(content):
@@ -22,6 +25,8 @@ def records(file: Path) -> list[Record]:
             at += BLOCK - at % BLOCK  # the rest of the block is too short for a chunk
             continue
         length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        if at + HEADER + length > len(content):
+            break
         whole += content[at + HEADER : at + HEADER + length]
         at += HEADER + length
         if kind in (1, 4):  # whole, or the last part
