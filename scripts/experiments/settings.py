@@ -5,7 +5,8 @@
         "schedule.prompt=full schedule.over=all" --seeds 0 1 2 --over all --output outputs/prompts
 
 A setting is one or more overrides in quotes. Each is trained with each seed, all for as many steps as the recipe says;
-the frontiers are means over seeds. With train.validate_rows the table has the last validation's losses, too.
+an override with {seed} in it gets the seed there, such as model.name_or_path=BASE-seed-{seed}. The frontiers are means
+over seeds. With train.validate_rows the table has the last validation's losses, too.
 """
 
 import json
@@ -30,6 +31,7 @@ from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over
 from train.tracking import VALIDATION_FILE
 
+SEED = "{seed}"
 HEADERS = ["setting", "asked", "prompt layers", "max to min", "decoding", "whole"]
 
 
@@ -40,8 +42,13 @@ def main() -> int:
     parser.add_argument("--over", choices=get_args(Over), default="decode", help="the speed that is drawn")
     parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="that are evaluated")
     options = parser.parse_intermixed_args()
+    by_seed = [word for word in options.overrides if SEED in word]
+    options.overrides = [word for word in options.overrides if SEED not in word]
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
-    overrides = {name: (*each.split(), f"train.seed={seed}") for (each, seed), name in names.items()}
+    overrides = {
+        name: (*each.split(), *(word.replace(SEED, str(seed)) for word in by_seed), f"train.seed={seed}")
+        for (each, seed), name in names.items()
+    }
     made = {name: lambda variants, words=words: words for name, words in overrides.items()}
 
     def by_setting(reports: Mapping[str, Report]) -> dict[str, list[Report]]:
