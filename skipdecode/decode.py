@@ -111,7 +111,9 @@ def skip_generate(
     do_sample = bool(generation_config.do_sample)
     drafts = draft_candidates(model) if lossless is True and prompts is not None and speedup is None else []
     schedule = drafts[0] if drafts else schedule
-    how: dict[str, Any] = {"over": over, "weights": weights, "prompts": prompts, "lossless": bool(lossless)}
+    not_lean = why_not_lean(unwrap(model))  # every call asks: it is answered once
+    usual = weights or usual_weights(unwrap(model), lean=not_lean is None)
+    how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     schedule = resolve_schedule(model, schedule, speedup, **how)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
@@ -131,7 +133,7 @@ def skip_generate(
     with gated_layers(model, schedule, prompt_plan, prompt_columns=columns) as gate:
         if lossless:
             columns_runner = make_columns_runner(
-                model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+                model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs, not_lean
             )
             schedule, length = _best_draft(
                 model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
@@ -141,7 +143,16 @@ def skip_generate(
                 columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
             ).run()
         runner = make_runner(
-            model, gate, schedule, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs
+            model,
+            gate,
+            schedule,
+            input_ids,
+            generation_config,
+            synced_gpus,
+            weights,
+            cuda_graphs,
+            model_kwargs,
+            not_lean,
         )
         output = decode_loop(model, runner, input_ids, synced_gpus=synced_gpus, **arguments)
         runner.end()

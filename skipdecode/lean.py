@@ -410,9 +410,12 @@ def choose_weights(model: PreTrainedModel) -> Weights:
     return "packed" if needed < free_memory() / 2 else "model"
 
 
-def usual_weights(model: PreTrainedModel) -> Weights:
-    """The weights that a model decodes with unless they are told: those of `choose_weights` where it can be lean."""
-    return choose_weights(model) if why_not_lean(model) is None else "model"
+def usual_weights(model: PreTrainedModel, *, lean: bool | None = None) -> Weights:
+    """The weights that a model decodes with unless they are told: those of `choose_weights` where it can be `lean`,
+    which a caller may know.
+    """
+    lean = why_not_lean(model) is None if lean is None else lean
+    return choose_weights(model) if lean else "model"
 
 
 def free_memory() -> float:

@@ -171,14 +171,15 @@ def make_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
+    not_lean: str | None,
 ) -> ForwardRunner:
-    """The fastest runner that does what a call asks for, with its cache.
+    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `why_not_lean` says.
 
     Raises ConfigError for weights that are copies where steps can't be lean.
     """
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     if reason is None:
-        reason = _why_a_forward_pass(model, synced_gpus, model_kwargs)
+        reason = _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
@@ -288,9 +289,11 @@ def make_columns_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
+    not_lean: str | None,
 ) -> ColumnsRunner:
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
-    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
+    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
+    reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
     if cuda_graphs:
@@ -304,7 +307,7 @@ def why_not_lean_steps(
 ) -> str | None:
     """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    return reason or _why_a_forward_pass(model, synced_gpus, model_kwargs)
+    return reason or _why_a_forward_pass(why_not_lean(unwrap(model)), synced_gpus, model_kwargs)
 
 
 def _why_another_cache(
@@ -322,10 +325,10 @@ def _why_another_cache(
     return None
 
 
-def _why_a_forward_pass(model: GenerativeModel, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why steps on a planned cache must go through the model's own forward pass; None where they needn't."""
     shared = "several processes share it" if synced_gpus else None
-    return shared or _more_than_a_token(model_kwargs) or why_not_lean(unwrap(model))
+    return shared or _more_than_a_token(model_kwargs) or not_lean
 
 
 def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.command import collector_at_rest
+from skipdecode.command import quick_imports
 from skipdecode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def _check_sampling(options: argparse.Namespace) -> None:
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    with collector_at_rest():
+    with quick_imports():
         import torch
         from transformers.utils import logging
 
@@ -361,10 +361,10 @@ def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
         from skipdecode.loading import load
         from skipdecode.texts import Decoder
 
-    logging.disable_progress_bar()
-    device = resolve_device(options.device)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
+        logging.disable_progress_bar()
+        device = resolve_device(options.device)
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
     return Decoder(
         model.to(device),  # type: ignore[arg-type]
         tokenizer,

@@ -20,7 +20,7 @@ import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
-from skipdecode.command import collector_at_rest
+from skipdecode.command import quick_imports
 from skipdecode.profile import Profile, profiles_folder
 from skipdecode.texts import Decoded, Decoder, compare
 
@@ -33,6 +33,7 @@ NOT_FOR_TEXTS = {
     *(f"skipdecode.{name}" for name in ("bundle", "calibrate", "engine", "hub", "prune", "serve")),
     *("datasets", "deepspeed", "fastapi", "matplotlib", "omegaconf", "pandas", "peft", "pyarrow", "pydantic"),
     *("sacrebleu", "scipy", "sklearn", "uvicorn", "wandb"),
+    *("torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor"),
 }
 
 
@@ -391,6 +392,36 @@ print(gc.isenabled(), {without} & set(sys.modules) or None)"""
     assert done.stdout.splitlines()[-1] == "True None"
 
 
+def test_what_quick_imports_leave_out_is_there_when_somebody_asks_for_it() -> None:
+    code = """
+from skipdecode.command import quick_imports
+with quick_imports():
+    from transformers import AutoModelForCausalLM, OPTForCausalLM
+    import torch
+    inside = torch._dynamo.config.cache_size_limit  # more than a mark: the module itself comes
+    assert type(torch._dynamo).__name__ == "module"
+with quick_imports():
+    pass
+import torch._dynamo._trace_wrapped_higher_order_op
+torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
+assert inside == torch._dynamo.config.cache_size_limit > 0
+"""
+    later = """
+from skipdecode.command import quick_imports
+with quick_imports():
+    from transformers import OPTForCausalLM
+    import torch
+import torch._dynamo._trace_wrapped_higher_order_op
+compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+x = torch.ones(3)
+assert torch.equal(compiled(x), x.sin() + 1) and torch._dynamo._trace_wrapped_higher_order_op
+assert torch.distributed.is_available()
+"""
+    for each in (code, later):
+        done = subprocess.run([sys.executable, "-c", each], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_command_leaves_with_all_that_it_has_written_and_its_status() -> None:
     code = "import atexit; atexit.register(print, 'farewell'); print('a text')"
     code += "; from skipdecode.command import leave; leave(3)"
@@ -403,7 +434,7 @@ def test_the_collector_rests_while_modules_are_imported_and_goes_on_as_it_was(en
     was, found = gc.isenabled(), []
     (gc.enable if enabled else gc.disable)()
     try:
-        with suppress(ImportError), collector_at_rest():
+        with suppress(ImportError), quick_imports():
             found.append(gc.isenabled())
             raise ImportError
         assert [*found, gc.isenabled()] == [False, enabled]
