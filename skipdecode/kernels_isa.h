@@ -462,28 +462,35 @@ static inline Bytes low_nibbles(Bytes w) { return {low_nibbles(w.a), low_nibbles
 static inline Bytes high_nibbles(Bytes w) {
   return {low_nibbles(_mm256_srli_epi16(w.a, 4)), low_nibbles(_mm256_srli_epi16(w.b, 4))};
 }
-template <int KIND> static inline __m256i products(__m256i sum, __m256i w, __m256i x) {
-  __m256i pairs;
-  if (KIND == INT4) {
-    pairs = _mm256_maddubs_epi16(w, x);  // at most 2 * 15 * 127: it fits
-  } else {  // 255 * 127 twice wouldn't: shifted back, and the sign given to the other side
-    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-  }
+static inline __m256i products(__m256i sum, __m256i w, __m256i x) {
+  w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));  // 255 * 127 twice wouldn't fit: shifted back, its sign to the other side
+  __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+// Of nibbles the sums of a group are in 16 bits, where they fit: at most 16 * 15 * 127.
 template <int KIND> static inline void add(Sums &s, Bytes w, const int8_t *x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
   __m256i each = _mm256_set1_epi32(four);
-  s.a = products<KIND>(s.a, w.a, each);
-  s.b = products<KIND>(s.b, w.b, each);
+  if (KIND == INT4) {
+    s.a = _mm256_add_epi16(s.a, _mm256_maddubs_epi16(w.a, each));
+    s.b = _mm256_add_epi16(s.b, _mm256_maddubs_epi16(w.b, each));
+  } else {
+    s.a = products(s.a, w.a, each);
+    s.b = products(s.b, w.b, each);
+  }
 }
 static inline void floats(const Sums &s, float *out) {
   _mm256_storeu_ps(out, _mm256_cvtepi32_ps(s.a));
   _mm256_storeu_ps(out + 8, _mm256_cvtepi32_ps(s.b));
 }
 #define SHIFTED_BACK 1
+#define GROUPS_IN_16_BITS
+static inline Sums start_group(int32_t) { return start(0); }
+static inline void floats_of_group(const Sums &s, int32_t shift, float *out) {
+  const __m256i ones = _mm256_set1_epi16(1), shifts = _mm256_set1_epi32(shift);
+  floats({_mm256_add_epi32(_mm256_madd_epi16(s.a, ones), shifts), _mm256_add_epi32(_mm256_madd_epi16(s.b, ones), shifts)}, out);
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 struct Bytes { uint8x16_t v[4]; };
 struct Sums { int32x4_t v[4]; };
@@ -534,6 +541,11 @@ static inline void floats(const Sums &s, float *out) {
   sixteen f = __builtin_convertvector(s.v, sixteen);
   __builtin_memcpy(out, &f, 64);
 }
+#endif
+
+#ifndef GROUPS_IN_16_BITS
+static inline Sums start_group(int32_t shift) { return start(shift); }
+static inline void floats_of_group(const Sums &s, int32_t, float *out) { floats(s, out); }
 #endif
 
 // Weights are read once and in order, but what a processor asks for by itself ends with a page. B blocks of `size` bytes are
@@ -677,10 +689,8 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
   const bf16 *scales = (const bf16 *)linear.scale + (int64_t)first * groups * 16;
   Further further(w, (int64_t)B * groups * 256, pass, passes);
   Rows x(inputs, row, count);
-  typedef float v16 __attribute__((vector_size(64)));
-  typedef int32_t i16 __attribute__((vector_size(64)));
-  typedef uint16_t h16 __attribute__((vector_size(32)));
-  v16 found[R][B] = {};
+  enum { PARTS = 16 / LANES };
+  vf found[R][B][PARTS] = {};
   for (int g = 0; g < groups; g++) {
     int64_t next = ahead<B>(g * 256, groups * 256);
 #pragma GCC unroll 4
@@ -688,7 +698,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
       const uint8_t *group = w + ((int64_t)b * groups + g) * 256;
       Sums sums[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) sums[r] = start(x.shift(r, g));
+      for (int r = 0; r < R; r++) sums[r] = start_group(x.shift(r, g));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         further.ask(group + 64 * i, next);
@@ -700,24 +710,23 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
           add<INT4>(sums[r], high, x.four(r, g * (GROUP / 4) + i / 2 * 4, i % 2 * 2 + 1));
         }
       }
-      h16 h;
-      __builtin_memcpy(&h, scales + ((int64_t)b * groups + g) * 16, 32);
-      v16 scale = (v16)(__builtin_convertvector(h, i16) << 16);
+      const bf16 *of_group = scales + ((int64_t)b * groups + g) * 16;
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        v16 sum;
-        floats(sums[r], (float *)&sum);
-        found[r][b] += sum * scale;
+        float sum[16] __attribute__((aligned(64)));
+        floats_of_group(sums[r], x.shift(r, g), sum);
+#pragma GCC unroll 2
+        for (int p = 0; p < PARTS; p++) found[r][b][p] += load(sum + p * LANES) * load(of_group + p * LANES);
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      v16 v = found[r][b] * inputs.scales[row + (r < count ? r : 0)];
-      __builtin_memcpy(out + (r * B + b) * 16, &v, 64);
-    }
+    for (int b = 0; b < B; b++)
+#pragma GCC unroll 2
+      for (int p = 0; p < PARTS; p++)
+        store(out + (r * B + b) * 16 + p * LANES, found[r][b][p] * inputs.scales[row + (r < count ? r : 0)]);
 }
 
 // ---- a whole projection, shared among the threads of a team
@@ -1553,4 +1562,5 @@ static void run_linear(const Linear &linear, const float *x, int rows, int threa
 
 }  // namespace ISA
 #undef SHIFTED_BACK
+#undef GROUPS_IN_16_BITS
 #undef DOT_BF16_BESIDE
