@@ -119,6 +119,19 @@ def test_a_projection_is_its_product_and_a_row_of_many_is_that_row_alone(
                 assert torch.equal(together, torch.cat([linear(row.expand(copies, -1))[:1] for row in hidden])), name
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_largest_weights_and_inputs_overflow_nothing(instructions: str, kind: str) -> None:
+    weight = torch.full((20, 224), 7.0)
+    weight[:, ::32] = -8.0  # of each group one, so that in 4 bits the others are the largest that there are
+    hidden = torch.ones(9, 224)
+    hidden[1::3] = -1.0
+    hidden[2::3, ::2] = -1.0
+    weight = weight * (127 / 8 if kind == "int8" else 1.0)  # whole steps of 8 bits too, but for halves
+    expected = hidden.double() @ (weight.round() if kind == "int8" else weight).double().T
+    found = NativeLinear(weight.round(), None, kind)(hidden)
+    torch.testing.assert_close(found.double(), expected, atol=1e-3 * float(expected.abs().max()), rtol=0)
+
+
 def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(n, 2112, generator=generator).bfloat16() for n in (40, 37))
