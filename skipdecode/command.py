@@ -79,6 +79,7 @@ def quick_imports() -> Iterator[None]:
     finally:
         if first:
             _Unmarked.leave()
+            gc.freeze()  # what modules hold stays to the end: looking through it once more takes as long as a text
         if enabled:
             gc.enable()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
@@ -100,7 +101,7 @@ def load_model(
 def _quietly(name: str, read: Callable[[], Any]) -> Any:
     """Call `read` without transformers' own table of what is wrong. Raises ConfigError where it fails."""
     try:
-        with _warnings_off():
+        with _warnings_off(), _Unfilled():
             return read()
     except ConfigError:
         raise
@@ -109,6 +110,17 @@ def _quietly(name: str, read: Callable[[], Any]) -> Any:
         if "use_safetensors" in str(error):  # a repository of the Hub without them
             raise _pickled(name) from error
         raise ConfigError(f"{name!r} can't be loaded as a causal language model: {first_line(error)}") from error
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leave out the random numbers that modules are made with: weights that are read take their place, all of them, and
+    on the meta device, where transformers makes modules, each takes a tour through torch's decompositions and sympy.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
