@@ -61,20 +61,24 @@ def run_module(name: str) -> int:
 
 
 @contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
+def quick_imports(*, compiles: bool = False) -> Iterator[None]:
     """Import torch and transformers without what no command of one process needs, in half of the time.
 
     Python's collector rests: of all that they make it goes through everything again and again, and finds nothing to
     free. transformers is told that torch.distributed isn't there, as in builds of torch that have none, for the rest of
     the process. And `torch._dynamo` is a placeholder (`_Unmarked`) until the block ends. Where transformers has been
     imported before, nothing is gained, and only the collector rests.
+
+    Args:
+        compiles: whether code of others is loaded in the block, which may compile: `torch._dynamo` is no placeholder.
     """
     enabled, first = gc.isenabled(), "transformers" not in sys.modules
     gc.disable()
     try:
         if first:
             _leave_out_distributed()
-            sys.modules[_DYNAMO] = _Unmarked(_DYNAMO)
+            if not compiles:
+                sys.modules[_DYNAMO] = _Unmarked(_DYNAMO)
         yield
     finally:
         if first:

@@ -5,6 +5,7 @@ operators that torch's own quantised export uses on x86 (`torch.ops.onednn`). On
 (AVX512-VNNI, AVX-VNNI, AMX) they also compute faster than those of floating point.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ class Int8Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         rounded, scale = round_to_8_bits(weight.detach().float())
-        self._weight = pack_int8(rounded.contiguous())  # packing reads no strides
+        # Half of 127 fits where products overflow: then the two halves' products are added up.
+        parts = [rounded >> 1, rounded - (rounded >> 1)] if overflows() else [rounded]
+        self._weights = [pack_int8(part.contiguous()) for part in parts]  # packing reads no strides
         self._scale = scale
         self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
         self._bias = torch.zeros(1) if bias is None else bias.detach().float()
@@ -39,22 +42,9 @@ class Int8Linear:
         """[rows, in] -> [rows, out], in the type of `hidden`."""
         few = len(hidden) <= _FEW_ROWS
         rounded, scale = self._round_few(hidden) if few else _round_many(hidden)
-        no_post_op: list[Any] = []
-        product: torch.Tensor = linear_of_int8()(
-            rounded,
-            1.0,
-            128,
-            self._weight,
-            self._scale,
-            self._zero_point,
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            no_post_op,
-            "",
-        )
+        product, *others = [_multiply(rounded, weight, self._scale, self._zero_point) for weight in self._weights]
+        for other in others:
+            product += other
         if few:
             return torch.addcmul(self._bias, product, scale).to(hidden.dtype)
         return product.mul_(scale).add_(self._bias).to(hidden.dtype)
@@ -64,6 +54,27 @@ class Int8Linear:
         exact = hidden.float()
         scale = torch.linalg.vector_norm(exact, float("inf"), dim=1, keepdim=True).mul_(1 / 127).clamp_(min=_TINY)
         return torch.addcdiv(self._middle, exact, scale).to(torch.uint8), scale
+
+
+@cache
+def overflows() -> bool:
+    """Whether oneDNN's products of bytes add two of them in 16 bits, where 2 * 255 * 127 doesn't fit: they do on
+    processors with AVX2 and no dot products of bytes, and say nothing of it.
+    """
+    largest, scale = pack_int8(torch.full((16, 64), 127, dtype=torch.int8)), torch.ones(16)
+    product = _multiply(torch.full((1, 64), 255, dtype=torch.uint8), largest, scale, torch.zeros(16, dtype=torch.int32))
+    return bool((product != 64 * (255 - 128) * 127).any())
+
+
+def _multiply(
+    rounded: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
+) -> torch.Tensor:
+    """Products [rows, out] of rows in unsigned bytes, zero at 128, with packed weights."""
+    no_post_op: list[Any] = []
+    product: torch.Tensor = linear_of_int8()(
+        rounded, 1.0, 128, weight, scale, zero_point, None, 1.0, 0, torch.float32, "none", no_post_op, ""
+    )
+    return product
 
 
 def round_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

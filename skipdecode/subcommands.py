@@ -353,7 +353,7 @@ def _check_sampling(options: argparse.Namespace) -> None:
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    with quick_imports():
+    with quick_imports(compiles=options.trust_remote_code):
         import torch
         from transformers.utils import logging
 

@@ -400,7 +400,7 @@ with quick_imports():
     import torch
     inside = torch._dynamo.config.cache_size_limit  # more than a mark: the module itself comes
     assert type(torch._dynamo).__name__ == "module"
-with quick_imports():
+with quick_imports(compiles=True):
     pass
 import torch._dynamo._trace_wrapped_higher_order_op
 torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
@@ -417,7 +417,13 @@ x = torch.ones(3)
 assert torch.equal(compiled(x), x.sin() + 1) and torch._dynamo._trace_wrapped_higher_order_op
 assert torch.distributed.is_available()
 """
-    for each in (code, later):
+    at_once = """
+from skipdecode.command import quick_imports
+with quick_imports(compiles=True):
+    import torch._dynamo
+    assert type(torch._dynamo).__name__ == "module"
+"""
+    for each in (code, later, at_once):
         done = subprocess.run([sys.executable, "-c", each], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

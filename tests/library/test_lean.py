@@ -10,7 +10,7 @@ from tiny_models import tiny_family, tiny_opt
 from torch import nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from skipdecode import ConfigError, SkipSchedule, lean
+from skipdecode import ConfigError, SkipSchedule, int8, lean
 from skipdecode.int8 import Int8Linear
 from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder, why_not_lean
 
@@ -119,7 +119,12 @@ def test_a_kind_of_weights_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_int8_projection_is_that_of_rounded_weights_and_activations(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("halved", [False, True])
+def test_an_int8_projection_is_that_of_rounded_weights_and_activations(
+    rows: int, dtype: torch.dtype, halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if halved:  # as on a processor without dot products of bytes
+        monkeypatch.setattr(int8, "overflows", lambda: True)
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 40), torch.randn(24)
     hidden = (torch.randn(rows, 40) * torch.tensor([[1.0], [50.0], [1e-3]]).repeat(100, 1)[:rows]).to(dtype)
