@@ -185,7 +185,9 @@ def take_turns(
     against full depth.
 
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
-    rotates, so that a machine whose speed drifts treats them alike. Each decodes a few tokens untimed first.
+    rotates, so that a machine whose speed drifts treats them alike, and turns round when all have been first: caches
+    hold the layers that the one before ran, and none is always behind a deeper one. Each decodes a few tokens untimed
+    first.
 
     Several processes decode a batch each and then tell each other: all yield the same, and `journal`, which must hold
     the same for all of them, goes on doing so.
@@ -202,8 +204,11 @@ def take_turns(
         ids = [prompts[n] for n in batches[number]]
         ends = None if lengths is None else [lengths[n] for n in batches[number]]
         first = number % len(systems)
+        order = [*systems[first:], *systems[:first]]
+        if number // len(systems) % 2:
+            order.reverse()
         added = []
-        for system in [*systems[first:], *systems[:first]]:
+        for system in order:
             key = key_of(number, system)
             if key in journal:
                 continue

@@ -78,24 +78,26 @@ def _measure(
     inner.eval()
     try:
         for repeat in range(repeats + 1):
-            # Of as many rows, behind how many columns: layers -> after a warm prompt, after any.
-            starts: dict[int, tuple[int, dict[int, tuple[float, float]]]] = {}
+            # Of as many rows, behind how many columns: by layers, and what is cold.
+            starts: dict[int, tuple[int, dict[int, float], float]] = {}
             for rows, columns in sorted(timed):
-                # The first texts pay for what other batches left in caches: one isn't timed, then another depth each
-                # time comes first.
-                _time_text(inner, depths[0], rows, columns, weights, SHORT)
+                # A text finds in caches what the one before it ran, fewer layers or more: every second time the order
+                # is turned round. The first texts pay for what other batches left: one isn't timed, then another
+                # depth each time comes first.
                 turn = repeat % len(depths)
-                order = depths[turn:] + depths[:turn]
+                order = (depths[turn:] + depths[:turn])[:: -1 if repeat % 2 else 1]
+                _time_text(inner, order[-1], rows, columns, weights, SHORT)
                 long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in order}
                 stopped = _time_text(inner, depths[-1], rows, columns, weights, SHORT, stop=1)[0]
                 if rows not in starts or columns >= _LONGER * starts[rows][0]:
-                    starts[rows] = columns, _time_starts(inner, rows, columns, weights, long, steps)
-                times = {}
-                for depth, (prefill, seconds) in long.items():
-                    warm, start = starts[rows][1][depth]
-                    times[depth] = _Times(prefill, (seconds - min(warm, seconds / 2)) / (SHORT + steps), start)
+                    starts[rows] = columns, *_time_starts(inner, rows, columns, weights, long, steps)
+                _, once, cold = starts[rows]
+                times = {
+                    depth: _Times(prefill, (seconds - min(once[depth], seconds / 2)) / (SHORT + steps), once[depth])
+                    for depth, (prefill, seconds) in long.items()
+                }
                 if repeat:  # the first warms up
-                    timed[rows, columns].append(_Repeat(times, stopped))
+                    timed[rows, columns].append(_Repeat(times, stopped, cold))
             advance()
     finally:
         inner.train(training)
@@ -111,10 +113,11 @@ class _Times(NamedTuple):
 
 
 class _Repeat(NamedTuple):
-    """Seconds of a batch by layers, and those of prompts that stop after one layer."""
+    """Seconds of a batch by layers, those of prompts that stop after one layer, and `cold` of a MeasuredCost."""
 
     times: Mapping[int, _Times]
     stopped: float
+    cold: float
 
     @property
     def stopped_share(self) -> float:
@@ -131,18 +134,15 @@ def _time_starts(
     weights: Weights | None,
     long: Mapping[int, tuple[float, float]],
     steps: int,
-) -> dict[int, tuple[float, float]]:
-    """By layers, what decoding takes once, of the times of longer texts: behind prompts of as many layers, and of all.
+) -> tuple[dict[int, float], float]:
+    """By layers, what decoding takes once behind prompts of as many, of the times of longer texts; and what is cold.
 
     What a prompt runs of other layers, its text's first step finds in the processor's caches in place of its own.
     """
     short = {n: _time_text(inner, n, rows, columns, weights, SHORT)[1] for n in long}
     cold = max(0.0, _time_text(inner, 1, rows, columns, weights, SHORT, prompt="full")[1] - short[1])
-    most, found = max(long), {}
-    for n, (_, seconds) in long.items():
-        warm = max(0.0, short[n] - SHORT * (seconds - short[n]) / steps)
-        found[n] = warm, warm + cold * (most - n) / (most - 1)
-    return found
+    warm = {n: max(0.0, short[n] - SHORT * (seconds - short[n]) / steps) for n, (_, seconds) in long.items()}
+    return warm, cold
 
 
 def _time_text(
@@ -191,7 +191,9 @@ def _cost(rows: int, timed: Sequence[_Repeat], num_layers: int) -> MeasuredCost:
 
     prefill, step, start = medians("prefill", "prefill"), medians("step", "step"), medians("start", "step")
     share = min(max(0.0, statistics.median(repeat.stopped_share for repeat in timed)), 1.0)
-    return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start, stopped_share=share)
+    unit = statistics.median(repeat.times[num_layers].step for repeat in timed)
+    cold = unit * statistics.median(repeat.cold / repeat.times[num_layers].step for repeat in timed)
+    return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start, stopped_share=share, cold=cold)
 
 
 def measure_profile(
@@ -223,7 +225,7 @@ def measure_profile(
     sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
     costs = _measure(model, sized, weights, repeats, advance=advance)
     batches = [
-        TimedBatch(*size, cost.seconds_by_layers, cost.prefill, cost.start, cost.stopped_share)
+        TimedBatch(*size, cost.seconds_by_layers, cost.prefill, cost.start, cost.stopped_share, cost.cold)
         for size, cost in zip(sized, costs, strict=True)
     ]
     sizes = CostModel.of(inner)

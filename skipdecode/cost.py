@@ -61,8 +61,8 @@ class Cost(ABC):
         last = self.step_seconds(layers, 0) - self.step_seconds(stop, 0)  # of the last token of each prompt
         return stopped + self.stopped_share * (self.prefill_seconds(layers) - stopped) + last
 
-    def start_seconds(self, layers: int) -> float:
-        """What a batch's decoding takes once, beyond its steps, where the first of them runs `layers` layers."""
+    def start_seconds(self, layers: int, prompt_layers: int) -> float:
+        """What a batch's decoding takes once, beyond its steps, the first of `layers` layers, behind such prompts."""
         return 0.0
 
     def decode_seconds(self, schedule: SkipSchedule, steps: int | None = None) -> float:
@@ -73,7 +73,7 @@ class Cost(ABC):
         if not budgets:
             return 0.0
         tables = {layers: self._seconds_by_step(layers, count, whole) for layers in set(budgets)}
-        start = self.start_seconds(budgets[0]) * (1 if whole is None else whole[0][0])
+        start = self.start_seconds(budgets[0], schedule.prompt_budget) * (1 if whole is None else whole[0][0])
         return start + sum([tables[layers][i] for i, layers in enumerate(budgets)])
 
     def _seconds_by_step(self, layers: int, steps: int, whole: Steps | None) -> list[float]:
@@ -138,6 +138,8 @@ class MeasuredCost(Cost):
         prefill: the same of the prompts' pass; empty where it wasn't timed.
         start: the same of what decoding takes once beyond its steps: the first of them finds caches cold, and what
             every call of the kernels needs is made ready; empty where it wasn't timed.
+        cold: seconds that it takes more where prompts run all layers and the first step one: caches then hold the
+            others. In proportion to the layers that prompts alone run.
         fewer_rows: rows -> layers -> seconds of a step, of fewer rows than the batch's.
         later: the cost of the steps that come so many steps later, whose cache is longer; between, time is taken to be
             a straight line. None where that makes no difference.
@@ -153,6 +155,7 @@ class MeasuredCost(Cost):
     fewer_rows: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     later: "tuple[int, MeasuredCost] | None" = None
     stopped_share: float = 1.0
+    cold: float = 0.0
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step that runs `layers` layers."""
@@ -173,9 +176,10 @@ class MeasuredCost(Cost):
         """The time of the prompts' pass through `layers` layers. Raises ConfigError where it wasn't timed."""
         return interpolated(self.prefill, layers) if self.prefill else super().prefill_seconds(layers)
 
-    def start_seconds(self, layers: int) -> float:
+    def start_seconds(self, layers: int, prompt_layers: int) -> float:
         """What decoding takes once; nothing where that wasn't timed."""
-        return interpolated(self.start, layers) if self.start else 0.0
+        cold = self.cold * max(0, prompt_layers - layers) / max(1, self.num_layers - 1)
+        return (interpolated(self.start, layers) if self.start else 0.0) + cold
 
 
 def interpolated(times: Mapping[int, float], at: float) -> float:

@@ -83,9 +83,10 @@ def load_model(
         model = load_model(_adapted(path), dtype, trust_remote_code=trust_remote_code, **kwargs)
         info = _quietly(name, lambda: model.load_adapter(str(path), use_safetensors=True).to_dict())
     else:
-        model, info = _quietly(
-            name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-        )
+        with _Unfilled():
+            model, info = _quietly(
+                name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+            )
     if not looks_local:
         _check_download(name, kwargs)
     _check_weights(name, model, info)
@@ -101,7 +102,7 @@ def load_model(
 def _quietly(name: str, read: Callable[[], Any]) -> Any:
     """Call `read` without transformers' own table of what is wrong. Raises ConfigError where it fails."""
     try:
-        with _warnings_off(), _Unfilled():
+        with _warnings_off():
             return read()
     except ConfigError:
         raise

@@ -21,7 +21,7 @@ from skipdecode.lengths import Steps
 from skipdecode.native import kernels
 from skipdecode.projections import Weights
 
-_PROFILE_FORMAT = 3
+_PROFILE_FORMAT = 4
 _LEAST = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # seconds of a file that wasn't damaged
 
 
@@ -36,6 +36,7 @@ class TimedBatch:
         prefill: layers -> seconds of the prompts' pass.
         start: layers -> seconds that decoding takes once beyond its steps.
         stopped_share: as of a Cost.
+        cold: as of a MeasuredCost.
     """
 
     batch_size: int
@@ -44,10 +45,13 @@ class TimedBatch:
     prefill: Mapping[int, float]
     start: Mapping[int, float]
     stopped_share: float = 1.0
+    cold: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.stopped_share <= 1:
             raise ValueError(f"stopped_share is {self.stopped_share!r}")
+        if not 0 <= self.cold < math.inf:
+            raise ValueError(f"cold is {self.cold!r}")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,9 @@ class Profile:
                 for count, by_columns in timed.items()
             }
 
+        def cold(by_columns: Mapping[int, TimedBatch]) -> float:
+            return within({columns: batch.cold for columns, batch in by_columns.items()}, prompt_length)
+
         def of_batch(by_rows: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
             return {n: within({count: times[n] for count, times in by_rows.items()}, rows) for n in depths}
 
@@ -116,6 +123,7 @@ class Profile:
             {count: times for count, times in step.items() if count < rows},
             None if longer is None or later is None else (longer - prompt_length, later),
             min(self.batches, key=lambda b: abs(math.log(b.batch_size * b.prompt_length / tokens))).stopped_share,
+            within({count: cold(by_columns) for count, by_columns in timed.items()}, rows),
         )
 
     def save(self) -> Path:

@@ -116,10 +116,14 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
     assert cost.num_layers == layers
     for depth in range(1, layers + 1):
         assert cost.step_seconds(depth, step=0) == pytest.approx(0.003 + 0.002 * depth)
-        assert cost.start_seconds(depth) == pytest.approx(0.007 + 0.005 * depth + 0.004 * (layers - depth))
+        for prompt in range(1, layers + 1):
+            cold = 0.004 * max(0, prompt - depth)
+            assert cost.start_seconds(depth, prompt) == pytest.approx(0.007 + 0.005 * depth + cold)
     depths = {2: [1, 2], 6: [1, 2, 3, 4, 6], 12: [1, 2, 3, 4, 6, 8, 12]}[layers]
     turns = [depths[turn % len(depths) :] + depths[: turn % len(depths)] for turn in range(3)]
-    assert [schedule.max_layers for schedule in ran] == [n for turn in turns for n in (1, *turn, layers, *turn, 1)]
+    turns[1].reverse()
+    runs = [n for turn in turns for n in (turn[-1], *turn, layers, *turn, 1)]
+    assert [schedule.max_layers for schedule in ran] == runs
     assert cost.stopped_share == pytest.approx(0.3)
     for depth in depths:
         assert cost.prefill_seconds(depth) == pytest.approx(prefill(depth))
@@ -168,8 +172,8 @@ def test_a_measured_clock_counts_the_prompts_at_hand_and_bytes_those_far_from_th
 
 
 TIMED = [
-    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}, 0.4),
-    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}),
+    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}, 0.4, cold=0.3),
+    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}, cold=0.7),
     TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}, {1: 0.5, 6: 1.0}),
     TimedBatch(8, 400, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}, 0.2),
 ]
@@ -192,7 +196,8 @@ def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -
     cost = timed.at(batch_size=3, prompt_length=40, expected_steps=Lengths.of([5]).expected_steps(3))
     assert cost.step_seconds(6, 0) == pytest.approx(3.5 + 2 / 7 * 6)
     assert cost.step_seconds(1, 0, rows=1) == 1.0, "of the row that is left"
-    assert cost.start_seconds(6) == pytest.approx(1 + 2 / 7 * 1.4)
+    assert cost.start_seconds(6, 6) == pytest.approx(1 + 2 / 7 * 1.4)
+    assert cost.start_seconds(1, 6) - cost.start_seconds(1, 1) == pytest.approx(0.3 + 2 / 7 * 0.4)
     assert cost.prefill_seconds(6) == pytest.approx(7 + (120 - 40) / (320 - 40) * 37)
     more = timed.at(batch_size=16, prompt_length=40)
     assert more.step_seconds(6, 0) == 9.5, "as the largest that was timed"
@@ -263,7 +268,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 3, "batches": [{"step": {"1": -1, "6": 2}}]}']
+    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 4, "batches": [{"step": {"1": -1, "6": 2}}]}']
 )
 def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
     timed = profile(tiny_opt("opt", 6), "model")
