@@ -18,6 +18,7 @@ from skipdecode.rows import rows_to_keep
 LENGTHS = [3, 12, 5, 7, 9, 12, 4, 6]  # of prompts
 TOKENS = [9, 3, 14, 1, 6, 2, 14, 4]  # when rows end: the first of them in the middle, the last of them apart
 FULL = SkipSchedule.full_depth(6)
+TIE = 0.1  # of scores whose first is ahead of the second by 0.4 on average
 
 
 @pytest.fixture
@@ -50,11 +51,6 @@ def decode(model: Any, schedule: SkipSchedule, *criteria: StoppingCriteria, **ch
     return new
 
 
-def padded(texts: list[list[int]]) -> list[list[int]]:
-    """Texts cut where rows end."""
-    return [text[:end] + [PAD] * (14 - end) for text, end in zip(texts, TOKENS, strict=True)]
-
-
 @pytest.mark.parametrize("weights", ["model", "packed", "int8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_a_batch_that_shrinks_are_as_they_are_alone(name: str, weights: str, rows_run: list[int]) -> None:
@@ -63,12 +59,19 @@ def test_rows_of_a_batch_that_shrinks_are_as_they_are_alone(name: str, weights: 
     assert rows_run == [7, 6, 5, 4, 4, 3, 3, 3, 2, 2, 2, 2, 2]
     ids, mask = ragged_prompts(LENGTHS, 4)
     request = {"custom_generate": skip_generate, "schedule": schedule, "weights": weights, "eos_token_id": None}
-    texts = []
-    for row, length in enumerate(LENGTHS):
+    request |= {"max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    for row, (length, end) in enumerate(zip(LENGTHS, TOKENS, strict=True)):
         prompt, seen = (tensor[row : row + 1, -length:] for tensor in (ids, mask))
-        alone = model.generate(prompt, attention_mask=seen, max_new_tokens=14, do_sample=False, **request)
-        texts.append(alone[0, length:].tolist())
-    assert found == padded(texts)
+        alone: Any = model.generate(prompt, attention_mask=seen, **request)
+        text = alone.sequences[0, length:].tolist()
+        assert found[row][end:] == [PAD] * (14 - end)
+        apart = next((n for n in range(end) if found[row][n] != text[n]), None)
+        if apart is not None:
+            # Sums over padded columns have another last bit, by which 8 bits may round a value to its other neighbour:
+            # then the nearly equal change places.
+            scores = alone.scores[apart][0]
+            assert weights == "int8"
+            assert scores[text[apart]] - scores[found[row][apart]] < TIE
 
 
 class Scores(LogitsProcessor):
