@@ -82,8 +82,8 @@ def _measure(
             starts: dict[int, tuple[int, dict[int, float], float]] = {}
             for rows, columns in sorted(timed):
                 # A text finds in caches what the one before it ran, fewer layers or more: every second time the order
-                # is turned round. The first texts pay for what other batches left: one isn't timed, then another
-                # depth each time comes first.
+                # is turned round. The first texts pay for what other batches left: one isn't timed, and the depth that
+                # comes first changes.
                 turn = repeat % len(depths)
                 order = (depths[turn:] + depths[:turn])[:: -1 if repeat % 2 else 1]
                 _time_text(inner, order[-1], rows, columns, weights, SHORT)
@@ -191,8 +191,7 @@ def _cost(rows: int, timed: Sequence[_Repeat], num_layers: int) -> MeasuredCost:
 
     prefill, step, start = medians("prefill", "prefill"), medians("step", "step"), medians("start", "step")
     share = min(max(0.0, statistics.median(repeat.stopped_share for repeat in timed)), 1.0)
-    unit = statistics.median(repeat.times[num_layers].step for repeat in timed)
-    cold = unit * statistics.median(repeat.cold / repeat.times[num_layers].step for repeat in timed)
+    cold = step[num_layers] * statistics.median(repeat.cold / repeat.times[num_layers].step for repeat in timed)
     return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start, stopped_share=share, cold=cold)
 
 
