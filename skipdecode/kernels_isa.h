@@ -217,6 +217,28 @@ static inline void turn16(const float *from, int64_t stride, float *to, int64_t 
 }
 #endif
 
+#if LANES == 8
+// 8 rows of 8 floats, turned round.
+static inline void turn8(const float *from, int64_t stride, float *to, int64_t to_stride) {
+  const vi low = {0, 8, 1, 9, 4, 12, 5, 13}, low_pairs = {0, 1, 8, 9, 4, 5, 12, 13}, low_fours = {0, 1, 2, 3, 8, 9, 10, 11};
+  vf a[8], b[8];
+  for (int i = 0; i < 8; i++) a[i] = load(from + i * stride);
+  for (int i = 0; i < 8; i += 2) {  // pairs of rows, in each half
+    b[i] = __builtin_shuffle(a[i], a[i + 1], low);
+    b[i + 1] = __builtin_shuffle(a[i], a[i + 1], low + 2);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {  // fours of rows: columns 2 j and 2 j + 1 of each half
+      a[i + 2 * j] = __builtin_shuffle(b[i + j], b[i + j + 2], low_pairs);
+      a[i + 2 * j + 1] = __builtin_shuffle(b[i + j], b[i + j + 2], low_pairs + 2);
+    }
+  for (int i = 0; i < 4; i++) {
+    store(to + i * to_stride, __builtin_shuffle(a[i], a[i + 4], low_fours));
+    store(to + (4 + i) * to_stride, __builtin_shuffle(a[i], a[i + 4], low_fours + 4));
+  }
+}
+#endif
+
 // Whether weights in bfloat16 become floats once for many rows, which are read as they are.
 static inline bool as_floats(const Linear &linear, int rows) {
 #ifdef TILES
@@ -555,14 +577,14 @@ template <int B> static inline int64_t ahead(int64_t place, int64_t size) {
   return place + BYTES < size ? BYTES : BYTES + (B - 1) * size;
 }
 
-// What is asked for beside a line of weights. Where rows take three passes and more over B blocks, each asks for its share of
-// the next B, so that memory rests in none, if a core's cache holds both. In two there is too little to compute meanwhile.
+// What is asked for beside a line of weights. Where rows take several passes over B blocks, each asks for its share of the
+// next B, so that memory rests in none, if a core's cache holds both. With wide registers two passes compute too little.
 struct Further {
   const char *next = 0;
-  int64_t place = 0, step = 0;  // among the next blocks' lines, and what each line that is read adds to it; in 65536ths
+  uint64_t place = 0, step = 0;  // among the next blocks' lines, and what each line that is read adds to it; in 65536ths
   Further(const void *blocks, int64_t bytes, int pass, int passes) {
-    enum { MOST = 1 << 18 };
-    if (passes < 3 || bytes > MOST) return;
+    enum { MOST = 1 << 18, LEAST = LANES == 16 ? 3 : 2 };
+    if (passes < LEAST || bytes > MOST) return;
     next = (const char *)blocks + bytes, step = 65536 / passes, place = pass * step * (bytes / 64);
   }
   void ask(const void *line, int64_t bytes) {
@@ -935,6 +957,14 @@ static void to_floats(const Linear &linear, int first, float *to) {
       float some[16][16] __attribute__((aligned(64))) = {};
       for (int o = 0; o < count; o++) store(some[o], load(w + (int64_t)o * n + i));
       turn16(some[0], 16, block + (int64_t)i * 16, 16);
+    }
+#else
+    for (; i + 32 <= n; i += 32) {  // a line of each row at once: they are in one another's way in a cache
+      float some[16][32] __attribute__((aligned(64))) = {};
+      for (int o = 0; o < count; o++)
+        for (int j = 0; j < 32; j += LANES) store(some[o] + j, load(w + (int64_t)o * n + i + j));
+      for (int o = 0; o < 16; o += 8)
+        for (int j = 0; j < 32; j += 8) turn8(some[o] + j, 32, block + (int64_t)(i + j) * 16 + o, 16);
     }
 #endif
     for (; i < n; i++)
