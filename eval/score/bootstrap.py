@@ -1,5 +1,6 @@
 """Bootstrap over test items: the confidence interval of a score, and whether two systems differ (Koehn, EMNLP 2004)."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +28,17 @@ def interval(scores: Array) -> tuple[float, float]:
     outside = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(scores, [outside, 100 - outside])
     return float(low), float(high)
+
+
+def over_seeds(resampled: Sequence[Array]) -> Array:
+    """Means over trainings with several seeds, [resamples], of what each has in the same resamples of the items.
+
+    In each as many seeds as there are are drawn, with replacement.
+    """
+    each = np.stack(resampled)
+    drawn = np.random.default_rng(SEED).integers(len(each), size=each.T.shape)  # [resamples, seeds]
+    means: Array = each[drawn, np.arange(len(drawn))[:, None]].mean(axis=1)
+    return means
 
 
 def p_value(difference: float, resampled: Array) -> float:

@@ -2,14 +2,16 @@
 
     python scripts/experiments/from_trained.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/from-trained
 
-First the recipe is trained at full depth. From that model each way is trained for --shares of its steps: a checkpoint
-that skips, for all of the recipe's speeds, or a shallow model that is as fast as those are at one of --speeds. Beside
-each way's scores stands how far they are from those of the shallow model of even layers, by the bootstrap over prompts.
+With each seed the recipe is trained at full depth first. From that model each way is trained for --shares of its steps:
+a checkpoint that skips, for all of the recipe's speeds, or a shallow model that is as fast as those are at one of
+--speeds. The table has means over the seeds with the standard deviation. Beside each way's scores stands how far they
+are from those of the shallow model of even layers, of the same seeds, by the bootstrap over prompts and seeds.
 """
 
 import math
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +19,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eval.results import Report, Row
-from eval.score.bootstrap import interval
+from eval.score.bootstrap import interval, over_seeds
 from eval.score.metric import Metric
 from eval.score.predictions import read_predictions
 from eval.score.registry import PART, short
 from eval.score.scores import Scores, score
 from eval.tables import Table
 from scripts.experiments.rivals import FULL_DEPTH
-from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, make_parser, run_experiment
+from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, folder_name, make_parser, run_experiment
+from scripts.experiments.settings import mean, mean_row
 from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
 
@@ -38,7 +41,8 @@ SKIPPING: dict[str, tuple[str, ...]] = {
 }
 KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
-HEADERS = ["steps", "trained on as", "layers a token", "decoding", "whole", "BLEU [95 %]", "slot errors, % [95 %]"]
+HEADERS = ["steps", "trained on as", "seeds", "layers a token", "decoding", "whole"]
+HEADERS += ["BLEU ± its deviation over seeds [95 %]", "slot errors, % ± [95 %]"]
 HEADERS += ["BLEU less shallow-even's", "slot errors less shallow-even's"]
 
 
@@ -61,13 +65,13 @@ class Way:
         made_for = f"-{self.speed:g}x" if self.speed is not None else ""
         return f"{self.kind}{made_for}-{self.share:g}"
 
-    def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
+    def overrides(self, base: Path, rate: float | None, seed: int, variants: Variants) -> tuple[str, ...]:
         """Of the recipe."""
         optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
         # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
         start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
         start += (f"optim.learning_rate={rate or optim.learning_rate / 3:g}",)
-        start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}",)
+        start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}", f"train.seed={seed}")
         if self.kind == BASE:
             return (*start, *FULL_DEPTH)
         if self.speed is None:
@@ -89,21 +93,24 @@ class Way:
 
 def main() -> int:
     parser = make_parser(__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the trainings")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.2, 1.0], metavar="S", help="of the steps")
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="that all are compared at")
     parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
     options = parser.parse_intermixed_args()
-    base = options.output.resolve() / BASE
-    ways: dict[str, Way] = {}
+    bases = {seed: f"{BASE} seed {seed}" for seed in options.seeds}
+    ways: list[Way] = []
     for share in options.shares:
-        several = [Way(kind, share) for kind in (*SKIPPING, BASE)]
-        several += [Way(f"shallow-{keep}", share, speed) for speed in options.speeds for keep in KEPT]
-        ways |= {way.name: way for way in several}
+        ways += [Way(kind, share) for kind in (*SKIPPING, BASE)]
+        ways += [Way(f"shallow-{keep}", share, speed) for speed in options.speeds for keep in KEPT]
+    names = {(way, seed): f"{way.name} seed {seed}" for seed in options.seeds for way in ways}
+    made_by = {name: (way, options.output.resolve() / folder_name(bases[seed])) for (way, seed), name in names.items()}
 
     def evaluations(name: str, run: Path) -> dict[str, list[str]]:
-        if name not in ways or ways[name].kind == BASE:
+        way, base = made_by.get(name, (None, run))
+        if way is None or way.kind == BASE:
             return {name: at_speeds([1.0])}
-        if ways[name].speed is not None:
+        if way.speed is not None:
             return {name: ["--reference", str(base)]}
         return {name: at_speeds([1.0, *options.speeds])}
 
@@ -116,33 +123,52 @@ def main() -> int:
             known = {"meanings": meanings, "convention": variants.task.convention}
             return score(texts, [line.references for line in lines], METRICS, **known)  # type: ignore[arg-type]
 
+        def rows_of(way: Way, speed: float) -> dict[int, Row]:
+            found = {
+                seed: way.row(reports[name], speed) for seed in options.seeds if (name := names[way, seed]) in reports
+            }
+            return {seed: row for seed, row in found.items() if row is not None}
+
         whole, lines = full_steps(variants), []
         parts = [metric.label for metric in of_parts(next(iter(reports.values())).rows[0])]
+        starts = {seed: reports[name].rows[0] for seed, name in bases.items() if name in reports}
+        of_starts = {seed: scored(bases[seed], row) for seed, row in starts.items()}
         for speed in options.speeds:
-            rows = []
-            if BASE in reports:
-                start = reports[BASE].rows[0]
-                rows.append([f"0 of {whole}", "(at 1x)", *cells(start, scored(BASE, start), None)])
+            rows = [[f"0 of {whole}", "(at 1x)", *cells(list(starts.values()), of_starts, {})]] if starts else []
             for share in options.shares:
-                found = {
-                    name: row
-                    for name, way in ways.items()
-                    if way.share == share and name in reports and (row := way.row(reports[name], speed)) is not None
+                found = {way: each for way in ways if way.share == share and (each := rows_of(way, speed))}
+                scores = {
+                    way: {seed: scored(names[way, seed], row) for seed, row in each.items()}
+                    for way, each in found.items()
                 }
-                scores = {name: scored(name, row) for name, row in found.items()}
-                against = scores.get(Way("shallow-even", share, speed).name)
-                for name, row in found.items():
-                    other = against if scores[name] is not against else None
-                    label = f"{ways[name].kind}{' (at 1x)' * (ways[name].kind == BASE)}"
-                    rows.append([f"{max(1, round(share * whole))}", label, *cells(row, scores[name], other)])
+                even = Way("shallow-even", share, speed)
+                for way, each in found.items():
+                    label = f"{way.kind}{' (at 1x)' * (way.kind == BASE)}"
+                    against = scores.get(even, {}) if way != even else {}
+                    rows.append(
+                        [f"{max(1, round(share * whole))}", label, *cells(list(each.values()), scores[way], against)]
+                    )
             lines += [f"At {speed:g}x:", "", Table([*HEADERS, *parts], rows).to_markdown(), ""]
         return lines
 
-    made = {BASE: lambda _: FULL_DEPTH} | {
-        name: partial(way.overrides, base, options.rate) for name, way in ways.items()
-    }
+    def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
+        """Those that skip, means over seeds: one checkpoint at several speeds is a line."""
+        several = {
+            way.name: [reports[name] for seed in options.seeds if (name := names[way, seed]) in reports] for way in ways
+        }
+        return {
+            name: mean(each)
+            for name, each in several.items()
+            if each and len(each[0].rows) > 1 and each[0].reference is None
+        }
+
+    made = {name: lambda _, seed=seed: (*FULL_DEPTH, f"train.seed={seed}") for seed, name in bases.items()}
+    for (way, seed), name in names.items():
+        made[name] = partial(way.overrides, made_by[name][1], options.rate, seed)
     title = "from a trained model"
-    experiment = Experiment("from_trained", title, made, table, drawn, evaluations=evaluations, start=BASE)
+    experiment = Experiment(
+        "from_trained", title, made, table, drawn, evaluations=evaluations, starts=tuple(bases.values())
+    )
     return run_experiment(options, experiment)
 
 
@@ -153,29 +179,29 @@ def full_steps(variants: Variants) -> int:
     return section.max_steps or round(section.epochs * math.ceil(len(variants.prepared.encoded.rows) / a_step))
 
 
-def cells(row: Row, scores: Scores, against: Scores | None) -> list[str]:
-    """Speeds, scores and how far these are from another's, with their intervals."""
-    found = [f"{row.mean_layers:.2f}", str(row.speed("decode")), str(row.speed("all"))]
+def cells(rows: Sequence[Row], scores: Mapping[int, Scores], against: Mapping[int, Scores]) -> list[str]:
+    """Means over seeds of speeds, scores and how far these are from another's with the same seeds, with intervals."""
+    average = mean_row(rows)
+    found = [f"{len(rows)}", f"{average.mean_layers:.2f}", str(average.speed("decode")), str(average.speed("all"))]
     for name in METRICS:
-        value, (low, high) = scores.values[name], scores.intervals[name]
-        found.append(f"{value:.2f} [{low:.1f}, {high:.1f}]")
+        values = [each.values[name] for each in scores.values()]
+        deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        low, high = interval(over_seeds([each.resampled[name] for each in scores.values()]))
+        found.append(f"{statistics.fmean(values):.2f}{deviation} [{low:.1f}, {high:.1f}]")
+    pairs = [(each, against[seed]) for seed, each in scores.items() if seed in against]
     for name in METRICS:
-        if against is None:
+        if not pairs:
             found.append("–")
             continue
-        low, high = interval(scores.resampled[name] - against.resampled[name])
-        found.append(f"{scores.values[name] - against.values[name]:+.2f} [{low:+.2f}, {high:+.2f}]")
-    return found + [metric.show(row.scores[metric.name]) for metric in of_parts(row)]
+        difference = statistics.fmean(each.values[name] - other.values[name] for each, other in pairs)
+        low, high = interval(over_seeds([each.resampled[name] - other.resampled[name] for each, other in pairs]))
+        found.append(f"{difference:+.2f} [{low:+.2f}, {high:+.2f}]")
+    return found + [metric.show(average.scores[metric.name]) for metric in of_parts(average)]
 
 
 def of_parts(row: Row) -> list[Metric]:
     """Of parts of the test set, such as WebNLG's seen categories."""
     return [metric for metric in short(row.scores) if PART in metric.name]
-
-
-def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
-    """Those that skip: one checkpoint at several speeds is a line."""
-    return {name: report for name, report in reports.items() if len(report.rows) > 1 and report.reference is None}
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Experiment:
         frontiers: those of the reports that are drawn.
         evaluations: of a variant and the folder of its finished run, options of `python -m eval` by label.
         over: the speed that is drawn; None: what all targets are of.
-        start: the variant from whose finished run the others start: it is trained before them, and always.
+        starts: the variants from whose finished runs the others start: they are trained before them, and always.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Experiment:
     frontiers: Callable[[Mapping[str, Report]], Mapping[str, Report]] = dict
     evaluations: Callable[[str, Path], Mapping[str, Sequence[str]]] = lambda name, run: {name: at_speeds()}
     over: Over | None = None
-    start: str | None = None
+    starts: Sequence[str] = ()
 
 
 def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None = None) -> argparse.ArgumentParser:
@@ -99,8 +99,8 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
         train = ["train.py", "--recipe", variants.name, *common]
         runs = {name: output / folder_name(name) for name in experiment.overrides}
         commands = {runs[name]: [*train, *each, f"output.dir={runs[name]}"] for name, each in overrides.items()}
-        first = {runs[name]: commands.pop(runs[name]) for name in overrides if name == experiment.start}
-        done = run_unfinished(first, "config.json", 1) and run_unfinished(commands, "config.json", options.jobs)
+        first = {runs[name]: commands.pop(runs[name]) for name in overrides if name in experiment.starts}
+        done = all(run_unfinished(some, "config.json", options.jobs) for some in (first, commands))
         if not options.train_only:
             finished = {name: run for name, run in runs.items() if (run / "config.json").exists()}
             reports, all_evaluated = evaluate(options, experiment, finished)
@@ -112,8 +112,8 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
 def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> dict[str, Sequence[str]]:
     """The overrides of what is to be trained. Raises ConfigError for names in `only` that aren't there or can't be."""
     found = {}
-    if only and experiment.start is not None:
-        only = [experiment.start, *only]
+    if only:
+        only = [*experiment.starts, *only]
     for name in only or experiment.overrides:
         if name not in experiment.overrides:
             raise unknown("variant", name, experiment.overrides)

@@ -30,7 +30,19 @@ from train.run import run
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
-FROM_TRAINED = ["--shares", "0.5", "--speeds", "2", "--only", "linear-0.5", "shallow-even-2x-0.5"]
+FROM_TRAINED = [
+    "--shares",
+    "0.5",
+    "--speeds",
+    "2",
+    "--seeds",
+    "0",
+    "1",
+    "--only",
+    "linear-0.5 seed 0",
+    "linear-0.5 seed 1",
+]
+FROM_TRAINED += ["shallow-even-2x-0.5 seed 1"]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +142,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
         (
             from_trained,
             FROM_TRAINED,
-            ["| 0 of 2 | (at 1x) |", "| 1 | linear |", "| 1 | shallow-even | 4.00 |", "| – | – |"],
+            ["| 0 of 2 | (at 1x) | 2 |", "| 1 | linear | 2 |", "| 1 | shallow-even | 1 | 4.00 |", "| – | – |"],
         ),
     ],
 )
@@ -158,7 +170,7 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
     assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
-    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4, "from_trained": 3}[name]
+    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
     assert not (tmp_path / "out" / ".lock").exists()
 
 
@@ -167,7 +179,7 @@ def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_lay
 ) -> None:
     run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
     for way in (Way("early-termination", 0.5), Way("shallow-top", 1.0, 2.0), Way("full-depth", 0.5)):
-        overrides = way.overrides(tmp_path / "base", None, variants)
+        overrides = way.overrides(tmp_path / "base", None, 0, variants)
         recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
         run(recipe, way.name)
         assert len(metrics(tmp_path / way.name)) == 2 * way.share
