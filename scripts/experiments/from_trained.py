@@ -11,9 +11,10 @@ are from those of the shallow model of even layers, of the same seeds, by the bo
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -54,24 +55,26 @@ class Way:
         kind: `full-depth`, a name of SKIPPING, or `shallow-` and which layers stay.
         share: of the trained model's steps.
         speed: that a shallow model is made for; None of one that decodes at any.
+        seed: of its training, and of the trained model's.
     """
 
     kind: str
     share: float
     speed: float | None = None
+    seed: int = 0
 
     @property
     def name(self) -> str:
         made_for = f"-{self.speed:g}x" if self.speed is not None else ""
-        return f"{self.kind}{made_for}-{self.share:g}"
+        return f"{self.kind}{made_for}-{self.share:g} seed {self.seed}"
 
-    def overrides(self, base: Path, rate: float | None, seed: int, variants: Variants) -> tuple[str, ...]:
+    def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
         """Of the recipe."""
         optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
         # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
         start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
         start += (f"optim.learning_rate={rate or optim.learning_rate / 3:g}",)
-        start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}", f"train.seed={seed}")
+        start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}", f"train.seed={self.seed}")
         if self.kind == BASE:
             return (*start, *FULL_DEPTH)
         if self.speed is None:
@@ -99,76 +102,59 @@ def main() -> int:
     parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
     options = parser.parse_intermixed_args()
     bases = {seed: f"{BASE} seed {seed}" for seed in options.seeds}
-    ways: list[Way] = []
-    for share in options.shares:
-        ways += [Way(kind, share) for kind in (*SKIPPING, BASE)]
-        ways += [Way(f"shallow-{keep}", share, speed) for speed in options.speeds for keep in KEPT]
-    names = {(way, seed): f"{way.name} seed {seed}" for seed in options.seeds for way in ways}
-    made_by = {name: (way, options.output.resolve() / folder_name(bases[seed])) for (way, seed), name in names.items()}
+    runs = {seed: options.output.resolve() / folder_name(name) for seed, name in bases.items()}
+    ways: dict[str, Way] = {}
+    for seed, share in product(options.seeds, options.shares):
+        several = [Way(kind, share, seed=seed) for kind in (*SKIPPING, BASE)]
+        several += [Way(f"shallow-{keep}", share, speed, seed) for speed in options.speeds for keep in KEPT]
+        ways |= {way.name: way for way in several}
 
     def evaluations(name: str, run: Path) -> dict[str, list[str]]:
-        way, base = made_by.get(name, (None, run))
-        if way is None or way.kind == BASE:
+        if name not in ways or ways[name].kind == BASE:
             return {name: at_speeds([1.0])}
-        if way.speed is not None:
-            return {name: ["--reference", str(base)]}
+        if ways[name].speed is not None:
+            return {name: ["--reference", str(runs[ways[name].seed])]}
         return {name: at_speeds([1.0, *options.speeds])}
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
-        def scored(name: str, row: Row) -> Scores:
+        def scored(name: str, row: Row) -> tuple[Row, Scores]:
             folder = evaluated_in(options.output, name) / "predictions"
             lines = read_predictions(folder / f"{row.label}.jsonl").values()
             texts = [line.prediction for line in lines]
             meanings = [line.meaning or line.prompt for line in lines]
             known = {"meanings": meanings, "convention": variants.task.convention}
-            return score(texts, [line.references for line in lines], METRICS, **known)  # type: ignore[arg-type]
-
-        def rows_of(way: Way, speed: float) -> dict[int, Row]:
-            found = {
-                seed: way.row(reports[name], speed) for seed in options.seeds if (name := names[way, seed]) in reports
-            }
-            return {seed: row for seed, row in found.items() if row is not None}
+            references = [line.references for line in lines]
+            return row, score(texts, references, METRICS, **known)  # type: ignore[arg-type]
 
         whole, lines = full_steps(variants), []
         parts = [metric.label for metric in of_parts(next(iter(reports.values())).rows[0])]
-        starts = {seed: reports[name].rows[0] for seed, name in bases.items() if name in reports}
-        of_starts = {seed: scored(bases[seed], row) for seed, row in starts.items()}
+        starts = {seed: scored(name, reports[name].rows[0]) for seed, name in bases.items() if name in reports}
         for speed in options.speeds:
-            rows = [[f"0 of {whole}", "(at 1x)", *cells(list(starts.values()), of_starts, {})]] if starts else []
+            rows = [[f"0 of {whole}", "(at 1x)", *cells(starts, {})]] if starts else []
             for share in options.shares:
-                found = {way: each for way in ways if way.share == share and (each := rows_of(way, speed))}
-                scores = {
-                    way: {seed: scored(names[way, seed], row) for seed, row in each.items()}
-                    for way, each in found.items()
-                }
-                even = Way("shallow-even", share, speed)
-                for way, each in found.items():
-                    label = f"{way.kind}{' (at 1x)' * (way.kind == BASE)}"
-                    against = scores.get(even, {}) if way != even else {}
-                    rows.append(
-                        [f"{max(1, round(share * whole))}", label, *cells(list(each.values()), scores[way], against)]
-                    )
+                found: dict[str, dict[int, tuple[Row, Scores]]] = {}
+                for name, way in ways.items():
+                    if way.share == share and name in reports and (row := way.row(reports[name], speed)) is not None:
+                        found.setdefault(way.kind, {})[way.seed] = scored(name, row)
+                for kind, each in found.items():
+                    against = found.get("shallow-even", {}) if kind != "shallow-even" else {}
+                    label = f"{kind}{' (at 1x)' * (kind == BASE)}"
+                    rows.append([f"{max(1, round(share * whole))}", label, *cells(each, against)])
             lines += [f"At {speed:g}x:", "", Table([*HEADERS, *parts], rows).to_markdown(), ""]
         return lines
 
     def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
         """Those that skip, means over seeds: one checkpoint at several speeds is a line."""
-        several = {
-            way.name: [reports[name] for seed in options.seeds if (name := names[way, seed]) in reports] for way in ways
-        }
-        return {
-            name: mean(each)
-            for name, each in several.items()
-            if each and len(each[0].rows) > 1 and each[0].reference is None
-        }
+        found: dict[str, list[Report]] = {}
+        for name, way in ways.items():
+            if name in reports and len(reports[name].rows) > 1 and reports[name].reference is None:
+                found.setdefault(f"{way.kind}-{way.share:g}", []).append(reports[name])
+        return {name: mean(several) for name, several in found.items()}
 
     made = {name: lambda _, seed=seed: (*FULL_DEPTH, f"train.seed={seed}") for seed, name in bases.items()}
-    for (way, seed), name in names.items():
-        made[name] = partial(way.overrides, made_by[name][1], options.rate, seed)
-    title = "from a trained model"
-    experiment = Experiment(
-        "from_trained", title, made, table, drawn, evaluations=evaluations, starts=tuple(bases.values())
-    )
+    made |= {name: partial(way.overrides, runs[way.seed], options.rate) for name, way in ways.items()}
+    title, starts = "from a trained model", tuple(bases.values())
+    experiment = Experiment("from_trained", title, made, table, drawn, evaluations=evaluations, starts=starts)
     return run_experiment(options, experiment)
 
 
@@ -179,22 +165,22 @@ def full_steps(variants: Variants) -> int:
     return section.max_steps or round(section.epochs * math.ceil(len(variants.prepared.encoded.rows) / a_step))
 
 
-def cells(rows: Sequence[Row], scores: Mapping[int, Scores], against: Mapping[int, Scores]) -> list[str]:
+def cells(each: Mapping[int, tuple[Row, Scores]], against: Mapping[int, tuple[Row, Scores]]) -> list[str]:
     """Means over seeds of speeds, scores and how far these are from another's with the same seeds, with intervals."""
-    average = mean_row(rows)
-    found = [f"{len(rows)}", f"{average.mean_layers:.2f}", str(average.speed("decode")), str(average.speed("all"))]
+    average = mean_row([row for row, _ in each.values()])
+    found = [f"{len(each)}", f"{average.mean_layers:.2f}", str(average.speed("decode")), str(average.speed("all"))]
     for name in METRICS:
-        values = [each.values[name] for each in scores.values()]
+        values = [scores.values[name] for _, scores in each.values()]
         deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        low, high = interval(over_seeds([each.resampled[name] for each in scores.values()]))
+        low, high = interval(over_seeds([scores.resampled[name] for _, scores in each.values()]))
         found.append(f"{statistics.fmean(values):.2f}{deviation} [{low:.1f}, {high:.1f}]")
-    pairs = [(each, against[seed]) for seed, each in scores.items() if seed in against]
+    pairs = [(scores, against[seed][1]) for seed, (_, scores) in each.items() if seed in against]
     for name in METRICS:
         if not pairs:
             found.append("–")
             continue
-        difference = statistics.fmean(each.values[name] - other.values[name] for each, other in pairs)
-        low, high = interval(over_seeds([each.resampled[name] - other.resampled[name] for each, other in pairs]))
+        difference = statistics.fmean(scores.values[name] - other.values[name] for scores, other in pairs)
+        low, high = interval(over_seeds([scores.resampled[name] - other.resampled[name] for scores, other in pairs]))
         found.append(f"{difference:+.2f} [{low:+.2f}, {high:+.2f}]")
     return found + [metric.show(average.scores[metric.name]) for metric in of_parts(average)]
 

@@ -30,19 +30,8 @@ from train.run import run
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
-FROM_TRAINED = [
-    "--shares",
-    "0.5",
-    "--speeds",
-    "2",
-    "--seeds",
-    "0",
-    "1",
-    "--only",
-    "linear-0.5 seed 0",
-    "linear-0.5 seed 1",
-]
-FROM_TRAINED += ["shallow-even-2x-0.5 seed 1"]
+FROM_TRAINED = ["--shares", "0.5", "--speeds", "2", "--seeds", "0", "1"]
+FROM_TRAINED += ["--only", "linear-0.5 seed 0", "linear-0.5 seed 1", "shallow-even-2x-0.5 seed 1"]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +168,7 @@ def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_lay
 ) -> None:
     run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
     for way in (Way("early-termination", 0.5), Way("shallow-top", 1.0, 2.0), Way("full-depth", 0.5)):
-        overrides = way.overrides(tmp_path / "base", None, 0, variants)
+        overrides = way.overrides(tmp_path / "base", None, variants)
         recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
         run(recipe, way.name)
         assert len(metrics(tmp_path / way.name)) == 2 * way.share
