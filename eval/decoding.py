@@ -14,7 +14,7 @@ from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
-from skipdecode.ratio import Ratio
+from skipdecode.ratio import Ratio, order_of_turn
 from skipdecode.schedule import Over
 
 WARM_UP_TOKENS = 8
@@ -184,10 +184,8 @@ def take_turns(
     Each text ends where its system ends it; with `lengths`, after so many tokens. With `agreement`, texts are held
     against full depth.
 
-    Batches hold prompts of like length, padded on the left. In each batch the systems take turns, in an order that
-    rotates, so that a machine whose speed drifts treats them alike, and turns round when all have been first: caches
-    hold the layers that the one before ran, and none is always behind a deeper one. Each decodes a few tokens untimed
-    first.
+    Batches hold prompts of like length, padded on the left. In each batch the systems take turns
+    (`order_of_turn`). Each decodes a few tokens untimed first.
 
     Several processes decode a batch each and then tell each other: all yield the same, and `journal`, which must hold
     the same for all of them, goes on doing so.
@@ -203,12 +201,8 @@ def take_turns(
         """Decode a batch by the systems whose turn at it the journal hasn't. Returns what was added to it."""
         ids = [prompts[n] for n in batches[number]]
         ends = None if lengths is None else [lengths[n] for n in batches[number]]
-        first = number % len(systems)
-        order = [*systems[first:], *systems[:first]]
-        if number // len(systems) % 2:
-            order.reverse()
         added = []
-        for system in order:
+        for system in order_of_turn(systems, number):
             key = key_of(number, system)
             if key in journal:
                 continue

@@ -29,6 +29,7 @@ from skipdecode import rows
 from skipdecode.command import run_command
 from skipdecode.decode import resolve_schedule
 from skipdecode.projections import Weights
+from skipdecode.ratio import order_of_turn
 from skipdecode.runners import LeanRunner
 
 SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
@@ -67,9 +68,7 @@ def main() -> int:
         for repeat in track(range(options.repeats + 1), f"batch {batch_size}", console=Console(stderr=True)):
             found = {key: [] for key in seconds}
             for number, batch in enumerate(batches):
-                keys = list(found)
-                first = (number + repeat) % len(keys)
-                for speedup, side in [*keys[first:], *keys[:first]]:
+                for speedup, side in order_of_turn(list(found), number + repeat):
                     rows.WORTH_LEAVING, LeanRunner.choose = SHARES[side], CHOOSE[side]
                     found[speedup, side].append(systems[speedup].decode(batch, loaded.max_new_tokens))
             for key, decoded in found.items():

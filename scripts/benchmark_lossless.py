@@ -41,7 +41,7 @@ from skipdecode.draft_length import MOST_DRAFTS
 from skipdecode.lean import draft_weights, lean_decoder
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
 from skipdecode.projections import Weights
-from skipdecode.ratio import Ratio
+from skipdecode.ratio import Ratio, order_of_turn
 from skipdecode.runners import ColumnsRunner
 
 COLUMNS = (1, 2, 3, 4, 6, 8, 13)
@@ -88,7 +88,7 @@ def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Wei
     runner.prefill(ids)
     seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}
     for repeat in range(4 * repeats + 1):
-        for count, found in seconds.items():
+        for count, found in order_of_turn(list(seconds.items()), repeat):
             runner.roll_back(8)
             start = time.perf_counter()
             runner.run(ids[0, :1].repeat(count), [8], [count])
@@ -129,8 +129,7 @@ def main() -> int:
                 decoders.append(Drafted(model, own, weights, share))
             seconds: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
             for repeat in track(range(options.repeats + 1), f"{weights} weights", console=Console(stderr=True)):
-                first = repeat % len(decoders)
-                for decoder in [*decoders[first:], *decoders[:first]]:
+                for decoder in order_of_turn(decoders, repeat):
                     taken = decoder.run(ids, options.new_tokens)[1]
                     if repeat:
                         seconds[decoder.name].append(taken)

@@ -19,6 +19,7 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.lean import usual_weights
 from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
+from skipdecode.ratio import order_of_turn
 from skipdecode.schedule import PromptPolicy, SkipSchedule
 
 # Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
@@ -81,11 +82,9 @@ def _measure(
             # Of as many rows, behind how many columns: by layers, and what is cold.
             starts: dict[int, tuple[int, dict[int, float], float]] = {}
             for rows, columns in sorted(timed):
-                # A text finds in caches what the one before it ran, fewer layers or more: every second time the order
-                # is turned round. The first texts pay for what other batches left: one isn't timed, and the depth that
-                # comes first changes.
-                turn = repeat % len(depths)
-                order = (depths[turn:] + depths[:turn])[:: -1 if repeat % 2 else 1]
+                # The first texts pay for what other batches left in caches: one isn't timed, and the depth that comes
+                # first changes.
+                order = order_of_turn(depths, repeat)
                 _time_text(inner, order[-1], rows, columns, weights, SHORT)
                 long = {n: _time_text(inner, n, rows, columns, weights, SHORT + steps) for n in order}
                 stopped = _time_text(inner, depths[-1], rows, columns, weights, SHORT, stop=1)[0]

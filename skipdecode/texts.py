@@ -18,7 +18,7 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.lossless import DraftCounts
 from skipdecode.projections import Weights
-from skipdecode.ratio import Ratio
+from skipdecode.ratio import Ratio, order_of_turn
 from skipdecode.schedule import Over, SkipSchedule
 
 # `compare` times at least so much decoding at full depth, in at most so many rounds: a short text is over within
@@ -269,8 +269,7 @@ def compare(
     timed: list[list[Decoded]] = [[] for _ in speedups]
     rounds = 0
     while rounds < repeats or (rounds < MOST_ROUNDS and sum(one.decode_seconds for one in timed[0]) < LEAST_SECONDS):
-        for turn in range(len(speedups)):
-            at = (rounds + turn) % len(speedups)  # who comes first changes
+        for at in order_of_turn(range(len(speedups)), rounds):
             timed[at].append(decoder.decode(prompts, schedules[at], tokens=tokens))
         rounds += 1
     full = timed[0]

@@ -25,6 +25,7 @@ from eval.machine import describe_machine, versions
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.files import write_whole
+from skipdecode.ratio import order_of_turn
 
 WARM_UP = 8  # requests at once, before a system is timed
 
@@ -49,7 +50,7 @@ def benchmark(request: LoadRequest) -> None:
     keys = [
         ("turn", str(number), f"{rate:g}", system)
         for number, rate in product(range(request.rounds), request.rates)
-        for system in _rotated(request.systems, number)
+        for system in order_of_turn(request.systems, number)
     ]
     if any(key not in journal for key in keys):
         with served(request, max_new_tokens) as systems:
@@ -74,12 +75,6 @@ def benchmark(request: LoadRequest) -> None:
     for line in report.notes():
         console.print(line, style="dim")
     console.print(f"picture: {request.output.with_suffix('.png')}", soft_wrap=True)
-
-
-def _rotated(systems: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """The systems in the order of a round: each comes first once."""
-    at = number % len(systems)
-    return (*systems[at:], *systems[:at])
 
 
 def _shown(system: str) -> str:

@@ -33,7 +33,7 @@ from skipdecode.lean import choose_weights
 from skipdecode.loading import load_model
 from skipdecode.loop import GenerativeModel
 from skipdecode.projections import Weights
-from skipdecode.ratio import Ratio
+from skipdecode.ratio import Ratio, order_of_turn
 
 LEAST_STEPS, LEAST_REPEATS = 16, 5  # that a clock is calibrated by: two of five may meet a busy moment
 
@@ -227,15 +227,15 @@ def _prompts(model: GenerativeModel, request: SpeedRequest, batch_size: int) -> 
 
 
 def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedRequest, journal: Journal) -> list[float]:
-    """Time every entry once in each repeat, in an order that rotates; what the journal has isn't timed again.
+    """Time every entry once in each repeat, in turns; what the journal has isn't timed again.
 
     Returns bytes per second of copies in between.
     """
-    size, numbers = str(ids.shape[0]), list(range(len(entries)))
+    size = str(ids.shape[0])
     keys = [
         ("turn", size, str(repeat), str(number))
         for repeat in range(request.repeats)
-        for number in [*numbers[repeat % len(numbers) :], *numbers[: repeat % len(numbers)]]
+        for number in order_of_turn(range(len(entries)), repeat)
     ]
     if any(key not in journal for key in keys):
         for entry in entries:  # so that all are warm

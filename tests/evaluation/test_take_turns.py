@@ -1,5 +1,6 @@
 """Systems take turns, and nothing that a journal has is decoded again. With systems that only count."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from data import load_task
 from eval.decoding import DecodedSet, spread_over_lengths, take_turns
 from eval.journal import Journal
 from eval.systems.base import DecodedBatch, System
-from skipdecode.ratio import Ratio
+from skipdecode.ratio import Ratio, order_of_turn
 
 EXAMPLES = load_task("departures", **TASK).load("test")
 PROMPTS = [[7] * (3 + len(example.prompt) % 5) for example in EXAMPLES]
@@ -111,10 +112,21 @@ def test_killed_at_any_call_nothing_is_decoded_twice_and_the_results_are_the_sam
     assert again == []
 
 
-def test_systems_take_turns_in_an_order_that_rotates_and_are_warm_before_they_are_timed() -> None:
+@given(count=st.integers(1, 12), rounds=st.integers(0, 5))
+def test_each_comes_first_as_often_and_orders_come_forwards_and_backwards(count: int, rounds: int) -> None:
+    systems = range(count)
+    first = Counter(order_of_turn(systems, 2 * count * rounds + turn)[0] for turn in range(2 * count))
+    assert first == dict.fromkeys(systems, 2)
+    for turn in range(0, 2 * count, 2):
+        forwards, backwards = order_of_turn(systems, turn), order_of_turn(systems, turn + 1)
+        assert sorted(forwards) == list(systems)
+        assert {forwards.index(system) + backwards.index(system) for system in systems} == {count - 1}
+
+
+def test_systems_take_turns_and_are_warm_before_they_are_timed() -> None:
     calls: list[Any] = []
     decode("abc", 5, Journal(), calls)
-    assert [call[0] for call in timed(calls)] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert [call[0] for call in timed(calls)] == ["a", "b", "c", "c", "b", "a", "b", "c", "a"]
     for label in "abc":
         first, second, *_ = (call for call in calls if call[0] == label)
         assert (first[2], second[2]) == (8, 20)

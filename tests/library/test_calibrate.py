@@ -120,8 +120,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
             cold = 0.004 * max(0, prompt - depth)
             assert cost.start_seconds(depth, prompt) == pytest.approx(0.007 + 0.005 * depth + cold)
     depths = {2: [1, 2], 6: [1, 2, 3, 4, 6], 12: [1, 2, 3, 4, 6, 8, 12]}[layers]
-    turns = [depths[turn % len(depths) :] + depths[: turn % len(depths)] for turn in range(3)]
-    turns[1].reverse()
+    turns = [depths, depths[::-1], depths[1:] + depths[:1]]
     runs = [n for turn in turns for n in (turn[-1], *turn, layers, *turn, 1)]
     assert [schedule.max_layers for schedule in ran] == runs
     assert cost.stopped_share == pytest.approx(0.3)

@@ -220,7 +220,7 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
     assert found.tokens >= max(map(len, written)) - 1
     assert calls[:4] == [(6, None), (fast.max_layers, None), (6, found.tokens), (fast.max_layers, found.tokens)]
     turns = [layers for layers, _ in calls[4:]]
-    assert turns == [n for turn in range(5) for n in ((6, fast.max_layers) if turn % 2 == 0 else (fast.max_layers, 6))]
+    assert turns == [{"a": 6, "b": fast.max_layers}[each] for each in "abbabaabab"]
     steps = range(found.tokens - 1)
     true = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
     whole = (0.05 + sum(map(depth.budget, steps)) / 600) / (0.05 + sum(map(fast.budget, steps)) / 600)
