@@ -32,7 +32,7 @@ enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
 enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
 enum { FEW_ROWS = 16 };  // beyond these, weights in bfloat16 become floats once for all rows
-enum { BESIDE = 12, BESIDE_BF16 = 8 };  // rows that stand side by side, in 8 and 4 bits and in bfloat16
+enum { BESIDE = 12, BESIDE_16 = 4, BESIDE_BF16 = 8 };  // rows that stand side by side, in 8 and 4 bits, in 16 and in bfloat16
 enum { TOGETHER = 4 };  // queries of a prompt for which each key and value is read once
 
 extern "C" {  // as skipdecode/native.py declares them

@@ -15,9 +15,15 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 static inline vf load(const float *p) { vf v; __builtin_memcpy(&v, p, sizeof v); return v; }
 static inline vi load(const int32_t *p) { vi v; __builtin_memcpy(&v, p, sizeof v); return v; }
 static inline vf load(const bf16 *p) {
+#if LANES == 16  // of what stands below the compiler makes three times as many instructions
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(MADD_INT8)
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
   vh h;
   __builtin_memcpy(&h, p, sizeof h);
   return (vf)(__builtin_convertvector(h, vi) << 16);
+#endif
 }
 static inline void store(float *p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 static inline vf all(float x) { return x - (vf){}; }
@@ -182,6 +188,15 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
       vf v = i < whole ? load(x + i) : i == whole ? load(rest) : vf{};
       vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, by the bits that don't fit
       sums += rounded;
+#ifdef MADD_INT8
+      if (linear.kind == INT8 && apart > 1) {  // in 16 bits, of each row 4 inputs
+        typedef int16_t vs __attribute__((vector_size(2 * LANES)));
+        vs shorts = __builtin_convertvector(rounded, vs);
+        for (int j = 0; j < LANES; j += 4)
+          __builtin_memcpy((int16_t *)q + (int64_t)(i + j) * apart, (const int16_t *)&shorts + j, 8);
+        continue;
+      }
+#endif
       vb bytes = __builtin_convertvector(rounded, vb);
       __builtin_memcpy(q + (int64_t)i / 16 * 16 * apart + i % 16, &bytes, LANES);
     }
@@ -248,8 +263,8 @@ static inline bool as_floats(const Linear &linear, int rows) {
 #endif
 }
 
-// How many rows stand side by side, [rows / beside][inputs][beside][16 inputs in 8 bits, 32 in bfloat16]: rows that are
-// multiplied together are one stream then and need one address. 1: each row has a place of its own.
+// How many rows stand side by side, [rows / beside][inputs][beside][16 inputs in 8 bits, 4 in 16, 32 in bfloat16]: rows that
+// are multiplied together are one stream then and need one address. 1: each row has a place of its own.
 static inline int beside(const Linear &linear, int rows) {
 #ifdef DOT_INT8
   if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
@@ -258,6 +273,9 @@ static inline int beside(const Linear &linear, int rows) {
 #endif
     return BESIDE;
   }
+#endif
+#ifdef MADD_INT8
+  if (linear.kind == INT8 && rows >= 4) return BESIDE_16;
 #endif
 #ifdef DOT_BF16_BESIDE
   if (linear.kind == BFLOAT16 && rows >= 2 && linear.inputs % 32 == 0) return BESIDE_BF16;
@@ -301,8 +319,11 @@ static void prepare_row(const Linear &linear, const float *x, const Inputs &inpu
     for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that has a place of its own
 #endif
   } else if (linear.kind != FLOAT32) {
-    quantise_row(linear, x, (int8_t *)inputs.values + first * inputs.stride + 16 * place, inputs.scales + row,
-                 inputs.shifts + first * inputs.groups + 4 * place, apart);
+    int8_t *to = (int8_t *)inputs.values + first * inputs.stride + 16 * place;
+#ifdef MADD_INT8
+    if (linear.kind == INT8 && apart > 1) to = (int8_t *)((int16_t *)inputs.values + first * inputs.stride + 4 * place);
+#endif
+    quantise_row(linear, x, to, inputs.scales + row, inputs.shifts + first * inputs.groups + 4 * place, apart);
   }
 }
 
@@ -428,6 +449,9 @@ static void dots_of_rows(const bf16 *w, const float *x, int n, int count, float 
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           vf input = load(x + (int64_t)r * n + i);
+#ifdef MADD_INT8
+          __asm__("" : "+x"(input));  // read once, not by each product: reading is what takes longest
+#endif
 #pragma GCC unroll 8
           for (int k = 0; k < O; k++) own[k][r] += weights[k] * input;
         }
@@ -808,6 +832,86 @@ static void block_unit(const Linear &linear, const float *x, const Inputs &input
   if (row + 1 == rows) block_rows<1, B, Apart<1>>(linear, x, inputs, row, rows, first, to);
 }
 
+#ifdef MADD_INT8
+// What 8 outputs of a block, in 8 bits, and R of the 4 rows that stand side by side, in 16, add to their sums [R][2], each of 4
+// outputs with two sums. A product in 16 bits takes one instruction beside the addition; two in 8 bits, which would overflow,
+// take three. Of memory ASK lines are asked for with each 4 that are read.
+template <int R, int ASK>
+static inline void add_pairs(const uint8_t *w, const int16_t *x, int steps, const uint8_t *next, __m256i *sums) {
+  __m256i own[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) own[r][0] = sums[2 * r], own[r][1] = sums[2 * r + 1];
+  for (int i = 0; i < steps; i += 4, w += 256, x += 16 * BESIDE_16) {
+#pragma GCC unroll 2
+    for (int a = 0; a < ASK; a++, next += 64) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 64 * j)));
+      __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w + 64 * j + 16)));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        int64_t four;
+        __builtin_memcpy(&four, x + 4 * (BESIDE_16 * j + r), 8);
+        __m256i each = _mm256_set1_epi64x(four);
+        own[r][0] = _mm256_add_epi32(own[r][0], _mm256_madd_epi16(a, each));
+        own[r][1] = _mm256_add_epi32(own[r][1], _mm256_madd_epi16(b, each));
+        __asm__("" : "+x"(own[r][0]), "+x"(own[r][1]));  // in this order: in the compiler's they don't stay in registers
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sums[2 * r] = own[r][0], sums[2 * r + 1] = own[r][1];
+}
+
+template <int ASK>
+static inline void add_pairs(const uint8_t *w, const int16_t *x, int rows, int steps, const uint8_t *next, __m256i *sums) {
+  if (rows == 1) add_pairs<1, ASK>(w, x, steps, next, sums);
+  else if (rows == 2) add_pairs<2, ASK>(w, x, steps, next, sums);
+  else add_pairs<4, ASK>(w, x, steps, next, sums);
+}
+
+// All rows, side by side in 16 bits, with a block of outputs in 8; sums are of integers, so they are those of `int8_tile`. In
+// parts, of inputs and of rows, that stay in the fastest cache while each half of the outputs is computed.
+static void pairs_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+  enum { PART = 128, PANEL = 32 };  // steps of 4 inputs, and rows
+  int steps = padded_inputs(linear) / 4;
+  const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64;
+  for (int row = 0; row < rows; row += PANEL) {
+    int count = rows - row < PANEL ? rows - row : PANEL;
+    const int16_t *x = (const int16_t *)inputs.values + row * inputs.stride;
+    __m256i sums[PANEL / 4][2][8] = {};
+    for (int begin = 0; begin < steps; begin += PART) {
+      int some = steps - begin < PART ? steps - begin : PART;
+      int passes = row ? 4 : 0;  // four of the first rows, or the two that there are, ask for the next part
+      const uint8_t *part = w + (int64_t)begin * 64, *next = part + (int64_t)some * 64;
+      for (int r = 0; r < count; r += 4)
+        for (int half = 0; half < 2; half++, passes++) {
+          const int16_t *from = x + r * inputs.stride + 4 * BESIDE_16 * begin;
+          __m256i *of = sums[r / 4][half];
+          if (passes >= 4) add_pairs<0>(part + 32 * half, from, count - r, some, next, of);
+          else if (count > 4) add_pairs<1>(part + 32 * half, from, count - r, some, next + passes * some * 16, of);
+          else add_pairs<2>(part + 32 * half, from, count - r, some, next + passes * some * 32, of);
+        }
+    }
+    for (int r = 0; r < count; r += 4) {
+      float found[4][16];
+      int left = count - r < 4 ? count - r : 4;
+      for (int k = 0; k < left; k++) {
+        __m256i shift = _mm256_set1_epi32(inputs.shifts[(row + r) * inputs.groups + 4 * k]);
+        vf scale = all(inputs.scales[row + r + k]);
+        for (int half = 0; half < 2; half++) {
+          const __m256i *of = sums[r / 4][half] + 2 * k;
+          __m256i sum = _mm256_permute4x64_epi64(_mm256_hadd_epi32(of[0], of[1]), 0xd8);
+          vf v = (vf)_mm256_cvtepi32_ps(_mm256_add_epi32(sum, shift));
+          store(found[k] + 8 * half, v * (load(linear.scale + first * 16 + 8 * half) * scale));
+        }
+      }
+      finish(linear, found[0], left, 16, row + r, first * 16, to);
+    }
+  }
+}
+#endif
+
 #ifdef TILES
 // Tiles of 16 rows of 64 bytes: sums 0 to 3, inputs 4 and 5, weights 6 and 7, whose layout is that of the blocks.
 static void configure_tiles() {
@@ -1068,6 +1172,10 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #ifdef TILES
     } else if (two && linear.kind == INT8 && rows >= 16) {
       int8_tiles_unit(linear, inputs, rows, first, to);
+#endif
+#ifdef MADD_INT8
+    } else if (linear.kind == INT8 && beside(linear, rows) > 1) {
+      pairs_unit(linear, inputs, rows, first, to);
 #endif
 #if LANES == 16
     } else if (wide == 3) {

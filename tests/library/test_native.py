@@ -132,12 +132,18 @@ def test_the_largest_weights_and_inputs_overflow_nothing(instructions: str, kind
     torch.testing.assert_close(found.double(), expected, atol=1e-3 * float(expected.abs().max()), rtol=0)
 
 
-def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str) -> None:
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str, kind: str | None) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(n, 2112, generator=generator).bfloat16() for n in (40, 37))
     bias = 100 * torch.randn(40, generator=generator).bfloat16()
     expected = hidden.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(NativeLinear(weight, bias)(hidden).double(), expected, atol=0.5, rtol=1e-2)
+    linear = NativeLinear(weight, bias, kind)
+    found = linear(hidden)
+    close = {None: 0.003, "int8": 0.02, "int4": 0.2}[kind] * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, atol=close, rtol=1e-2)
+    if kind:
+        assert torch.equal(found, torch.cat([linear(row[None]) for row in hidden]))
 
 
 def logits_of(
