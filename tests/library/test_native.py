@@ -140,7 +140,7 @@ def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str, 
     expected = hidden.double() @ weight.double().T + bias.double()
     linear = NativeLinear(weight, bias, kind)
     found = linear(hidden)
-    close = {None: 0.003, "int8": 0.02, "int4": 0.2}[kind] * float(expected.abs().max())
+    close = {None: 0.5, "int8": 2.5, "int4": 15.0}[kind]  # of sums that deviate by 46, and whose weights are rounded
     torch.testing.assert_close(found.double(), expected, atol=close, rtol=1e-2)
     if kind:
         assert torch.equal(found, torch.cat([linear(row[None]) for row in hidden]))
