@@ -597,11 +597,12 @@ static inline void floats_of_group(const Sums &s, int32_t, float *out) { floats(
 // Weights are read once and in order, but what a processor asks for by itself ends with a page. B blocks of `size` bytes are
 // read side by side, and then the B behind them: bytes from the place that is read to one that soon will be.
 template <int B> static inline int64_t ahead(int64_t place, int64_t size) {
-  enum { BYTES = 4096 / B };  // of all blocks together a page: with more ahead, int4 was slower
+  enum { BYTES = 6144 / B };  // of all blocks together a page and a half
   return place + BYTES < size ? BYTES : BYTES + (B - 1) * size;
 }
 
-// What is asked for beside a line of weights. Where rows take several passes over B blocks, each asks for its share of the
+// What is asked for beside a line of weights, into the second cache: of the lines that are on their way to the first a core
+// keeps few, and waits for one of them. Where rows take several passes over B blocks, each asks for its share of the
 // next B, so that memory rests in none, if a core's cache holds both. With wide registers two passes compute too little.
 struct Further {
   const char *next = 0;
@@ -612,7 +613,7 @@ struct Further {
     next = (const char *)blocks + bytes, step = 65536 / passes, place = pass * step * (bytes / 64);
   }
   void ask(const void *line, int64_t bytes) {
-    if (!next) return __builtin_prefetch((const char *)line + bytes);
+    if (!next) return __builtin_prefetch((const char *)line + bytes, 0, 2);
     __builtin_prefetch(next + place / 65536 * 64, 0, 2);
     place += step;
   }
@@ -757,6 +758,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
         }
       }
       const bf16 *of_group = scales + ((int64_t)b * groups + g) * 16;
+      __builtin_prefetch((const char *)of_group + next / 8);  // 32 bytes of scales for 256 of weights
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         float sum[16] __attribute__((aligned(64)));
