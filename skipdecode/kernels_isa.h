@@ -163,6 +163,15 @@ static inline bf16 rounded_bf16(float x) {
   return (bf16){(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+// Whether rows that are rounded to 8 bits lie in 16, of each 4 inputs side by side.
+static inline bool in_16_bits(const Linear &linear, int apart) {
+#ifdef MADD_INT8
+  return linear.kind == INT8 && apart > 1;
+#else
+  return false;
+#endif
+}
+
 // A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by. Each 16 bytes of inputs,
 // and of sums, stand `apart` times 16 bytes from the next.
 static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift, int apart) {
@@ -188,15 +197,13 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
       vf v = i < whole ? load(x + i) : i == whole ? load(rest) : vf{};
       vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, by the bits that don't fit
       sums += rounded;
-#ifdef MADD_INT8
-      if (linear.kind == INT8 && apart > 1) {  // in 16 bits, of each row 4 inputs
+      if (in_16_bits(linear, apart)) {
         typedef int16_t vs __attribute__((vector_size(2 * LANES)));
         vs shorts = __builtin_convertvector(rounded, vs);
         for (int j = 0; j < LANES; j += 4)
           __builtin_memcpy((int16_t *)q + (int64_t)(i + j) * apart, (const int16_t *)&shorts + j, 8);
         continue;
       }
-#endif
       vb bytes = __builtin_convertvector(rounded, vb);
       __builtin_memcpy(q + (int64_t)i / 16 * 16 * apart + i % 16, &bytes, LANES);
     }
@@ -319,10 +326,8 @@ static void prepare_row(const Linear &linear, const float *x, const Inputs &inpu
     for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that has a place of its own
 #endif
   } else if (linear.kind != FLOAT32) {
-    int8_t *to = (int8_t *)inputs.values + first * inputs.stride + 16 * place;
-#ifdef MADD_INT8
-    if (linear.kind == INT8 && apart > 1) to = (int8_t *)((int16_t *)inputs.values + first * inputs.stride + 4 * place);
-#endif
+    int8_t *to = (int8_t *)inputs.values + (in_16_bits(linear, apart) ? 2 : 1) * first * inputs.stride;
+    to += (in_16_bits(linear, apart) ? 8 : 16) * place;
     quantise_row(linear, x, to, inputs.scales + row, inputs.shifts + first * inputs.groups + 4 * place, apart);
   }
 }
