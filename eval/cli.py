@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(
         "--weights",
-        choices=["model", "packed", "int8", "int4"],
-        help="what prompts and steps compute with, as in skip_generate (int8 and int4 on CPU, activations in 8 bits)",
+        choices=["model", "packed", "int8", "int4", "int4-int8-head"],
+        help="what prompts and steps compute with, as in skip_generate (8 and 4 bits on CPU, activations in 8 bits)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one, or one a process")

@@ -241,7 +241,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """Say how the figures were measured, a line each."""
-        weights = f" with {self.weights} weights" if self.weights == "int8" else ""
+        weights = f" with {self.weights} weights" if self.weights not in ("model", "packed") else ""
         cut = f" ({self.prompts_cut} of them cut)" if self.prompts_cut else ""
         return [
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "

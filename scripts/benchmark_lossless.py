@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -101,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="opt-small", help="a name in configs/model/, or a YAML file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--weights", nargs="+", choices=["model", "packed", "int8", "int4"], default=["packed"])
+    parser.add_argument("--weights", nargs="+", choices=get_args(Weights), default=["packed"])
     parser.add_argument("--speedup", type=float, default=4, help="that drafts (default 4)")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.85, 0.9, 0.95, 0.98])
     parser.add_argument("--prompt-length", type=int, default=64)

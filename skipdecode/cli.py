@@ -222,7 +222,9 @@ def _add_checkpoint(parser: argparse.ArgumentParser, *, trusts: bool = True) -> 
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument(
-        "--weights", choices=["model", "packed", "int8", "int4"], help="what prompts and decode steps are computed with"
+        "--weights",
+        choices=["model", "packed", "int8", "int4", "int4-int8-head"],
+        help="what prompts and decode steps are computed with",
     )
     if trusts:
         parser.add_argument(

@@ -207,6 +207,7 @@ class CostModel:
             prompt that has stopped (`SkipSchedule.prompt_stop`), where they lie apart from those of queries.
         value_bytes: bytes of a cached value, of an embedding's, and of a weight.
         weight_bytes: bytes of a weight where it is kept in another type, such as 1 for int8.
+        head_bytes: bytes of a weight of the LM head, where that is kept in yet another.
     """
 
     num_layers: int
@@ -218,6 +219,7 @@ class CostModel:
     value_bytes: int
     weight_bytes: float | None = None
     stopped_share: float = 1.0
+    head_bytes: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module | PretrainedConfig, dtype: torch.dtype | None = None) -> "CostModel":
@@ -257,14 +259,18 @@ class CostModel:
 
     def stored_as(self, weights: str | None) -> "CostModel":
         """The same with weights as `skip_generate` stores a kind of them."""
-        stored = {"int8": 1.0, "int4": 4.5 / 8}  # groups of 32 with a scale of 16 bits
-        return replace(self, weight_bytes=stored[weights]) if weights in stored else self
+        in_4_bits = 4.5 / 8  # groups of 32 with a scale of 16 bits
+        stored = {"int8": (1.0, None), "int4": (in_4_bits, None), "int4-int8-head": (in_4_bits, 1.0)}
+        layers, head = stored.get(str(weights), (self.weight_bytes, self.head_bytes))
+        return replace(self, weight_bytes=layers, head_bytes=head)
 
     def step_bytes(self, layers: float, context: int, batch_size: float = 1) -> float:
         """Bytes that a step of `layers` layers must read (and write to the cache), with `context` columns cached."""
-        weights = layers * self.layer_parameters + self.head_parameters + self.other_parameters
+        each = self.weight_bytes or self.value_bytes
+        weights = (layers * self.layer_parameters + self.other_parameters) * each
+        weights += self.head_parameters * (self.head_bytes or each)
         for_each_row = self.embedding_values + layers * self.cache_values * (context + 1)
-        return weights * (self.weight_bytes or self.value_bytes) + self.value_bytes * batch_size * for_each_row
+        return weights + self.value_bytes * batch_size * for_each_row
 
     def cache_bytes(self, schedule: SkipSchedule, prompt_columns: int, steps: int, batch_size: int = 1) -> int:
         """Bytes of the cache that `steps` decode steps need (law 6): `PlannedCache` allocates as many."""

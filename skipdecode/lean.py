@@ -41,7 +41,7 @@ from skipdecode.internals import (
 from skipdecode.native import kernels
 from skipdecode.native_steps import BFLOAT16_AS_FLOATS, NativeSteps, native_steps
 from skipdecode.prefill import PromptInputs
-from skipdecode.projections import MAKERS, Linear, Weights
+from skipdecode.projections import HEAD_MAKERS, MAKERS, Linear, Weights
 
 
 class LeanDecoder:
@@ -50,8 +50,9 @@ class LeanDecoder:
     Args:
         model: a model for which `why_not_lean` has no reason.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
-            reads fastest, "int8" and "int4" with copies in so many bits. Copies are of all projections, the LM head
-            among them; all need a CPU, and "int4" the compiled kernels (`skipdecode.native`).
+            reads fastest, "int8" and "int4" with copies in so many bits, "int4-int8-head" with those of the LM head in
+            8. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the compiled kernels
+            (`skipdecode.native`).
         layers: those that it can run, the first one among them; None for all.
         before: an earlier decoder of the same model and weights, whose copies are taken over.
     """
@@ -87,7 +88,7 @@ class LeanDecoder:
         norm = getattr(body, parts.final_norm)  # opt-350m has none
         self._final_norm = Norm(norm) if norm is not None else None
         head: Any = model.get_output_embeddings()
-        self.head: Linear = make_linear(head) if before is None else before.head
+        self.head: Linear = HEAD_MAKERS[weights](head) if before is None else before.head
         plain_start = (
             type(self._embedding) is nn.Embedding
             and self._embedding.max_norm is None
@@ -353,10 +354,10 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         raise unknown("weights", str(weights), get_args(Weights))
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
-    if weights == "int4" and kernels() is None:
+    if weights.startswith("int4") and kernels() is None:
         raise ConfigError(
-            "weights='int4' needs the compiled kernels, which this installation has not: install skipdecode anew where "
-            "there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
+            f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode anew "
+            "where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
         )
     with _MAKING:  # of two threads that ask at once, one makes it
         known = _DECODERS.get(model)

@@ -172,7 +172,7 @@ def _peers(
         peers.append(Transformers(model, static=True))
     if "ctranslate2" in names:
         # The nearest to each kind of weights: it has no bfloat16 on CPU, and no 4 bits.
-        kinds = dict.fromkeys("int8" if kind in ("int8", "int4") else "float32" for kind in weights)
+        kinds = dict.fromkeys("int8" if kind.startswith("int") else "float32" for kind in weights)
         peers += [CTranslate2(model, kind) for kind in kinds]
     if "llama.cpp" in names:
         peers += [LlamaCpp(model, quantization) for quantization in ("Q8_0", "Q4_0")]

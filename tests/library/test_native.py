@@ -188,6 +188,18 @@ def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
         model.float().load_state_dict(weights)
 
 
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "llama"])
+def test_a_head_in_8_bits_reads_what_layers_in_4_make(name: str, instructions: str) -> None:
+    model, lengths = tiny(name), [5, 12, 3]
+    with torch.inference_mode():
+        by_operators, four = LeanDecoder(model, "int4"), LeanDecoder(model, "int4")
+        by_operators._native, by_operators.head = None, LeanDecoder(model, "int8").head
+        found = (logits_of(each, lengths) for each in (LeanDecoder(model, "int4-int8-head"), four, by_operators))
+        for ours, in_four, expected in zip(*found, strict=True):
+            off, other = (float((each - expected).norm() / expected.norm()) for each in (ours, in_four))
+            assert off < 0.02 < other
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["opt", "llama", "mistral", "bloom"])
 def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_text_alone(
@@ -221,7 +233,7 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
         model.float().load_state_dict(weights)
 
 
-@pytest.mark.parametrize("weights", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4", "int4-int8-head"])
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_row_of_a_batch_is_bit_for_bit_that_row_alone(name: str, weights: Any, instructions: str) -> None:
     with torch.inference_mode():
