@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(
         "--weights",
-        choices=["model", "packed", "int8", "int4", "int4-int8-head"],
+        choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
         help="what prompts and steps compute with, as in skip_generate (8 and 4 bits on CPU, activations in 8 bits)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")

@@ -223,7 +223,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser, *, trusts: bool = True) -> 
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument(
         "--weights",
-        choices=["model", "packed", "int8", "int4", "int4-int8-head"],
+        choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
         help="what prompts and decode steps are computed with",
     )
     if trusts:

@@ -259,8 +259,9 @@ class CostModel:
 
     def stored_as(self, weights: str | None) -> "CostModel":
         """The same with weights as `skip_generate` stores a kind of them."""
-        in_4_bits = 4.5 / 8  # groups of 32 with a scale of 16 bits
-        stored = {"int8": (1.0, None), "int4": (in_4_bits, None), "int4-int8-head": (in_4_bits, 1.0)}
+        eight, four = 1.0, 4.5 / 8  # groups of 32 with a scale of 16 bits
+        stored: dict[str, tuple[float, float | None]] = {"int8": (eight, None), "int4": (four, None)}
+        stored |= {"int4-int8-head": (four, eight), "int8-int4-head": (eight, four)}
         layers, head = stored.get(str(weights), (self.weight_bytes, self.head_bytes))
         return replace(self, weight_bytes=layers, head_bytes=head)
 

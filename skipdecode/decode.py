@@ -84,10 +84,10 @@ def skip_generate(
             lossless texts, whose prompts run every layer.
         weights: what the prompt and decode steps are computed with. "packed" (on CPU, in float32
             and bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4" (on CPU): copies
-            in so many bits, and activations in 8; "int4-int8-head": the LM head's in 8. 4 bits are by the compiled
-            kernels alone (`skipdecode.native`). "model": no copies. By default "packed" where it is possible and
-            the copies fit in half of the memory that is free, else "model". The first call makes the copies, the next
-            ones find them.
+            in so many bits, and activations in 8; "int4-int8-head" and "int8-int4-head": those of layers in one and of
+            the LM head in the other. 4 bits are by the compiled kernels alone (`skipdecode.native`). "model": no
+            copies. By default "packed" where it is possible and the copies fit in half of the memory that is free, else
+            "model". The first call makes the copies, the next ones find them.
         cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.graphs`), which are kept for the next
             calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several

@@ -50,9 +50,9 @@ class LeanDecoder:
     Args:
         model: a model for which `why_not_lean` has no reason.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
-            reads fastest, "int8" and "int4" with copies in so many bits, "int4-int8-head" with those of the LM head in
-            8. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the compiled kernels
-            (`skipdecode.native`).
+            reads fastest, "int8" and "int4" with copies in so many bits, the two others with those of the LM head in
+            more or in fewer. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the
+            compiled kernels (`skipdecode.native`).
         layers: those that it can run, the first one among them; None for all.
         before: an earlier decoder of the same model and weights, whose copies are taken over.
     """
@@ -354,7 +354,7 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         raise unknown("weights", str(weights), get_args(Weights))
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
-    if weights.startswith("int4") and kernels() is None:
+    if "int4" in weights and kernels() is None:
         raise ConfigError(
             f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode anew "
             "where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"

@@ -13,7 +13,7 @@ from skipdecode.int8 import Int8Linear
 from skipdecode.internals import has_bfloat16_on_cpu, linear_of_packed, pack
 from skipdecode.native import NativeLinear, kernels
 
-Weights = Literal["model", "packed", "int8", "int4", "int4-int8-head"]
+Weights = Literal["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
 # Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
@@ -100,5 +100,6 @@ MAKERS: dict[Weights, Callable[[Any], Linear]] = {
     "int8": int8_linear,
     "int4": int4_linear,
     "int4-int8-head": int4_linear,
+    "int8-int4-head": int8_linear,
 }
-HEAD_MAKERS = {**MAKERS, "int4-int8-head": int8_linear}
+HEAD_MAKERS = {**MAKERS, "int4-int8-head": int8_linear, "int8-int4-head": int4_linear}

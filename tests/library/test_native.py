@@ -188,16 +188,18 @@ def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
         model.float().load_state_dict(weights)
 
 
+@pytest.mark.parametrize(("layers", "head"), [("int4", "int8"), ("int8", "int4")])
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "llama"])
-def test_a_head_in_8_bits_reads_what_layers_in_4_make(name: str, instructions: str) -> None:
+def test_a_head_in_other_bits_reads_what_the_layers_make(name: str, layers: Any, head: Any, instructions: str) -> None:
     model, lengths = tiny(name), [5, 12, 3]
     with torch.inference_mode():
-        by_operators, four = LeanDecoder(model, "int4"), LeanDecoder(model, "int4")
-        by_operators._native, by_operators.head = None, LeanDecoder(model, "int8").head
-        found = (logits_of(each, lengths) for each in (LeanDecoder(model, "int4-int8-head"), four, by_operators))
-        for ours, in_four, expected in zip(*found, strict=True):
-            off, other = (float((each - expected).norm() / expected.norm()) for each in (ours, in_four))
-            assert off < 0.02 < other
+        mixed: Any = f"{layers}-{head}-head"
+        by_operators = LeanDecoder(model, layers)
+        by_operators._native, by_operators.head = None, LeanDecoder(model, head).head
+        each = (LeanDecoder(model, mixed), LeanDecoder(model, layers), LeanDecoder(model, head), by_operators)
+        for ours, *alike, expected in zip(*(logits_of(decoder, lengths) for decoder in each), strict=True):
+            off, *others = (float((found - expected).norm() / expected.norm()) for found in (ours, *alike))
+            assert off < 0.02 < min(others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +235,7 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
         model.float().load_state_dict(weights)
 
 
-@pytest.mark.parametrize("weights", ["packed", "int8", "int4", "int4-int8-head"])
+@pytest.mark.parametrize("weights", ["packed", "int8", "int4", "int4-int8-head", "int8-int4-head"])
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_row_of_a_batch_is_bit_for_bit_that_row_alone(name: str, weights: Any, instructions: str) -> None:
     with torch.inference_mode():

@@ -32,7 +32,7 @@ NEAR_TIE = 1e-3
 # 8-bit activations round by 1/127 of a row's largest: what differs by 1e-7 before may differ by so much after.
 NEAR_TIE_INT8 = 0.5
 # Kinds of weights that give texts of their own.
-ROUNDED = ("int8", "int4", "int4-int8-head") if kernels() is not None else ("int8",)
+ROUNDED = ("int8", "int4", "int4-int8-head", "int8-int4-head") if kernels() is not None else ("int8",)
 
 # Sliding and full layers in turns: a schedule may skip the first layer of either kind.
 _TYPES = {"s": "sliding_attention", "f": "full_attention"}
