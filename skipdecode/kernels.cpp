@@ -140,11 +140,11 @@ static inline int padded_inputs(const Linear &linear) {
 #define LANES 8
 #include "kernels_isa.h"
 
-struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); void (*choose)(const float *, int, int, int, int, int64_t *, float *); };
-#define SET(name) {#name, name::run_step, name::run_linear, name::choose}
+struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); void (*choose)(const float *, int, int, int, int, int64_t *, float *); void (*pack)(const Linear &, const void *, int, int); };
+#define SET(name) {#name, name::run_step, name::run_linear, name::choose, name::pack}
 static const Set SETS[] = {
 #if defined(__x86_64__)
-    SET(amx), {"avx512_fp16", avx512_bf16::run_step, avx512_bf16::run_linear, avx512_bf16::choose}, SET(avx512_bf16),
+    SET(amx), {"avx512_fp16", avx512_bf16::run_step, avx512_bf16::run_linear, avx512_bf16::choose, avx512_bf16::pack}, SET(avx512_bf16),
     SET(avx512_vnni), SET(avx2),
 #endif
     SET(generic),
@@ -427,6 +427,11 @@ void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, 
   scratch.need(bytes_of(buffers.inputs, rows, threads));
   lay_out(buffers.inputs, rows, threads);
   SETS[set].run_linear(*linear, x, rows, threads, buffers, y);
+}
+
+// A packed copy of weights [outputs][inputs], in float32 or bfloat16, to where the struct's weights and scales are to lie.
+void skipdecode_pack(int set, const Linear *linear, const void *weight, int type, int threads) {
+  SETS[set].pack(*linear, weight, type, threads);
 }
 }
 #pragma GCC visibility pop

@@ -1196,6 +1196,103 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
   }
 }
 
+// ---- packed copies of weights
+
+// 32 inputs of a row of weights as floats, zeros beyond the last.
+template <class T> static inline void read32(const T *from, int count, float *to) {
+  if (count >= 32) {
+    for (int j = 0; j < 32; j += LANES) store(to + j, load(from + j));
+    return;
+  }
+  for (int j = 0; j < 32; j++) to[j] = j < count ? as_float(from[j]) : 0.0f;
+}
+
+// The nearest whole numbers of 32 values over a scale, to even.
+static inline void steps32(const float *values, float scale, int32_t *to) {
+  for (int j = 0; j < 32; j += LANES) {
+    vi rounded = (vi)(load(values + j) / all(scale) + 12582912.0f) - 0x4b400000;  // by the bits that don't fit
+    __builtin_memcpy(to + j, &rounded, sizeof rounded);
+  }
+}
+
+static inline float greatest32(const float *values) {
+  vf most = {};
+  for (int j = 0; j < 32; j += LANES) {
+    vf v = load(values + j);
+    most = larger(most, larger(v, -v));
+  }
+  return greatest(most);
+}
+
+// Row o of a block in 8 bits with one scale, its largest value at 127 steps.
+template <class T> static void pack_row_8(const Linear &linear, const T *from, int n, int o, uint8_t *to, float *scale) {
+  int padded = padded_inputs(linear);
+  float values[32], largest = 0;
+  for (int i = 0; i < n; i += 32) {
+    read32(from + i, n - i, values);
+    float most = greatest32(values);
+    largest = most > largest ? most : largest;
+  }
+  scale[o] = largest / 127 > 1e-30f ? largest / 127 : 1e-30f;  // as of round_to_8_bits
+  for (int i = 0; i < padded; i += 32) {
+    int32_t steps[32];
+    read32(from + i, n - i, values);
+    steps32(values, scale[o], steps);
+    for (int j = 0; j < 32; j += 4) {
+      uint8_t four[4];
+      for (int k = 0; k < 4; k++) four[k] = (uint8_t)(steps[j + k] + 128);
+      __builtin_memcpy(to + (int64_t)(i + j) * 16 + 4 * o, four, 4);
+    }
+  }
+}
+
+// Row o of a block in 4 bits, each group of inputs with a scale, of which its largest value, with its sign, is -8: so all
+// 16 values are in use.
+template <class T> static void pack_row_4(const Linear &linear, const T *from, int n, int o, uint8_t *to, bf16 *scales) {
+  int padded = padded_inputs(linear);
+  for (int i = 0, g = 0; i < padded; i += GROUP, g++) {
+    float values[32];
+    read32(from + i, n - i, values);
+    float most = greatest32(values), largest = 0;
+    for (int j = 31; j >= 0; j--)
+      if (values[j] == most || values[j] == -most) largest = values[j];
+    bf16 scale = scales[16 * g + o] = rounded_bf16(largest / -8);
+    int32_t steps[32] = {};
+    if (as_float(scale) != 0) steps32(values, as_float(scale), steps);
+    for (int pair = 0; pair < 4; pair++)
+      for (int k = 0; k < 4; k++) {
+        int low = steps[8 * pair + k] + 8, high = steps[8 * pair + 4 + k] + 8;
+        low = low < 0 ? 0 : low > 15 ? 15 : low, high = high < 0 ? 0 : high > 15 ? 15 : high;
+        to[((4 * g + pair) * 16 + o) * 4 + k] = (uint8_t)(low | high << 4);
+      }
+  }
+}
+
+// A block of 16 outputs as the products read it, of weights [outputs][inputs]; outputs beyond the last are zeros.
+template <class T> static void pack_block(const Linear &linear, const T *from, int block) {
+  int n = linear.inputs;
+  int64_t padded = padded_inputs(linear);
+  uint8_t *bytes = (uint8_t *)linear.weight + block * padded * (linear.kind == INT8 ? 16 : 8);
+  bf16 *scales = (bf16 *)linear.scale + block * (padded / GROUP) * 16;
+  float *floats = (float *)linear.weight + (int64_t)block * n * 16;
+  for (int o = 0; o < 16; o++) {
+    int output = 16 * block + o, count = output < linear.outputs ? n : 0;
+    const T *row = from + (int64_t)(count ? output : 0) * n;
+    if (linear.kind == INT8) pack_row_8(linear, row, count, o, bytes, (float *)linear.scale + 16 * block);
+    else if (linear.kind == INT4) pack_row_4(linear, row, count, o, bytes, scales);
+    else
+      for (int i = 0; i < n; i++) floats[(int64_t)i * 16 + o] = i < count ? as_float(row[i]) : 0.0f;
+  }
+}
+
+// A copy of weights of some type, to where `linear` has room for it.
+static void pack(const Linear &linear, const void *from, int type, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int block = 0; block < (linear.outputs + 15) / 16; block++)
+    if (type == FLOAT32) pack_block(linear, (const float *)from, block);
+    else pack_block(linear, (const bf16 *)from, block);
+}
+
 // ---- attention
 
 static void rotate(float *head, const float *cos, const float *signed_sin, int rotated) {

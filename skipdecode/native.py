@@ -8,16 +8,15 @@ where there was none. What they compute is what `skipdecode.block` says, in floa
 import ctypes
 import functools
 import importlib.util
+import math
 import os
 import warnings
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
-from torch import nn
 
 from skipdecode.errors import unknown
-from skipdecode.int8 import round_to_8_bits
 
 # The environment's choice among the instruction sets that kernels are compiled for, or "none".
 CHOICE = "SKIPDECODE_KERNELS"
@@ -164,6 +163,9 @@ class Kernels:
         self.linear: Any = library.skipdecode_linear
         self.linear.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32, c_void_p)
         self.linear.restype = None
+        self.pack: Any = library.skipdecode_pack
+        self.pack.argtypes = (c_int32, POINTER(LinearStruct), c_void_p, c_int32, c_int32)
+        self.pack.restype = None
 
 
 @functools.cache
@@ -180,6 +182,7 @@ def kernels() -> Kernels | None:
         library = ctypes.CDLL(path)
         block, step, *rest = map(ctypes.sizeof, (BlockStruct, StepStruct, GreedyStruct, DraftsStruct))
         known = library.skipdecode_layout() == (block * 1000 + step) * 1000 + sum(rest)
+        known = known and library.skipdecode_pack is not None
     except (OSError, AttributeError) as error:
         reason = str(error)
     else:
@@ -222,14 +225,21 @@ class NativeLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str | None = None) -> None:
         outputs, inputs = weight.shape
-        weight = weight.detach()
+        weight = weight.detach().contiguous()
+        if kind is not None and weight.dtype not in KINDS:
+            weight = weight.float()
         self._scale: torch.Tensor | None = None
-        if kind == "int8":
-            self._weight, self._scale = _in_8_bits(weight.float())
-        elif kind == "int4":
-            self._weight, self._scale = _in_4_bits(weight.float())
+        blocks = math.ceil(outputs / 16)
+        if kind == "int8":  # zero at 128; blocks of 16 outputs by 4 inputs
+            self._weight = torch.empty(blocks, math.ceil(inputs / 64) * 16, 16, 4, dtype=torch.uint8)
+            self._scale = torch.empty(blocks * 16)
+        elif kind == "int4":  # zero at 8; in 64 bytes two blocks of 16 outputs by 4 inputs, one in the low nibbles
+            groups = math.ceil(inputs / GROUP)
+            self._weight = torch.empty(blocks, groups, GROUP // 8, 16, 4, dtype=torch.uint8)
+            self._scale = torch.empty(blocks, groups, 16, dtype=torch.bfloat16)
         else:
-            self._weight = _in_blocks(weight) if weight.dtype == torch.float32 else weight.contiguous()
+            packed = weight.dtype == torch.float32
+            self._weight = torch.empty(blocks, inputs, 16) if packed else weight
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.struct = LinearStruct(
             self._weight.data_ptr(),
@@ -239,6 +249,11 @@ class NativeLinear:
             outputs,
             KINDS[kind or weight.dtype],
         )
+        if self._weight is not weight:
+            compiled = kernels()
+            assert compiled is not None
+            threads, type_ = torch.get_num_threads(), KINDS[weight.dtype]
+            compiled.pack(compiled.number, self.struct, weight.data_ptr(), type_, threads)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out], in the type of `hidden`."""
@@ -250,39 +265,6 @@ class NativeLinear:
             compiled.number, self.struct, exact.data_ptr(), len(exact), torch.get_num_threads(), found.data_ptr()
         )
         return found.to(hidden.dtype)
-
-
-def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """Weights [out, in] in blocks of 16 outputs, [blocks, in, 16]."""
-    padded = nn.functional.pad(weight, (0, 0, 0, -len(weight) % 16))
-    return padded.view(len(padded) // 16, 16, -1).transpose(1, 2).contiguous()
-
-
-def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [out, in] in blocks of 16 outputs by 4 inputs, as bytes with zero at 128, and scales [out, padded]."""
-    rounded, scale = round_to_8_bits(weight)
-    shifted = rounded.view(torch.uint8) ^ 128
-    padded = nn.functional.pad(shifted, (0, -weight.shape[1] % 64, 0, -len(weight) % 16), value=128)
-    blocks = padded.view(len(padded) // 16, 16, -1, 4).transpose(1, 2)
-    return blocks.contiguous(), nn.functional.pad(scale, (0, -len(scale) % 16))
-
-
-def _in_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [out, in] as nibbles with zero at 8 in blocks of 16 outputs by 4 inputs, two such in 64 bytes, and scales
-    of groups, bfloat16 [blocks, groups, 16].
-
-    The largest value of a group, with its sign, is -8 scales: so all 16 values are in use.
-    """
-    padded = nn.functional.pad(weight, (0, -weight.shape[1] % GROUP, 0, -len(weight) % 16))
-    groups = padded.view(len(padded), -1, GROUP)
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))  # [out, groups, 1]
-    scale = (largest / -8).bfloat16()
-    divisor = scale.float()
-    rounded = torch.where(divisor == 0, 0.0, groups / divisor).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    blocks = rounded.view(len(padded) // 16, 16, -1, GROUP // 8, 2, 4)  # outputs, groups, pairs, low and high, inputs
-    low, high = blocks.permute(4, 0, 2, 3, 1, 5)  # each [blocks, groups, pairs, 16, 4]
-    scales = scale.view(len(padded) // 16, 16, -1).transpose(1, 2)
-    return (low | high << 4).contiguous(), scales.contiguous()
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -160,7 +160,7 @@ def test_int8_logits_are_near_the_models_own(name: str) -> None:
     own = generate(model, [3, 7, 5], SCHEDULES[1], **answers).logits
     rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits
     for step in (0, 1):  # the prompt, and a step of decoding
-        assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.1
+        assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.15
 
 
 def test_int8_is_refused_where_steps_cannot_be_lean() -> None:

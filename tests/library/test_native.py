@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
@@ -18,7 +19,7 @@ from tiny_models import ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, native
-from skipdecode.int8 import Int8Linear
+from skipdecode.int8 import Int8Linear, round_to_8_bits
 from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder
 from skipdecode.native import CHOICE, NativeLinear, kernels
 from skipdecode.runners import ColumnsRunner
@@ -77,6 +78,57 @@ def in_4_bits(weight: torch.Tensor) -> torch.Tensor:
                 level = min(max(round(value / scale), -8), 7) if scale else 0
                 found[out, start + n] = level * scale
     return found
+
+
+def packed_by_torch(weight: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights [out, in] in blocks of 16 outputs, and scales, which the kernels make at once: an operation at a time."""
+    to = {"int8": 64, "int4": 32}.get(str(kind), 1)
+    padded = F.pad(weight.float(), (0, -weight.shape[1] % to, 0, -len(weight) % 16))
+    blocks = len(padded) // 16
+    if kind == "int8":
+        rounded, scale = round_to_8_bits(padded)
+        return (rounded.view(torch.uint8) ^ 128).view(blocks, 16, -1, 4).transpose(1, 2), scale
+    if kind == "int4":
+        groups = padded.view(len(padded), -1, 32)
+        largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))  # [out, groups, 1]
+        scale = (largest / -8).bfloat16()
+        divisor = scale.float()
+        levels = torch.where(divisor == 0, 0.0, groups / divisor).round().add(8).clamp(0, 15).to(torch.uint8)
+        # outputs, groups, pairs, low and high, inputs
+        low, high = levels.view(blocks, 16, -1, 4, 2, 4).permute(4, 0, 2, 3, 1, 5)
+        return low | high << 4, scale.view(blocks, 16, -1).transpose(1, 2)
+    return padded.view(blocks, 16, -1).transpose(1, 2), None
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@given(
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 70),
+    kind=st.sampled_from([None, "int8", "int4"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    whole=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_packed_weights_are_bit_for_bit_those_of_torchs_operators(
+    inputs: int, outputs: int, kind: str | None, dtype: torch.dtype, whole: bool, seed: int
+) -> None:
+    dtype = dtype if kind else torch.float32
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(inputs, outputs, generator=generator)
+    if whole:  # many of the same size, of either sign, and many half way between two steps
+        weight = (4 * weight).round()
+    weight[:, outputs // 2] *= 1e-4
+    weight[:, outputs // 3] = 0
+    weight = weight.to(dtype).T  # as Conv1D keeps it
+    blocks, scales = packed_by_torch(weight, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in usable():
+            with chosen(name, patch):
+                linear = NativeLinear(weight, None, kind)
+                assert torch.equal(linear._weight, blocks), name
+                if scales is not None:
+                    assert linear._scale is not None
+                    assert torch.equal(linear._scale, scales), name
 
 
 @settings(max_examples=25, derandomize=True, database=None, deadline=None)
