@@ -1,0 +1,110 @@
+"""What whole batches take over what this machine's clock predicts of them, schedule by schedule.
+
+    skipdecode calibrate outputs/e2e-tiny
+    python scripts/benchmark_clock.py --checkpoint outputs/e2e-tiny --data-dir E2E_FOLDER --budgets 12:12 9:2 5:5
+
+Schedules take turns on every batch, each text as long as full depth's, and the clock is told these lengths: what is
+left is what it does not know. At 1.10 batches took a tenth longer than predicted; where full depth and a schedule are
+off alike, the speed between them is not.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.progress import track
+
+from eval.loading import load_request
+from eval.request import Request
+from eval.systems.base import SkipSystem
+from eval.tables import Table
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.command import run_command
+from skipdecode.cost import MeasuredCost
+from skipdecode.decode import profile_for
+from skipdecode.families import decoder_layers
+from skipdecode.projections import Weights
+from skipdecode.ratio import order_of_turn
+
+HEADERS = ("batch", "budgets", "decoding, ms", "over predicted", "prompts, ms", "over predicted")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--task", help="default: the checkpoint's")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--budgets", nargs="+", type=_budgets, default=[(12, 12)], metavar="MOST:LEAST")
+    parser.add_argument("--horizon", type=int, default=36, help="over which budgets fall (default 36)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[32, 8, 1])
+    parser.add_argument("--limit", type=int, help="of prompts")
+    parser.add_argument("--max-new-tokens", type=int, help="that caches have room for; default: the task's")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--weights", choices=get_args(Weights), default="packed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as output:
+        request = Request(
+            options.checkpoint, Path(output), task=options.task, data_dir=options.data_dir, limit=options.limit
+        )
+        loaded = load_request(request)
+    checkpoint = replace(loaded.checkpoint, weights=options.weights)
+    profile = profile_for(checkpoint.model, checkpoint.weights)
+    if profile is None:
+        raise ConfigError(f"no clock is known here for {options.checkpoint}: run skipdecode calibrate first")
+    layers, room = len(decoder_layers(checkpoint.model)), options.max_new_tokens or loaded.max_new_tokens
+    full = SkipSystem("full depth", checkpoint, SkipSchedule.full_depth(layers))
+    systems = [
+        SkipSystem(
+            f"{most} to {least}",
+            checkpoint,
+            SkipSchedule(layers, most, least, horizon=options.horizon, prompt="max"),
+        )
+        for most, least in options.budgets
+    ]
+    prompts = sorted(loaded.prompt_ids, key=len)
+    rows = []
+    for size in options.batch_size:
+        batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+        lengths = [full.decode(batch, room).lengths for batch in batches]
+        took: dict[str, list[tuple[float, float, float, float]]] = {system.label: [] for system in systems}
+        for repeat in track(range(options.repeats + 1), f"batch {size}", console=Console(stderr=True)):
+            for number, (batch, own) in enumerate(zip(batches, lengths, strict=True)):
+                columns, tokens = max(map(len, batch)), round(statistics.fmean(map(len, batch)))
+                cost = profile.at(batch_size=size, prompt_length=columns, prompt_tokens=tokens)
+                for system in order_of_turn(systems, number + repeat):
+                    found = system.decode(batch, room, own)
+                    predicted = predict(cost, system.cached, own)
+                    prompt = cost.prompt_seconds(system.cached)
+                    if repeat:  # the first warms up
+                        took[system.label].append((found.decode_seconds, predicted, found.prefill_seconds, prompt))
+        for label, seconds in took.items():
+            decode, predicted, prefill, prompt = (sum(each) for each in zip(*seconds, strict=True))
+            cells = [f"{1e3 * decode / len(seconds):.2f}", f"{decode / predicted:.3f}"]
+            cells += [f"{1e3 * prefill / len(seconds):.2f}", f"{prefill / prompt:.3f}"]
+            rows.append([str(size), label, *cells])
+    Console().print(Table(HEADERS, rows).to_markdown(), soft_wrap=True, markup=False)
+    return 0
+
+
+def predict(cost: MeasuredCost, schedule: SkipSchedule, lengths: Sequence[int]) -> float:
+    """The time of decoding texts of known lengths together; rows that have ended leave."""
+    alive = [sum(length > step + 1 for length in lengths) for step in range(max(lengths) - 1)]
+    steps = sum(cost.step_seconds(schedule.budget(step), step, rows) for step, rows in enumerate(alive))
+    return cost.start_seconds(schedule.budget(0), schedule.prompt_budget) + steps
+
+
+def _budgets(text: str) -> tuple[int, int]:
+    most, _, least = text.partition(":")
+    return int(most), int(least)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
