@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--task", help="default: the checkpoint's")
     parser.add_argument("--data-dir")
-    parser.add_argument("--budgets", nargs="+", type=_budgets, default=[(12, 12)], metavar="MOST:LEAST")
+    parser.add_argument("--budgets", nargs="+", type=budgets, default=[(12, 12)], metavar="MOST:LEAST")
     parser.add_argument("--horizon", type=int, default=36, help="over which budgets fall (default 36)")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[32, 8, 1])
     parser.add_argument("--limit", type=int, help="of prompts")
@@ -73,6 +73,8 @@ def main() -> int:
     rows = []
     for size in options.batch_size:
         batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+        if not batches:
+            raise ConfigError(f"--batch-size is {size}: there are {len(prompts)} prompts")
         lengths = [full.decode(batch, room).lengths for batch in batches]
         took: dict[str, list[tuple[float, float, float, float]]] = {system.label: [] for system in systems}
         for repeat in track(range(options.repeats + 1), f"batch {size}", console=Console(stderr=True)):
@@ -101,7 +103,7 @@ def predict(cost: MeasuredCost, schedule: SkipSchedule, lengths: Sequence[int]) 
     return cost.start_seconds(schedule.budget(0), schedule.prompt_budget) + steps
 
 
-def _budgets(text: str) -> tuple[int, int]:
+def budgets(text: str) -> tuple[int, int]:
     most, _, least = text.partition(":")
     return int(most), int(least)
 
