@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -28,7 +27,6 @@ from eval.systems.base import SkipSystem
 from eval.tables import Table
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.command import run_command
-from skipdecode.cost import MeasuredCost
 from skipdecode.decode import profile_for
 from skipdecode.families import decoder_layers
 from skipdecode.projections import Weights
@@ -80,11 +78,12 @@ def main() -> int:
         for repeat in track(range(options.repeats + 1), f"batch {size}", console=Console(stderr=True)):
             for number, (batch, own) in enumerate(zip(batches, lengths, strict=True)):
                 columns, tokens = max(map(len, batch)), round(statistics.fmean(map(len, batch)))
-                cost = profile.at(batch_size=size, prompt_length=columns, prompt_tokens=tokens)
+                alive = [sum(length > step + 1 for length in own) for step in range(max(own) - 1)]
+                steps = tuple((1.0, float(left)) for left in alive)  # rows that have ended leave
+                cost = profile.at(batch_size=size, prompt_length=columns, prompt_tokens=tokens, expected_steps=steps)
                 for system in order_of_turn(systems, number + repeat):
                     found = system.decode(batch, room, own)
-                    predicted = predict(cost, system.cached, own)
-                    prompt = cost.prompt_seconds(system.cached)
+                    predicted, prompt = cost.decode_seconds(system.cached), cost.prompt_seconds(system.cached)
                     if repeat:  # the first warms up
                         took[system.label].append((found.decode_seconds, predicted, found.prefill_seconds, prompt))
         for label, seconds in took.items():
@@ -94,13 +93,6 @@ def main() -> int:
             rows.append([str(size), label, *cells])
     Console().print(Table(HEADERS, rows).to_markdown(), soft_wrap=True, markup=False)
     return 0
-
-
-def predict(cost: MeasuredCost, schedule: SkipSchedule, lengths: Sequence[int]) -> float:
-    """The time of decoding texts of known lengths together; rows that have ended leave."""
-    alive = [sum(length > step + 1 for length in lengths) for step in range(max(lengths) - 1)]
-    steps = sum(cost.step_seconds(schedule.budget(step), step, rows) for step, rows in enumerate(alive))
-    return cost.start_seconds(schedule.budget(0), schedule.prompt_budget) + steps
 
 
 def budgets(text: str) -> tuple[int, int]:

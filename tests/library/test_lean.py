@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, generate, tiny
+from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn
@@ -155,12 +155,12 @@ def test_int8_rows_do_not_see_each_other_and_a_row_of_zeros_is_the_bias() -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_int8_logits_are_near_the_models_own(name: str) -> None:
-    model = tiny(name)
+    model = fresh(name)  # of packed copies that another instruction set made, a last bit may move 8 bits by a step
     answers = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
     own = generate(model, [3, 7, 5], SCHEDULES[1], **answers).logits
     rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits
     for step in (0, 1):  # the prompt, and a step of decoding
-        assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.15
+        assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.1
 
 
 def test_int8_is_refused_where_steps_cannot_be_lean() -> None:
