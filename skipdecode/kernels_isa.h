@@ -1460,6 +1460,7 @@ static void attend_together(const float *const *queries, const float *keys, int6
 }
 
 template <class T> struct Heads {
+  enum { MOST_ASKED = 8192 };  // bytes of one head's keys or values
   const Block &block;
   const Step &step;
   const Layer &layer;
@@ -1506,8 +1507,13 @@ template <class T> struct Heads {
   // Inlined whatever it costs: gcc drops calls of a function that only asks for memory.
   __attribute__((always_inline)) void ask_for(void *cache, int token, int kv) const {
     const char *from = (const char *)at(cache, token, kv, start(token)), *end = (const char *)at(cache, token, kv, step.column[token]);
-    for (; from < end; from += 4096) __builtin_prefetch(from);
-    __builtin_prefetch(end);
+    if (step.tokens == 1 || end - from > MOST_ASKED) {  // it is near, or a stream that a processor sees
+      for (; from < end; from += 4096) __builtin_prefetch(from);
+      __builtin_prefetch(end);
+      return;
+    }
+    for (; from < end; from += 64) __builtin_prefetch(from, 0, 2);
+    __builtin_prefetch(end, 0, 2);
   }
   void run(int token, int kv, float *scores, float *out, int to) const {
     int group = block.heads / block.kv_heads;
