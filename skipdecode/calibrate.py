@@ -25,6 +25,7 @@ from skipdecode.schedule import PromptPolicy, SkipSchedule
 # Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
 # a processor's caches and cost less each, up to some number of them.
 DEPTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
+STEPS = 16  # that are timed, behind those of a short text
 SHORT = 4  # steps of a text of which most of the time may be what it takes once
 _LONGER = 2  # times as long: behind such prompts decoding takes something else once, as they fill the caches
 _ROOM = 128  # tokens that a text may have: a cache laid out for few would be quicker to fill than those of users
@@ -37,7 +38,7 @@ def measure_cost(
     prompt_length: int = 64,
     weights: Weights | None = None,
     repeats: int = 8,
-    steps: int = 16,
+    steps: int = STEPS,
 ) -> MeasuredCost:
     """Time decode steps of a few depths, and the prompts' pass, through `skip_generate`, with all that lies between.
 
@@ -63,7 +64,7 @@ def _measure(
     batches: Sequence[tuple[int, int]],
     weights: Weights | None,
     repeats: int,
-    steps: int = 16,
+    steps: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[MeasuredCost]:
     """The costs of batches, of rows and columns of their prompts, which take turns in each repeat."""
@@ -221,10 +222,19 @@ def measure_profile(
     inner: Any = unwrap(model)
     weights = weights or usual_weights(inner)
     sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
-    costs = _measure(model, sized, weights, repeats, advance=advance)
+    costs = _measure(model, sized, weights, repeats, STEPS, advance)
     batches = [
-        TimedBatch(*size, cost.seconds_by_layers, cost.prefill, cost.start, cost.stopped_share, cost.cold)
-        for size, cost in zip(sized, costs, strict=True)
+        TimedBatch(
+            rows,
+            columns,
+            columns + (SHORT + STEPS) // 2,
+            cost.seconds_by_layers,
+            cost.prefill,
+            cost.start,
+            cost.stopped_share,
+            cost.cold,
+        )
+        for (rows, columns), cost in zip(sized, costs, strict=True)
     ]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()

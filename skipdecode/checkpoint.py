@@ -148,11 +148,11 @@ class SkipConfig:
         return self.solver.get("horizon")
 
     def timed_lengths(self, prompt_length: int | None = None) -> list[int]:
-        """The prompts' lengths that a profile of this machine is best measured behind: as long as usual, and as what
-        decoding has when a text of usual length ends. Of the prompts at hand where their length is given.
+        """The prompts' lengths that a profile of this machine is best measured behind: half as long as usual, as long,
+        and as what decoding has when a text of usual length ends. Of the prompts at hand where their length is given.
         """
         usual = self.prompt_length if prompt_length is None else prompt_length
-        return [usual, *([usual + self.horizon] if self.horizon else [])]
+        return sorted({max(1, usual // 2), usual, usual + (self.horizon or 0)})
 
     @property
     def trained_range(self) -> tuple[float, float] | None:

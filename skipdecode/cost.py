@@ -37,12 +37,14 @@ class Cost(ABC):
         batch_size: rows that start together; those whose text has ended leave.
         expected_steps: that texts take; None where each is as long as the schedule's horizon.
         stopped_share: of the time that a layer takes of a prompt, what it takes where the prompt has stopped.
+        margin: what a target is multiplied by where a schedule is solved for it.
     """
 
     num_layers: int
     batch_size: int = 1
     expected_steps: Steps | None = None
     stopped_share: float = 1.0
+    margin: float = 1.0
 
     @abstractmethod
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
@@ -144,6 +146,7 @@ class MeasuredCost(Cost):
         later: the cost of the steps that come so many steps later, whose cache is longer; between, time is taken to be
             a straight line. None where that makes no difference.
         stopped_share: as of a Cost.
+        margin: as of a Cost: what batches take scatters by some percent around what was measured.
     """
 
     num_layers: int
@@ -156,6 +159,7 @@ class MeasuredCost(Cost):
     later: "tuple[int, MeasuredCost] | None" = None
     stopped_share: float = 1.0
     cold: float = 0.0
+    margin: float = 1.0
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time of a step that runs `layers` layers."""

@@ -21,7 +21,8 @@ from skipdecode.lengths import Steps
 from skipdecode.native import kernels
 from skipdecode.projections import Weights
 
-_PROFILE_FORMAT = 4
+_PROFILE_FORMAT = 5
+MARGIN = 1.03  # beyond a target, as batches take some percent more or less than others that were timed
 _LEAST = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # seconds of a file that wasn't damaged
 
 
@@ -32,7 +33,8 @@ class TimedBatch:
     Attributes:
         batch_size: rows that decoded together.
         prompt_length: columns of their prompts.
-        step: layers -> seconds of a decode step.
+        context: columns in the cache in the middle of the steps that were timed.
+        step: layers -> seconds of a decode step, of these on average.
         prefill: layers -> seconds of the prompts' pass.
         start: layers -> seconds that decoding takes once beyond its steps.
         stopped_share: as of a Cost.
@@ -41,6 +43,7 @@ class TimedBatch:
 
     batch_size: int
     prompt_length: int
+    context: int
     step: Mapping[int, float]
     prefill: Mapping[int, float]
     start: Mapping[int, float]
@@ -89,41 +92,42 @@ class Profile:
             prompt_tokens: of a prompt on average, where prompts stand behind padding; None for as many as columns.
             expected_steps: as of a Cost.
         """
-        timed: dict[int, dict[int, TimedBatch]] = {}  # rows -> columns -> batch
+        timed: dict[int, list[TimedBatch]] = {}
         for batch in self.batches:
-            timed.setdefault(batch.batch_size, {})[batch.prompt_length] = batch
+            timed.setdefault(batch.batch_size, []).append(batch)
         rows = min(max(batch_size, min(timed)), max(timed))
         depths = list(self.batches[0].step)
+        step = {  # rows -> layers -> seconds
+            count: {n: within({b.context: b.step[n] for b in same}, prompt_length) for n in depths}
+            for count, same in timed.items()
+        }
 
-        def behind(columns: int, times: Callable[[TimedBatch], Mapping[int, float]]) -> dict[int, dict[int, float]]:
-            """Rows -> layers -> seconds behind so many columns."""
-            return {
-                count: {n: within({c: times(b)[n] for c, b in by_columns.items()}, columns) for n in depths}
-                for count, by_columns in timed.items()
+        def behind_prompts(value: Callable[[TimedBatch], float]) -> float:
+            """A value of the batch, between those behind shorter and longer prompts, and of fewer and more rows."""
+            by_rows = {
+                count: within({b.prompt_length: value(b) for b in same}, prompt_length) for count, same in timed.items()
             }
+            return within(by_rows, rows)
 
-        def cold(by_columns: Mapping[int, TimedBatch]) -> float:
-            return within({columns: batch.cold for columns, batch in by_columns.items()}, prompt_length)
-
-        def of_batch(by_rows: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-            return {n: within({count: times[n] for count, times in by_rows.items()}, rows) for n in depths}
+        def start(layers: int) -> float:
+            return behind_prompts(lambda batch: batch.start[layers])
 
         prefill = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
         tokens = batch_size * (prompt_tokens or prompt_length)
-        longer = min((b.prompt_length for b in self.batches if b.prompt_length > prompt_length), default=None)
+        longer = min((b.context for b in self.batches if b.context > prompt_length), default=None)
         later = None if longer is None else self.at(batch_size=batch_size, prompt_length=longer)
-        step = behind(prompt_length, lambda batch: batch.step)
         return MeasuredCost(
             self.num_layers,
-            of_batch(step),
+            {n: within({count: times[n] for count, times in step.items()}, rows) for n in depths},
             rows,
             expected_steps,
             {n: proportional({count: times[n] for count, times in prefill.items()}, tokens) for n in depths},
-            of_batch(behind(prompt_length, lambda batch: batch.start)),
+            {n: start(n) for n in depths},
             {count: times for count, times in step.items() if count < rows},
             None if longer is None or later is None else (longer - prompt_length, later),
             min(self.batches, key=lambda b: abs(math.log(b.batch_size * b.prompt_length / tokens))).stopped_share,
-            within({count: cold(by_columns) for count, by_columns in timed.items()}, rows),
+            behind_prompts(lambda batch: batch.cold),
+            MARGIN,
         )
 
     def save(self) -> Path:

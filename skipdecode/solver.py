@@ -101,6 +101,7 @@ def solve_schedule(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
             f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
         )
+    target = replace(target, speedup=min(speedup * cost.margin, reachable))
     most = target.schedule(warmup_layers, warmup_layers, prompt).prompt_budget
     found = target.nearest(prompt)
     if over == "all" and not target.is_bearable(found):

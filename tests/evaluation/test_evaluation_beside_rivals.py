@@ -180,7 +180,7 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
 
 def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Path, tmp_path: Path) -> None:
     model, _ = load(str(full))
-    times = TimedBatch(4, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
+    times = TimedBatch(4, 20, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
     setting = setting_of(model, CostModel.of(model), "packed")
     profile = Profile(setting, 6, (times,), "2026-01-02")
     path = profile.save()

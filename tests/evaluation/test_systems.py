@@ -80,8 +80,8 @@ def test_a_clock_that_is_measured_for_prompts_at_hand_is_timed_behind_them_and_b
     profile = clock_of(checkpoint, config, (4,), prompts, calibrate=True)
     assert profile is not None
     timed = {(batch.batch_size, batch.prompt_length) for batch in profile.batches}
-    assert timed == {(rows, columns) for rows in (1, 4) for columns in (5, 13)}
-    assert config.timed_lengths() == [40, 48], "as skipdecode calibrate has them, which knows no prompts"
+    assert timed == {(rows, columns) for rows in (1, 4) for columns in (2, 5, 13)}
+    assert config.timed_lengths() == [20, 40, 48], "as skipdecode calibrate has them, which knows no prompts"
 
 
 def test_a_batch_that_is_not_full_says_nothing_of_what_full_ones_take() -> None:

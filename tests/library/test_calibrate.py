@@ -171,10 +171,10 @@ def test_a_measured_clock_counts_the_prompts_at_hand_and_bytes_those_far_from_th
 
 
 TIMED = [
-    TimedBatch(1, 40, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}, 0.4, cold=0.3),
-    TimedBatch(8, 40, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}, cold=0.7),
-    TimedBatch(1, 400, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}, {1: 0.5, 6: 1.0}),
-    TimedBatch(8, 400, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}, 0.2),
+    TimedBatch(1, 40, 50, {1: 1.0, 6: 3.5}, {1: 2.0, 6: 7.0}, {1: 0.5, 6: 1.0}, 0.4, cold=0.3),
+    TimedBatch(8, 40, 50, {1: 2.0, 6: 9.5}, {1: 9.0, 6: 44.0}, {1: 1.2, 6: 2.4}, cold=0.7),
+    TimedBatch(1, 400, 410, {1: 1.5, 6: 6.5}, {1: 11.0, 6: 61.0}, {1: 0.5, 6: 1.0}),
+    TimedBatch(8, 400, 410, {1: 4.0, 6: 18.5}, {1: 88.0, 6: 480.0}, {1: 1.2, 6: 2.4}, 0.2),
 ]
 
 
@@ -204,7 +204,7 @@ def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -
     assert timed.at(batch_size=1, prompt_length=2).prefill_seconds(1) == 2.0
     padded = timed.at(batch_size=8, prompt_length=400, prompt_tokens=40)
     assert padded.prefill_seconds(6) == pytest.approx(44.0)
-    assert padded.step_seconds(6, 0) == pytest.approx(18.5)
+    assert padded.step_seconds(6, 10) == pytest.approx(18.5)
     few, many = (timed.at(batch_size=rows, prompt_length=300) for rows in (1, 8))
     least = timed.at(batch_size=1, prompt_length=50)
     assert (least.stopped_share, few.stopped_share, many.stopped_share) == (0.4, 1, 0.2)
@@ -217,11 +217,47 @@ def test_a_batch_between_those_that_were_timed_lies_on_the_line_between_them() -
 def test_a_step_behind_more_columns_lies_on_the_line_between_those_that_were_timed() -> None:
     timed = profile(tiny_opt("opt", 6), "model")
     for rows, few, many in ((1, 3.5, 6.5), (8, 9.5, 18.5)):
-        for prompt, step in ((40, 0), (40, 90), (130, 0), (130, 180), (310, 0), (40, 360), (310, 90), (2, 0), (9, 999)):
-            columns = min(max(40, prompt + step), 400)
+        for prompt, step in ((50, 0), (50, 90), (140, 0), (140, 180), (320, 0), (50, 360), (320, 90), (2, 0), (9, 999)):
+            columns = min(max(50, prompt + step), 410)
             found = timed.at(batch_size=rows, prompt_length=prompt).step_seconds(6, step)
-            assert found == pytest.approx(few + (columns - 40) / 360 * (many - few))
-    assert timed.at(batch_size=8, prompt_length=220).step_seconds(6, 0, rows=1) == pytest.approx(5.0)
+            assert found == pytest.approx(few + (columns - 50) / 360 * (many - few))
+    assert timed.at(batch_size=8, prompt_length=230).step_seconds(6, 0, rows=1) == pytest.approx(5.0)
+
+
+def test_texts_take_what_is_predicted_where_a_step_takes_longer_with_every_column(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(layers: int, rows: int, columns: int) -> float:
+        return layers * (1 + 0.02 * rows * columns)
+
+    def time_text(
+        _: Any, depth: int, rows: int, columns: int, __: Any, steps: int, *how: Any, **more: Any
+    ) -> tuple[float, float]:
+        return columns * rows * depth, sum(step(depth, rows, columns + i) for i in range(steps))
+
+    monkeypatch.setattr(calibrate, "_time_text", time_text)
+    model = tiny_opt.__wrapped__("opt", 6)
+    timed = measure_profile(model, batch_sizes=[1, 4], prompt_lengths=[10, 30, 90], repeats=1)
+    for rows, prompt, steps in ((1, 20, 50), (4, 20, 50), (4, 25, 7), (1, 60, 40), (4, 41, 1)):
+        cost = timed.at(batch_size=rows, prompt_length=prompt)
+        schedule = SkipSchedule(6, 5, 2, horizon=40)
+        for each in (schedule, SkipSchedule.full_depth(6)):
+            took = sum(step(each.budget(i), rows, prompt + i) for i in range(steps))
+            assert cost.decode_seconds(each, steps) == pytest.approx(took, rel=0.03)
+        assert cost.prefill_seconds(6) == pytest.approx(rows * prompt * 6)
+
+
+def test_a_measured_clock_is_asked_for_a_little_more_than_the_target() -> None:
+    timed = profile(tiny_opt("opt", 6), "model").at(batch_size=8, prompt_length=60)
+    exact = replace(timed, margin=1.0)
+    plain = solve_schedule(exact, 2, horizon=30)
+    asked = exact.speedup(plain) / 1.01  # which it reaches, and not with so much to spare
+    assert solve_schedule(exact, asked, horizon=30) == plain != solve_schedule(timed, asked, horizon=30)
+    assert exact.speedup(solve_schedule(timed, asked, horizon=30)) >= 1.03 * asked
+    most = exact.speedup(SkipSchedule(6, 1, 1, horizon=30))
+    assert solve_schedule(timed, most, horizon=30).max_layers == 1, "the last of what can be had is had"
+    with pytest.raises(ConfigError, match=f"speedup is {most + 0.01:g}: .* reaches at most"):
+        solve_schedule(timed, most + 0.01, horizon=30)
 
 
 def test_what_decoding_takes_once_counts_once_and_where_there_is_a_step() -> None:

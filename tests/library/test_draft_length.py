@@ -173,12 +173,12 @@ def test_passes_take_what_was_measured_and_beyond_it_what_that_and_bytes_say() -
     by_bytes = pass_seconds(sizes, None, 64)
     assert by_bytes(6, 8) > by_bytes(6, 1) > by_bytes(2, 1)
     batches = tuple(
-        TimedBatch(rows, 64, {1: 1.0 + rows, 6: 6.0 + rows}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}) for rows in (1, 8)
+        TimedBatch(rows, 64, 64, {1: 1.0 + rows, 6: 6.0 + rows}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}) for rows in (1, 8)
     )
     measured = pass_seconds(sizes, Profile({}, 6, batches, "today"), 64)
     assert [measured(6, 1), measured(6, 8), measured(6, 4)] == pytest.approx([7, 14, 10])
     assert measured(6, 16) == pytest.approx(14 * by_bytes(6, 16) / by_bytes(6, 8))
-    dearer = TimedBatch(12, 64, {1: 9.0, 6: 30.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0})
+    dearer = TimedBatch(12, 64, 64, {1: 9.0, 6: 30.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0})
     steep = pass_seconds(sizes, Profile({}, 6, (*batches, dearer), "today"), 64)
     assert steep(6, 16) == pytest.approx(30 + 4 * (30 - 14) / 4), "on the line through the last two"
 
@@ -190,7 +190,7 @@ def test_drafts_whose_weights_were_not_timed_cost_less_by_what_they_read(monkeyp
     by_bytes, fewer = (pass_seconds(sizes.stored_as(weights), None, 64) for weights in (None, "int8"))
     whole, drafts = lossless_costs(model, decoder, 64)
     assert (whole(6, 1), drafts(2, 1)) == (by_bytes(6, 1), fewer(2, 1))
-    timed = Profile({}, 6, (TimedBatch(1, 64, {1: 1.0, 6: 6.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}),), "today")
+    timed = Profile({}, 6, (TimedBatch(1, 64, 64, {1: 1.0, 6: 6.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}),), "today")
     monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed if weights == "packed" else None)
     whole, drafts = lossless_costs(model, decoder, 64)
     assert whole(6, 1) == pytest.approx(6)
