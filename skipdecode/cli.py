@@ -203,7 +203,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
     calibrate.add_argument("--batch-size", default=[1, 8, 32], help="rows together (default 1 8 32)", **sizes)
     calibrate.add_argument(
-        "--prompt-length", help="tokens (default: half of its training's, as many, and with a text behind them)", **sizes
+        "--prompt-length", help="tokens (default: half of its training's, as many, with a text behind them)", **sizes
     )
     calibrate.add_argument("--repeats", type=int, default=8, metavar="N", help="of each (default 8)")
     calibrate.set_defaults(run=subcommands.calibrate)
