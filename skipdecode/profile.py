@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skipdecode.cost import CostModel, MeasuredCost, interpolated
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import unwrap
 from skipdecode.files import write_whole
 from skipdecode.lengths import Steps
@@ -51,6 +51,7 @@ class TimedBatch:
     cold: float = 0.0
 
     def __post_init__(self) -> None:
+        check_counts(batch_size=self.batch_size, prompt_length=self.prompt_length, context=self.context)
         if not 0 <= self.stopped_share <= 1:
             raise ValueError(f"stopped_share is {self.stopped_share!r}")
         if not 0 <= self.cold < math.inf:

@@ -1,9 +1,11 @@
 """A calibrated schedule is solved from times that were measured, and from nothing else."""
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,15 +304,38 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
     assert solved("decode")[0] == before[0]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"format": 9}', '{"format": 4, "batches": [{"step": {"1": -1, "6": 2}}]}']
-)
+def refuses(timed: Profile, path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"the profile {path} can't be read .*: remove it, and run skipdecode cal"):
+        find_profile(timed.setting)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 4, "batches": []}'])
 def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
     timed = profile(tiny_opt("opt", 6), "model")
     path = timed.save()
     path.write_text(content)
-    with pytest.raises(ConfigError, match=f"the profile {path} can't be read .*: remove it, and run skipdecode cal"):
-        find_profile(timed.setting)
+    refuses(timed, path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("prompt_length", None),
+        ("context", "40"),
+        ("step", {"1": -1, "6": 2}),
+        ("prefill", {"6": 2}),
+        ("stopped_share", 1.5),
+        ("cold", -1),
+    ],
+)
+def test_a_profile_with_a_damaged_value_is_named(kept: None, field: str, value: Any) -> None:
+    timed = profile(tiny_opt("opt", 6), "model")
+    path = timed.save()
+    content = json.loads(path.read_text())
+    content["batches"][1][field] = value
+    path.write_text(json.dumps(content))
+    refuses(timed, path)
 
 
 def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
