@@ -309,7 +309,7 @@ def refuses(timed: Profile, path: Path) -> None:
         find_profile(timed.setting)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 4, "batches": []}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 9}', '{"format": 4, "batches": []}'])
 def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
     timed = profile(tiny_opt("opt", 6), "model")
     path = timed.save()
