@@ -89,7 +89,7 @@ struct Drafts {
 };
 }
 
-struct Inputs { void *values; float *scales, *panels; int32_t *shifts; int64_t stride, groups, of_panel; };
+struct Inputs { void *values; float *scales, *panels; int32_t *shifts; int64_t stride, groups, of_panel; bool by_floats; };
 struct Output { float *values; int64_t stride; int what, activation; };
 struct Buffers { float *hidden, *alone, *normed, *feed, *qkv, *attended, *inner, *scores; int64_t columns, of_thread; Inputs inputs; };
 
@@ -140,11 +140,11 @@ static inline int padded_inputs(const Linear &linear) {
 #define LANES 8
 #include "kernels_isa.h"
 
-struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); void (*choose)(const float *, int, int, int, int, int64_t *, float *); void (*pack)(const Linear &, const void *, int, int); };
-#define SET(name) {#name, name::run_step, name::run_linear, name::choose, name::pack}
+struct Set { const char *name; void (*run_step)(const Step &, const Buffers &); void (*run_linear)(const Linear &, const float *, int, int, const Buffers &, float *); void (*choose)(const float *, int, int, int, int, int64_t *, float *); void (*pack)(const Linear &, const void *, int, int); bool by_floats; };
+#define SET(name) {#name, name::run_step, name::run_linear, name::choose, name::pack, false}
 static const Set SETS[] = {
 #if defined(__x86_64__)
-    SET(amx), {"avx512_fp16", avx512_bf16::run_step, avx512_bf16::run_linear, avx512_bf16::choose, avx512_bf16::pack}, SET(avx512_bf16),
+    SET(amx), {"avx512_fp16", avx512_bf16::run_step, avx512_bf16::run_linear, avx512_bf16::choose, avx512_bf16::pack, true}, SET(avx512_bf16),
     SET(avx512_vnni), SET(avx2),
 #endif
     SET(generic),
@@ -302,6 +302,7 @@ int skipdecode_step(int set, const Step *step) {
   }
   int64_t rows = step->tokens, n = step->hidden_size, qkv = 0, attended = 0, inner = 0, columns = 0, head_dim = 0;
   Buffers buffers = {};
+  buffers.inputs.by_floats = SETS[set].by_floats;
   for (int i = 0; i < step->layer_count; i++) {
     const Block &block = *step->layers[step->running[i]].block;
     int64_t width = 0;
@@ -423,6 +424,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
 
 void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, int threads, float *y) {
   Buffers buffers = {};
+  buffers.inputs.by_floats = SETS[set].by_floats;
   widest(*linear, buffers.inputs);
   scratch.need(bytes_of(buffers.inputs, rows, threads));
   lay_out(buffers.inputs, rows, threads);

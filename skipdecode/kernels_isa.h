@@ -261,12 +261,22 @@ static inline void turn8(const float *from, int64_t stride, float *to, int64_t t
 }
 #endif
 
-// Whether weights in bfloat16 become floats once for many rows, which are read as they are.
-static inline bool as_floats(const Linear &linear, int rows) {
+// Whether weights in bfloat16 are laid out anew, once for many rows: in pairs of inputs, where the processor's products of
+// pairs are fast.
+static inline bool in_pairs(const Linear &linear, const Inputs &inputs, int rows) {
+#ifdef DOT_BF16_BESIDE
+  return linear.kind == BFLOAT16 && rows > FEW_ROWS && linear.inputs % 32 == 0 && !inputs.by_floats;
+#else
+  return false;
+#endif
+}
+
+// As floats elsewhere; the rows are read as they are then.
+static inline bool as_floats(const Linear &linear, const Inputs &inputs, int rows) {
 #ifdef TILES
   return false;
 #else
-  return linear.kind == BFLOAT16 && rows > FEW_ROWS;
+  return linear.kind == BFLOAT16 && rows > FEW_ROWS && !in_pairs(linear, inputs, rows);
 #endif
 }
 
@@ -1054,6 +1064,77 @@ static void rows_of_floats_unit(const Linear &linear, const float *x, int rows, 
 }
 #endif
 
+#ifdef DOT_BF16_BESIDE
+// Weights of B blocks of outputs from `first` on, two inputs of each of 16 outputs side by side; zeros where no output is.
+template <int B> static void to_pairs(const Linear &linear, int first, bf16 *to) {
+  int64_t n = linear.inputs;
+  for (int b = 0; b < B; b++) {
+    int begin = (first + b) * 16, count = linear.outputs - begin < 16 ? linear.outputs - begin : 16;
+    const bf16 *w = (const bf16 *)linear.weight + begin * n;
+    bf16 some[16][32] __attribute__((aligned(64))) = {};
+    for (int64_t i = 0; i < n; i += 32) {
+      for (int o = 0; o < count && count < 16; o++) __builtin_memcpy(some[o], w + o * n + i, 64);
+      const bf16 *from = count < 16 ? some[0] : w + i;
+      turn16((const float *)from, count < 16 ? 16 : n / 2, (float *)(to + (b * n + i) * 16), 16);
+    }
+  }
+}
+
+// As float_tile, of 8 rows that stand side by side and weights in pairs. With each 32 inputs some lines of `next` are asked
+// for: all at once they would be in the way of what is read.
+template <int B>
+static inline void pairs_tile(const bf16 *w, const bf16 *x, int64_t n, const bf16 *next, int lines, float *out) {
+  enum { R = BESIDE_BF16, AHEAD = 1024 };  // of inputs, which come from a cache that is further than the weights'
+  vf sums[R][B] = {};
+  for (int64_t i = 0; i < n; i += 32, x += 32 * R) {
+    for (int line = 0; line < lines; line++, next += 32) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) __builtin_prefetch(x + 32 * r + AHEAD);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 16; pair++) {
+      __m512bh weights[B];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) __builtin_memcpy(&weights[b], w + (b * n + i + 2 * pair) * 16, 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t two;
+        __builtin_memcpy(&two, x + 32 * r + 2 * pair, 4);
+        __m512bh input = (__m512bh)_mm512_set1_epi32(two);
+#pragma GCC unroll 4
+        for (int b = 0; b < B; b++) sums[r][b] = (vf)_mm512_dpbf16_ps((__m512)sums[r][b], weights[b], input);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) store(out + (r * B + b) * 16, sums[r][b]);
+}
+
+// Many rows, side by side, with B blocks of outputs: there is more to compute than to read.
+template <int B>
+static void pairs_of_many_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
+  enum { R = BESIDE_BF16 };
+  int64_t n = linear.inputs;
+  float found[R * B * 16];
+  bf16 *panel = (bf16 *)(inputs.panels + omp_get_thread_num() * inputs.of_panel);
+  to_pairs<B>(linear, first, panel);
+  // Outputs that are likely to be this thread's next ones are asked for in the last third of the passes: before, the rows
+  // that are read would drive them out again.
+  int64_t ahead = (first + omp_get_num_threads() * B) * 16, left = ahead + 16 * B <= linear.outputs ? 16 * B : 0;
+  int64_t late = ((rows + R - 1) / R + 2) / 3, each = (left + late - 1) / late;
+  const bf16 *next = (const bf16 *)linear.weight + ahead * n;
+  for (int64_t row = 0; row < rows; row += R) {
+    int lines = rows - row > late * R ? 0 : left < each ? left : each;
+    for (int r = 0; r < R && row + r < rows; r++)  // what is written, and added to
+      for (int b = 0; b < B; b++) __builtin_prefetch(to.values + (row + r) * to.stride + (first + b) * 16, 1);
+    pairs_tile<B>(panel, (const bf16 *)inputs.values + row * inputs.stride, n, next, lines, found);
+    left -= lines, next += lines * n;
+    finish(linear, found, rows - row < R ? rows - row : R, B * 16, row, first * 16, to);
+  }
+}
+#endif
+
 #ifndef TILES
 // Weights of B blocks of outputs from `first` on as those of `float_tile`, zeros where no output is.
 template <int B>
@@ -1130,6 +1211,22 @@ static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int r
 }
 #endif
 
+#ifdef DOT_BF16_BESIDE
+// Three blocks of outputs at a time, and what is left in a smaller unit for each thread, so that none waits long.
+static void project_pairs(const Linear &linear, const Inputs &inputs, int rows, const Output &to) {
+  int blocks = (linear.outputs + 15) / 16, threads = omp_get_num_threads(), whole = blocks / (3 * threads) * threads;
+  int left = blocks - 3 * whole, each = (left + threads - 1) / threads, units = whole + (left ? (left + each - 1) / each : 0);
+#pragma omp for schedule(dynamic, 1)
+  for (int unit = 0; unit < units; unit++) {
+    int first = unit < whole ? 3 * unit : 3 * whole + (unit - whole) * each, wide = unit < whole ? 3 : each;
+    if (blocks - first < wide) wide = blocks - first;
+    if (wide == 3) pairs_of_many_unit<3>(linear, inputs, rows, first, to);
+    else if (wide == 2) pairs_of_many_unit<2>(linear, inputs, rows, first, to);
+    else pairs_of_many_unit<1>(linear, inputs, rows, first, to);
+  }
+}
+#endif
+
 // How many blocks of outputs are multiplied side by side: as there are registers for the sums of their rows. Three streams
 // of weights come faster from memory than two, but share out worse among threads where there are few blocks.
 static inline int blocks_together(const Linear &linear, int rows) {
@@ -1145,13 +1242,16 @@ static void project(const Linear &linear, const float *x, const Inputs &inputs, 
 #ifdef TILES
   if (bf16_in_tiles(linear, rows)) return project_bf16_tiles(linear, inputs, rows, to);
 #endif
+#ifdef DOT_BF16_BESIDE
+  if (in_pairs(linear, inputs, rows)) return project_pairs(linear, inputs, rows, to);
+#endif
   int blocks = (linear.outputs + 15) / 16, together = blocks_together(linear, rows), units = (blocks + together - 1) / together;
   int chunk = units / (8 * omp_get_num_threads()) + 1;
 #pragma omp for schedule(dynamic, chunk)
   for (int unit = 0; unit < units; unit++) {
     int first = together * unit, left = blocks - first, wide = left < together ? left : together, two = wide == 2;
 #ifndef TILES
-    if (as_floats(linear, rows)) {
+    if (as_floats(linear, inputs, rows)) {
       if (two && LANES == 16) {
         many_rows_unit<2>(linear, x, inputs, rows, first, to);
         continue;
@@ -1588,7 +1688,7 @@ static inline void end_team() {
 }
 
 static void prepare(const Linear &linear, const float *x, const Inputs &inputs, int rows) {
-  if (linear.kind == FLOAT32 || as_floats(linear, rows)) return;
+  if (linear.kind == FLOAT32 || as_floats(linear, inputs, rows)) return;
 #ifdef TILES
   if (bf16_in_tiles(linear, rows)) {
 #pragma omp for schedule(static)

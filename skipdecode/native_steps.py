@@ -41,10 +41,9 @@ ACTIVATIONS = {
 }
 
 # The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
-# products no longer fits into a processor's caches: several calls are ahead then. In bfloat16 oneDNN is ahead wherever
-# there is more to compute than to read, on processors whose products of it are fast and that have no tiles.
+# products no longer fits into a processor's caches: several calls are ahead then.
 MOST_TOKENS: dict[Any, int] = dict.fromkeys((torch.float32, torch.bfloat16, *get_args(Weights)), 512)
-MOST_OF_BFLOAT16 = {"avx512_bf16": 16, "generic": 4}
+MOST_OF_BFLOAT16 = {"generic": 4}
 BFLOAT16_AS_FLOATS = ("avx512_vnni", "avx2")  # sets without products of bfloat16 that are ahead of torch even so
 
 

@@ -273,10 +273,10 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
         exact = LeanDecoder(copy.deepcopy(model).float(), "model")
         with torch.inference_mode():
             for lengths in ([70], [3, 41, 66, 2], [50, 50, 50]):
-                several = (logits_of(decoder, lengths) for decoder in (ours, reference, exact))
-                for mine, theirs, right in zip(*several, strict=True):
-                    off, theirs_off = (float((each.float() - right).norm() / right.norm()) for each in (mine, theirs))
-                    assert off <= (1e-5 if dtype == torch.float32 else 1.5 * theirs_off)
+                several = (torch.cat(logits_of(decoder, lengths)).float() for decoder in (ours, reference, exact))
+                mine, theirs, right = several
+                off, theirs_off = (float((each - right).norm() / right.norm()) for each in (mine, theirs))
+                assert off <= (1e-5 if dtype == torch.float32 else 1.2 * theirs_off)
             ids, mask = ragged_prompts([50, 50, 50], 4)
             layers = range(len(ours.blocks))
             together = ours.prefill(ids, layers, PlannedCache(SkipSchedule.full_depth(len(layers)), 1), mask)
