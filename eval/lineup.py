@@ -21,7 +21,8 @@ from skipdecode.calibrate import measure_profile
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import depth_mismatch
 from skipdecode.decode import profile_for
-from skipdecode.lean import choose_weights, lean_decoder, why_not_lean
+from skipdecode.lean import choose_weights, lean_decoder
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.profile import Profile, describe_clock
 from skipdecode.projections import Weights
 

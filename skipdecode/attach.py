@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -194,6 +194,12 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
         raise ConfigError(depth_mismatch(schedule, len(layers)))
 
 
+def check_detached(layers: Iterable[nn.Module]) -> None:
+    """Raise ConfigError where this thread has attached a schedule to one of the layers."""
+    if (obeyed := _OBEYED.get()) and any(layer in gate.index_of for gate in obeyed for layer in layers):
+        raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
+
+
 @contextmanager
 def gated_layers(
     model: nn.Module,
@@ -213,8 +219,7 @@ def gated_layers(
     check_schedule(schedule, layers)
     stopped = schedule.stopped_columns(prompt_columns) if schedule.stopped_layers else None
     gate = LayerGate(layers, plan, keep_in_graph=keep_in_graph, stopped=stopped)
-    if any(gate.index_of.keys() & other.index_of.keys() for other in _OBEYED.get()):
-        raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
+    check_detached(layers)
     with _ATTACHING:
         for layer in gate.index_of:
             if not _ATTACHED.get(layer):

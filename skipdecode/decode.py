@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,17 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from skipdecode.attach import check_schedule, gated_layers, whole_columns
+from skipdecode.attach import check_detached, check_schedule, gated_layers, whole_columns
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, hoped, pass_seconds
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
-from skipdecode.lean import LeanDecoder, draft_decoder, draft_weights, lean_decoder, usual_weights, why_not_lean
+from skipdecode.lean import LeanDecoder, draft_decoder, draft_weights, lean_decoder, usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
@@ -122,7 +124,9 @@ def skip_generate(
     if draft_counts is not None and not lossless:
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
     check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
-    prompt_plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
+    layers = decoder_layers(model)
+    check_schedule(schedule, layers)
+    check_detached(layers)
     arguments: dict[str, Any] = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -130,21 +134,21 @@ def skip_generate(
         "streamer": streamer or dropped_by_generate("streamer"),
     }
     columns = prompt_columns(input_ids, model_kwargs)
-    with gated_layers(model, schedule, prompt_plan, prompt_columns=columns) as gate:
-        if lossless:
-            columns_runner = make_columns_runner(
-                model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs, not_lean
-            )
-            schedule, length = _best_draft(
-                model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
-            )
-            columns_runner.draft_with(draft_decoder(unwrap(model), columns_runner.decoder, schedule.layers_at(0)))
-            return LosslessLoop(
-                columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments
-            ).run()
+    if lossless:
+        columns_runner = make_columns_runner(
+            model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs, not_lean
+        )
+        schedule, length = _best_draft(
+            model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
+        )
+        columns_runner.draft_with(draft_decoder(unwrap(model), columns_runner.decoder, schedule.layers_at(0)))
+        return LosslessLoop(columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments).run()
+    plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
+    gates = gated_layers(model, schedule, plan, prompt_columns=columns)
+    with ExitStack() as entered:
         runner = make_runner(
             model,
-            gate,
+            lambda: entered.enter_context(gates),
             schedule,
             input_ids,
             generation_config,

@@ -19,8 +19,9 @@ from skipdecode.arena import Arena, ArenaCache, Span
 from skipdecode.decode import choose_draft, resolve_schedule
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import text_config, unwrap
-from skipdecode.lean import free_memory, lean_decoder, why_not_lean
+from skipdecode.lean import free_memory, lean_decoder
 from skipdecode.loop import GenerativeModel
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.prefixes import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.projections import Weights
 from skipdecode.request import Answer, Chosen, Input, Preparer, Text

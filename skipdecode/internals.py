@@ -7,6 +7,7 @@ transformers 5.17 to 5.23 and torch 2.13; torch 2.11 and 2.12 have the same name
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -142,9 +143,13 @@ def all_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Autograd's count of the times that a tensor was written in place; one of inference mode isn't counted."""
-    return 0 if tensor.is_inference() else tensor._version
+# What a module keeps in its attributes: the names of its parameters, children and hooks.
+TABLES_OF_MODULES = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Autograd's counts of the times that tensors were written in place. Those of inference mode have none."""
+    return list(map(attrgetter("_version"), tensors))
 
 
 def hooks_on_all() -> bool:

@@ -9,37 +9,25 @@ pass.
 """
 
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import FunctionType
 from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from skipdecode.block import LeanBlock, Norm, PreparedInputs, StepInputs
 from skipdecode.cache import PlannedCache
 from skipdecode.errors import ConfigError, unknown
-from skipdecode.families import FAMILIES, BlockParts, decoder_layers, text_config
-from skipdecode.internals import (
-    STEP_METHODS,
-    all_modules,
-    all_parameters,
-    attention_name,
-    has_bfloat16_on_cpu,
-    hooks_of,
-    hooks_on_all,
-    version,
-)
+from skipdecode.families import FAMILIES, decoder_layers, text_config
+from skipdecode.internals import has_bfloat16_on_cpu
 from skipdecode.native import kernels
 from skipdecode.native_steps import BFLOAT16_AS_FLOATS, NativeSteps, native_steps
+from skipdecode.plain_parts import Origin, parts_of, why_not_lean
 from skipdecode.prefill import PromptInputs
 from skipdecode.projections import HEAD_MAKERS, MAKERS, Linear, Weights
 
@@ -64,7 +52,7 @@ class LeanDecoder:
         layers: Collection[int] | None = None,
         before: "LeanDecoder | None" = None,
     ) -> None:
-        parts = _parts(model)
+        parts = parts_of(model)
         assert parts is not None
         config = text_config(model.config)
         body: Any = model.get_submodule(FAMILIES[model.config.model_type].layers.rpartition(".")[0])
@@ -283,68 +271,20 @@ class LeanDecoder:
         return self.head(hidden)
 
 
-# Values of each parameter that are looked at for changes.
-SAMPLED = 32
-# Attributes of modules that a decoder reads once.
-_READ_ONCE = ("scaling", "eps", "variance_epsilon", "layer_idx", "use_parallel_residual", "do_layer_norm_before")
-_READ_ONCE_OF_CONFIG = ("num_attention_heads", "num_key_value_heads", "sliding_window", "layer_types")
-
-
-class _State:
-    """The origin of a decoder: modules, their settings, and the addresses and values of the weights.
-
-    Counters and addresses alone don't tell: fused optimisers, `parameter.data` and parameters made in inference mode
-    change values without moving `_version`, as do adapters that are put on and merged into the same model. So
-    `SAMPLED` values of each parameter, evenly spread, are compared too. A change that moves no counter and touches none
-    of them isn't seen, such as a single row of an embedding that is written through `.data`.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._modules, self._settings, self._addresses = _look(model)
-        self._views = [_spread_values(p) for p in all_parameters(self._modules)]
-        self._values = self._sample()
-
-    def still_holds(self, model: PreTrainedModel) -> bool:
-        found = _look(model)
-        return found == (self._modules, self._settings, self._addresses) and torch.equal(self._sample(), self._values)
-
-    def _sample(self) -> torch.Tensor:
-        return torch.cat(self._views).view(torch.uint8)  # bytes, as NaN is not equal to itself
-
-
-def _look(model: PreTrainedModel) -> tuple[list[nn.Module], Any, Any]:
-    """A model's modules but for itself, their settings, and the addresses and versions of its weights."""
-    modules = list(all_modules(model))[1:]
-    config = text_config(model.config)
-    settings = [tuple(getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG)]
-    for module in modules:
-        found = module.__dict__
-        settings.append(tuple([found.get(name) for name in _READ_ONCE]))
-    addresses = [(p.data_ptr(), version(p)) for p in all_parameters(modules)]
-    return modules, settings, addresses
-
-
-def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
-    """At most `SAMPLED` values of a parameter, evenly spread, in its own memory."""
-    values = parameter.detach()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
-    step = max(1, span // SAMPLED)
-    return values.as_strided((min(span, SAMPLED),), (step,), values.storage_offset() + (step - 1) // 2)
-
-
 # model -> what it was when its decoders were made, and those for each kind of weights, and for drafts
-_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[_State, dict[str, LeanDecoder]]] = weakref.WeakKeyDictionary()
+_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[Origin, dict[str, LeanDecoder]]] = weakref.WeakKeyDictionary()
 _MAKING = threading.Lock()
 
 
-def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> LeanDecoder:
+def lean_decoder(model: PreTrainedModel, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
     """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
 
     What is looked at: which modules there are and what their settings are, where each parameter lies, its version, and
-    32 of its values (`_State` says what that can't see).
+    32 of its values (`skipdecode.plain_parts.Origin` says what that can't see).
 
     Args:
         model, weights: as in LeanDecoder; None for what `choose_weights` says.
+        looked: whether `why_not_lean` has just been asked, which looks at the modules too.
 
     Raises:
         ConfigError: for kinds of weights that don't exist, or not on the model's device.
@@ -361,8 +301,8 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None) -> Lean
         )
     with _MAKING:  # of two threads that ask at once, one makes it
         known = _DECODERS.get(model)
-        if known is None or not known[0].still_holds(model):
-            known = _DECODERS[model] = (_State(model), {})  # copies there were are freed before others are made
+        if known is None or not known[0].still_holds(model, looked=looked):
+            known = _DECODERS[model] = (Origin(model), {})  # copies there were are freed before others are made
         _, decoders = known
         if weights not in decoders:
             decoders[weights] = LeanDecoder(model, weights)
@@ -427,105 +367,6 @@ def free_memory() -> float:
         return math.inf
     free = [line for line in lines if line.startswith("MemAvailable:")]
     return int(free[0].split()[1]) * 1024 if free else math.inf
-
-
-def why_not_lean(model: PreTrainedModel) -> str | None:
-    """The reason why a model's decode steps must go through its own forward pass; None where they needn't."""
-    parts = _parts(model)
-    if parts is None:
-        return f"the parts of model_type {model.config.model_type!r} are not known"
-    if model.training:
-        return "the model is in training mode"
-    config = text_config(model.config)
-    for name, value in parts.plain.items():
-        if getattr(config, name, value) != value:
-            return f"its config has {name}={getattr(config, name)!r}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"its rotary embedding is of type {rope['rope_type']!r}, which depends on the length"
-    if torch.is_autocast_enabled(model.device.type):
-        return "autocast is on"
-    modules = list(all_modules(model))
-    return _changed_computation(model, config, modules) or _unusual_weights(model, modules)
-
-
-def _changed_computation(model: PreTrainedModel, config: Any, modules: Iterable[nn.Module]) -> str | None:
-    """Whose computation isn't that of torch's and transformers' own classes, if anyone's."""
-    if hooks_on_all():
-        return "global hooks are registered"
-    for name in STEP_METHODS:
-        if getattr(getattr(model, name), "__func__", None) is not getattr(type(model), name):
-            return f"its {name} is replaced"
-    attention = attention_name(config)
-    if attention not in _KNOWN_ATTENTION:
-        return f"its attention is {attention!r}"
-    functions = [ALL_ATTENTION_FUNCTIONS.get(attention), ALL_MASK_ATTENTION_FUNCTIONS.get(attention)]
-    modeling = sys.modules.get(type(model).__module__)
-    functions += [value for value in vars(modeling).values() if isinstance(value, FunctionType)]
-    for function in functions:
-        if function is not None and not _is_libraries(function):
-            return f"{getattr(function, '__name__', function)!r} of its attention or its module is replaced"
-    kinds = set()
-    for module in modules:
-        found = module.__dict__
-        if not all(map(_only_watches, hooks_of(module))):
-            return f"{_name_of(module, model)} has hooks"
-        if "forward" in found or "__call__" in found:
-            return f"the forward of {_name_of(module, model)} is replaced"
-        if found["training"]:
-            return f"{_name_of(module, model)} is in training mode"
-        kind = type(module)
-        if kind in kinds:
-            continue
-        kinds.add(kind)
-        if not kind.__module__.startswith(("torch.nn.modules.", "transformers.")):
-            return f"{_name_of(module, model)} is a {kind.__name__}"
-        if not _is_libraries(kind.forward):
-            return f"the forward of {kind.__name__} is replaced"
-    return None
-
-
-def _unusual_weights(model: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
-    parameters = list(all_parameters(modules))
-    if len({(p.device, p.dtype) for p in parameters}) > 1:
-        return "its weights are on several devices or of several types"
-    if any(hasattr(p, "ds_id") for p in parameters):
-        return "its weights are sharded"
-    if any(type(p) is not nn.Parameter for p in parameters):
-        return "its weights are tensors of another kind"
-    if getattr(model.config, "quantization_config", None) is not None or not parameters[0].is_floating_point():
-        return "its weights are quantised"
-    return None
-
-
-# All of them compute softmax(q k / scale) v, and a lean step need not say which.
-_KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-
-
-def _is_libraries(function: Any) -> bool:
-    """True where a function and what it wraps are torch's, transformers' or Python's own, or wrap for Hub kernels."""
-    while function is not None:
-        home = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
-        if home not in ("torch", "transformers", "kernels") and home not in sys.stdlib_module_names:
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
-
-
-def _only_watches(hook: Any) -> bool:
-    """True for a hook that leaves values as they are: it collects hidden states, or says that gradients are wanted."""
-    name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
-    asks_for_gradients = name.startswith("make_inputs_require_grad") and home.split(".")[0] in ("transformers", "peft")
-    return home == "transformers.utils.output_capturing" or asks_for_gradients
-
-
-def _name_of(module: nn.Module, model: PreTrainedModel) -> str:
-    return next(name for name, other in model.named_modules() if other is module) or "the model"
-
-
-def _parts(model: PreTrainedModel) -> BlockParts | None:
-    family = FAMILIES.get(model.config.model_type)
-    return family.parts if family is not None else None
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:

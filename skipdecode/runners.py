@@ -1,6 +1,6 @@
 """Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
 from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
-from skipdecode.lean import LeanDecoder, lean_decoder, why_not_lean
+from skipdecode.lean import LeanDecoder, lean_decoder
 from skipdecode.loop import GenerativeModel
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.projections import Weights
 from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
@@ -25,17 +26,32 @@ from skipdecode.schedule import SkipSchedule
 MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
 
 
-class ForwardRunner:
+class _OfSchedule:
+    """What runners under a schedule have in common."""
+
+    def __init__(self, schedule: SkipSchedule, model_kwargs: dict[str, Any]) -> None:
+        self._schedule = schedule
+        self._kwargs = model_kwargs
+        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
+
+    @property
+    def cache(self) -> Any:
+        """The cache that `generate` hands out as `past_key_values`."""
+        return self._kwargs.get("past_key_values")
+
+    def end(self) -> None:
+        """Say that no step follows."""
+
+
+class ForwardRunner(_OfSchedule):
     """Prefill and decode steps through the model's own forward pass, behind gates."""
 
     def __init__(
         self, model: GenerativeModel, gate: LayerGate, schedule: SkipSchedule, model_kwargs: dict[str, Any]
     ) -> None:
+        super().__init__(schedule, model_kwargs)
         self._model = model
         self._gate = gate
-        self._schedule = schedule
-        self._kwargs = model_kwargs
-        self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
         self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
@@ -58,11 +74,6 @@ class ForwardRunner:
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
 
-    @property
-    def cache(self) -> Any:
-        """The cache that `generate` hands out as `past_key_values`."""
-        return self._kwargs.get("past_key_values")
-
     def choose(
         self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
     ) -> torch.Tensor | None:
@@ -73,17 +84,12 @@ class ForwardRunner:
         """None: a model's own forward pass runs every row until the last text has ended."""
         return None
 
-    def end(self) -> None:
-        """Say that no step follows."""
 
-
-class LeanRunner(ForwardRunner):
+class LeanRunner(_OfSchedule):
     """Prefill and decode steps without the model's forward pass."""
 
     def __init__(
         self,
-        model: GenerativeModel,
-        gate: LayerGate,
         schedule: SkipSchedule,
         model_kwargs: dict[str, Any],
         *,
@@ -91,7 +97,7 @@ class LeanRunner(ForwardRunner):
         attention_mask: torch.Tensor,
         step_inputs: PreparedInputs,
     ) -> None:
-        super().__init__(model, gate, schedule, model_kwargs)
+        super().__init__(schedule, model_kwargs)
         self._decoder = decoder
         self._mask = attention_mask
         self._step_inputs = step_inputs
@@ -163,7 +169,7 @@ class GraphRunner(LeanRunner):
 
 def make_runner(
     model: GenerativeModel,
-    gate: LayerGate,
+    gated: Callable[[], LayerGate],
     schedule: SkipSchedule,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
@@ -172,8 +178,9 @@ def make_runner(
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
     not_lean: str | None,
-) -> ForwardRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `why_not_lean` says.
+) -> ForwardRunner | LeanRunner:
+    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `why_not_lean` says. Layers
+    are `gated` where the model's own forward pass runs them.
 
     Raises ConfigError for weights that are copies where steps can't be lean.
     """
@@ -185,17 +192,17 @@ def make_runner(
     if reason is not None:
         if weights not in (None, "model"):
             raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
-        return ForwardRunner(model, gate, schedule, model_kwargs)
-    decoder = lean_decoder(unwrap(model), weights)
+        return ForwardRunner(model, gated(), schedule, model_kwargs)
+    decoder = lean_decoder(unwrap(model), weights, looked=True)  # `not_lean` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
     lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return LeanRunner(model, gate, schedule, model_kwargs, **lean)
+        return LeanRunner(schedule, model_kwargs, **lean)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
-    return GraphRunner(model, gate, schedule, model_kwargs, **lean, graphs=graphs)
+    return GraphRunner(schedule, model_kwargs, **lean, graphs=graphs)
 
 
 class ColumnsRunner:

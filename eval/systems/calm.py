@@ -26,8 +26,9 @@ from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.block import LeanBlock, StepInputs, rotate
 from skipdecode.cache import PlannedLayer
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
-from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder, why_not_lean
+from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder
 from skipdecode.loop import GenerativeModel, decode_loop
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.projections import MAKERS, Linear, Weights, project_together
 from skipdecode.rows import rows_to_keep
 

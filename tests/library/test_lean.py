@@ -12,7 +12,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from skipdecode import ConfigError, SkipSchedule, int8, lean
 from skipdecode.int8 import Int8Linear
-from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder, why_not_lean
+from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder
+from skipdecode.plain_parts import look_at, why_not_lean
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,6 +89,16 @@ def test_an_adapter_is_never_left_out() -> None:
     assert torch.equal(generate(model, [5, 5], SCHEDULES[0], cache_implementation="dynamic"), adapted)
 
 
+def replace_forward(attention: Any) -> None:
+    """So that it has as many attributes as before."""
+    attention.forward = attention.forward
+    del attention.is_cross_attention
+
+
+class Doubled(nn.Sequential):
+    """Somebody's own module, made for the occasion."""
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -97,6 +108,11 @@ def test_an_adapter_is_never_left_out() -> None:
         (lambda m: m.transformer.h[2].half(), "of several types"),
         (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
+        (lambda m: m.transformer.h[1].mlp.register_forward_hook(lambda *_: None), "transformer.h.1.mlp has hooks"),
+        (lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None), "transformer.h.1.ln_2 has hooks"),
+        (lambda m: replace_forward(m.transformer.h[1].attn), "the forward of transformer.h.1.attn is replaced"),
+        (lambda m: setattr(m.transformer.h[1].mlp, "_hf_hook", lambda *_: None), "transformer.h.1.mlp has hooks"),
+        (lambda m: setattr(m.transformer.h[1], "ln_2", Doubled(m.transformer.h[1].ln_2)), "ln_2 is a Doubled"),
     ],
 )
 def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
@@ -104,7 +120,18 @@ def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: s
     assert why_not_lean(model) is None
     spoil(model)
     assert reason in str(why_not_lean(model))
+    assert why_not_lean(model) == why_not_lean(model)
 
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_leaves_nothing_that_the_next_call_must_look_at_again(name: str) -> None:
+    model = tiny(name)
+    generate(model, [3, 5], SCHEDULES[0])
+    look = look_at(model)
+    generate(model, [3, 5], SCHEDULES[0])
+    assert look_at(model) is look
+    assert generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None  # behind gates
+    assert look_at(model).same_weights_as(look)
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 16])
 def test_alibi_slopes_are_blooms(heads: int) -> None:

@@ -9,7 +9,8 @@ from tiny_models import ragged_prompts
 
 from skipdecode import PlannedCache, SkipSchedule, prefill, skip_layers
 from skipdecode.block import LeanBlock
-from skipdecode.lean import LeanDecoder, why_not_lean
+from skipdecode.lean import LeanDecoder
+from skipdecode.plain_parts import why_not_lean
 from skipdecode.projections import Weights
 
 FULL = SkipSchedule(LAYERS, 5, 2, horizon=4)
