@@ -143,8 +143,9 @@ def all_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-# What a module keeps in its attributes: the names of its parameters, children and hooks.
-TABLES_OF_MODULES = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+# Tables among a module's attributes.
+PARTS_OF_MODULES = ("_parameters", "_modules")
+HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -20,8 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from skipdecode.families import FAMILIES, BlockParts, text_config
 from skipdecode.internals import (
+    HOOKS_OF_MODULES,
+    PARTS_OF_MODULES,
     STEP_METHODS,
-    TABLES_OF_MODULES,
     all_modules,
     all_parameters,
     attention_name,
@@ -46,7 +47,8 @@ class Look:
     """What was seen of a model: its modules, how they compute, and where its weights lie. The model itself isn't held.
 
     Attributes:
-        modules, parameters: but for the model itself, and of all.
+        modules: that the model consists of.
+        parameters: the modules' and the model's own.
         settings: what decoders read once.
         addresses: of the parameters.
         reason: why these parts can't be computed without the model's forward pass; None where they can.
@@ -66,7 +68,9 @@ class Look:
         self.reason = _changed_modules(model, [first, *self.modules]) or _unusual_weights(self.parameters)
 
     def still_holds(self, model: PreTrainedModel) -> bool:
-        """Whether a look at the model would see the same."""
+        """Whether a look at the model would see the same; False where it may, as with hooks of the model's own."""
+        if hooks_of(model):  # they may hold the model, so they aren't held here
+            return False
         held, facts = self._told(model)
         same = facts == self._facts and len(held) == len(self._held) and all(map(is_, held, self._held))
         return same and self._addresses() == self.addresses and self._settings(model) == self.settings
@@ -80,7 +84,8 @@ class Look:
         """The modules' parameters, children and hooks, which must be the same objects; and what must be equal."""
         modules = [model, *self.modules]
         attributes: list[dict[str, Any]] = list(map(vars, modules))
-        tables: list[dict[str, Any]] = list(chain.from_iterable(map(itemgetter(*TABLES_OF_MODULES), attributes)))
+        tables: list[dict[str, Any]] = list(itemgetter(*PARTS_OF_MODULES)(attributes[0]))
+        tables += chain.from_iterable(map(itemgetter(*PARTS_OF_MODULES, *HOOKS_OF_MODULES), attributes[1:]))
         facts = [list(map(type, modules)), list(map(len, attributes)), list(map(len, tables))]
         facts += [list(map(itemgetter("training"), attributes)), [kind.forward for kind in self._kinds]]
         facts += [list(map(dict.__contains__, attributes, repeat(name))) for name in _REPLACEMENTS]

@@ -1,5 +1,7 @@
 """Lean steps are the model's own steps: for every family, in every kind of batch, with every kind of cache."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -109,10 +111,13 @@ class Doubled(nn.Sequential):
         (lambda m: setattr(m.config, "quantization_config", {"quant_method": "fp8"}), "quantised"),
         (lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), "Linear"),
         (lambda m: m.transformer.h[1].mlp.register_forward_hook(lambda *_: None), "transformer.h.1.mlp has hooks"),
-        (lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None), "transformer.h.1.ln_2 has hooks"),
+        (
+            lambda m: m.transformer.h[1].ln_2.register_forward_pre_hook(lambda *_: None),
+            "transformer.h.1.ln_2 has hooks",
+        ),
         (lambda m: replace_forward(m.transformer.h[1].attn), "the forward of transformer.h.1.attn is replaced"),
         (lambda m: setattr(m.transformer.h[1].mlp, "_hf_hook", lambda *_: None), "transformer.h.1.mlp has hooks"),
-        (lambda m: setattr(m.transformer.h[1], "ln_2", Doubled(m.transformer.h[1].ln_2)), "ln_2 is a Doubled"),
+        (lambda m: setattr(m.transformer.h[1], "ln_2", Doubled(m.transformer.h[1].ln_2).eval()), "ln_2 is a Doubled"),
     ],
 )
 def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
@@ -121,6 +126,17 @@ def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: s
     spoil(model)
     assert reason in str(why_not_lean(model))
     assert why_not_lean(model) == why_not_lean(model)
+
+
+def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> None:
+    model = tiny_family.__wrapped__("gpt2")
+    generate(model, [3, 5], SCHEDULES[0])
+    model.register_forward_hook(lambda *_, held=model: None)
+    generate(model, [3, 5], SCHEDULES[0])
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -132,6 +148,7 @@ def test_decoding_leaves_nothing_that_the_next_call_must_look_at_again(name: str
     assert look_at(model) is look
     assert generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None  # behind gates
     assert look_at(model).same_weights_as(look)
+
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 16])
 def test_alibi_slopes_are_blooms(heads: int) -> None:
