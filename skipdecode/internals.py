@@ -146,6 +146,8 @@ def all_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 # Tables among a module's attributes.
 PARTS_OF_MODULES = ("_parameters", "_modules")
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks")
+# What replaces a module's computation, where it stands among them.
+REPLACEMENTS_IN_MODULES = ("forward", "__call__", "_hf_hook")
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -22,6 +22,7 @@ from skipdecode.families import FAMILIES, BlockParts, text_config
 from skipdecode.internals import (
     HOOKS_OF_MODULES,
     PARTS_OF_MODULES,
+    REPLACEMENTS_IN_MODULES,
     STEP_METHODS,
     all_modules,
     all_parameters,
@@ -36,8 +37,6 @@ SAMPLED = 32
 # Attributes of modules that a decoder reads once.
 _READ_ONCE = ("scaling", "eps", "variance_epsilon", "layer_idx", "use_parallel_residual", "do_layer_norm_before")
 _READ_ONCE_OF_CONFIG = ("num_attention_heads", "num_key_value_heads", "sliding_window", "layer_types")
-# What replaces a module's computation, where it stands among its attributes.
-_REPLACEMENTS = ("forward", "__call__", "_hf_hook")
 # All of them compute softmax(q k / scale) v, and a lean step need not say which.
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -88,7 +87,7 @@ class Look:
         tables += chain.from_iterable(map(itemgetter(*PARTS_OF_MODULES, *HOOKS_OF_MODULES), attributes[1:]))
         facts = [list(map(type, modules)), list(map(len, attributes)), list(map(len, tables))]
         facts += [list(map(itemgetter("training"), attributes)), [kind.forward for kind in self._kinds]]
-        facts += [list(map(dict.__contains__, attributes, repeat(name))) for name in _REPLACEMENTS]
+        facts += [list(map(dict.__contains__, attributes, repeat(name))) for name in REPLACEMENTS_IN_MODULES]
         return list(chain.from_iterable(map(dict.values, tables))), facts
 
     def _addresses(self) -> list[int]:  # which other libraries' parameters may not have
