@@ -59,6 +59,7 @@ class Look:
         self._read_once = [
             (module.__dict__, name) for module in self.modules for name in _READ_ONCE if name in module.__dict__
         ]
+        self._hooked = bool(hooks_of(model))
         self._kinds: list[Any] = list(dict.fromkeys(map(type, [first, *self.modules])))
         self._plain = all(type(p) is nn.Parameter for p in self.parameters)
         self._held, self._facts = self._told(model)
@@ -68,7 +69,7 @@ class Look:
 
     def still_holds(self, model: PreTrainedModel) -> bool:
         """Whether a look at the model would see the same; False where it may, as with hooks of the model's own."""
-        if hooks_of(model):  # they may hold the model, so they aren't held here
+        if self._hooked or hooks_of(model):  # they may hold the model, so they aren't held here
             return False
         held, facts = self._told(model)
         same = facts == self._facts and len(held) == len(self._held) and all(map(is_, held, self._held))

@@ -78,6 +78,7 @@ def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> 
         assert torch.equal(generate(model, [3, 12, 5], SCHEDULES[0]), expected)
     finally:
         handle.remove()
+    assert why_not_lean(model) is None
 
 
 def test_an_adapter_is_never_left_out() -> None:
