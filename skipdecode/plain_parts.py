@@ -136,7 +136,7 @@ class Origin:
         return same and self._sample() == self._values
 
     def _sample(self) -> bytes:  # as NaN is not equal to itself
-        if self._arrays is not None:  # in a sixth of the time of torch.cat
+        if self._arrays is not None:  # of so many small views much faster than torch.cat
             return b"".join(map(methodcaller("tobytes"), self._arrays))
         sample: bytes = torch.cat(self._views).view(torch.uint8).cpu().numpy().tobytes()
         return sample
