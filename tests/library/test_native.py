@@ -273,10 +273,13 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
         exact = LeanDecoder(copy.deepcopy(model).float(), "model")
         with torch.inference_mode():
             for lengths in ([70], [3, 41, 66, 2], [50, 50, 50]):
-                several = (torch.cat(logits_of(decoder, lengths)).float() for decoder in (ours, reference, exact))
-                mine, theirs, right = several
-                off, theirs_off = (float((each - right).norm() / right.norm()) for each in (mine, theirs))
-                assert off <= (1e-5 if dtype == torch.float32 else 1.2 * theirs_off)
+                several = [logits_of(decoder, lengths) for decoder in (ours, reference, exact)]
+                for each in (*zip(*several, strict=True), map(torch.cat, several)):  # prompt, steps, and all together
+                    mine, theirs, right = (logits.float() for logits in each)
+                    off, theirs_off = (float((found - right).norm() / right.norm()) for found in (mine, theirs))
+                    # Where products round their inputs, as torch's do, single logits scatter.
+                    most = 1.2 if len(mine) > len(lengths) else 2 if instructions == "avx512_bf16" else 1.5
+                    assert off <= (1e-5 if dtype == torch.float32 else most * theirs_off)
             ids, mask = ragged_prompts([50, 50, 50], 4)
             layers = range(len(ours.blocks))
             together = ours.prefill(ids, layers, PlannedCache(SkipSchedule.full_depth(len(layers)), 1), mask)
