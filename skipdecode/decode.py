@@ -124,9 +124,7 @@ def skip_generate(
     if draft_counts is not None and not lossless:
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
     check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
-    layers = decoder_layers(model)
-    check_schedule(schedule, layers)
-    check_detached(layers)
+    check_detached(decoder_layers(model))
     arguments: dict[str, Any] = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
@@ -183,7 +181,7 @@ def resolve_schedule(
     if over is not None and speedup is None:
         raise ConfigError(f"over is {over!r} without a speedup: it says what the speedup is of")
     if isinstance(schedule, Mapping):
-        return SkipSchedule.from_dict(schedule)
+        schedule = SkipSchedule.from_dict(schedule)
     if schedule is not None:
         check_schedule(schedule, decoder_layers(model))
         return schedule
