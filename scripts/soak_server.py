@@ -79,7 +79,7 @@ class Soak:
                 self.texts[example.prompt, speed] = str(
                     tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 )
-        self.command = [sys.executable, "-m", "skipdecode.cli", "serve", checkpoint, "--port", "0", "--name", NAME]
+        self.command = [sys.executable, "-m", "skipdecode", "serve", checkpoint, "--port", "0", "--name", NAME]
         self.command += ["--queue", "64", "--max-new-tokens", str(self.most)]
         self.found: Counter[str] = Counter()
         self.wrong: list[str] = []

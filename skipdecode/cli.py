@@ -264,7 +264,3 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input")
     parser.add_argument("--file", metavar="FILE", help="a prompt on each line; - is standard input")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each prompt (default 64)")
-
-
-if __name__ == "__main__":
-    run_and_leave()

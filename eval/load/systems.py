@@ -73,7 +73,7 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
     rows, name = ["--rows", str(request.rows)], folder
     if kind == _OWN:
         name = "served"
-        command = ["skipdecode.cli", "serve", folder, "--name", name, "--queue", "1000000", "--timeout", "86400", *rows]
+        command = ["skipdecode", "serve", folder, "--name", name, "--queue", "1000000", "--timeout", "86400", *rows]
         command += ["--max-new-tokens", str(max_new_tokens), "--most-new-tokens", str(max_new_tokens)]
         command += ["--wave-rows", str(request.wave_rows), "--wave-seconds", str(request.wave_seconds)]
     elif kind == LOCK_STEP:

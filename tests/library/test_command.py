@@ -392,6 +392,12 @@ print(gc.isenabled(), {without} & set(sys.modules) or None)"""
     assert done.stdout.splitlines()[-1] == "True None"
 
 
+def test_as_a_module_it_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "skipdecode", "info", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
 def test_what_quick_imports_leave_out_is_there_when_somebody_asks_for_it() -> None:
     code = """
 from skipdecode.command import quick_imports

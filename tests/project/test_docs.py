@@ -156,6 +156,16 @@ def test_the_notebook_is_that_of_the_tutorial() -> None:
     assert [cell.removeprefix("%%bash\n") for cell in cells[1:]] == [block.text.strip() for block in expected]
 
 
+def test_every_command_has_its_help_on_the_page_of_commands(capsys: Any) -> None:
+    shown = re.findall(r"<!-- help: -m (.+) -->", (DOCS / "reference" / "commands.md").read_text(encoding="utf-8"))
+    modules = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in ROOT.glob("eval/**/__main__.py")}
+    with pytest.raises(SystemExit):
+        skipdecode.cli.main(["--help"])
+    named = re.findall(r"^  ([a-z]+) +[a-z]", capsys.readouterr().out, re.MULTILINE)
+    assert "calibrate" in named
+    assert set(shown) == {"skipdecode", *modules, *(f"skipdecode {name}" for name in named)}
+
+
 @pytest.mark.release  # make docs is a step of .ci/run
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
