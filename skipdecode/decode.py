@@ -201,7 +201,9 @@ def resolve_schedule(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
-    return solved.schedule(float(speedup), over, prompts, profile_for(model, weights))
+    found = solved.schedule(float(speedup), over, prompts, profile_for(model, weights))
+    check_schedule(found, decoder_layers(model))  # its config may be of another depth than what is left of the model
+    return found
 
 
 def prompt_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:

@@ -1,7 +1,8 @@
 // Decode steps on a CPU: layers of one token a row (or a few), each product read once from memory, all layers in one
 // call. The layers are those of skipdecode/block.py, whose operations are the reference; weights are float32 or bfloat16
 // as a model holds them, or packed copies in 8 or 4 bits. Sums are in float32, in an order that doesn't depend on the
-// other rows, so that a row of a batch comes out bit for bit as it does alone.
+// other rows, so that a row of a batch comes out bit for bit as it does alone; but more than 16 rows in bfloat16 have an
+// order of their own (docs/decisions/0018-compiled-kernels.md).
 
 #include <omp.h>
 #include <stdint.h>

@@ -12,6 +12,7 @@ from operator import is_, itemgetter, methodcaller
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -62,14 +63,15 @@ class Look:
         self._hooked = bool(hooks_of(model))
         self._kinds: list[Any] = list(dict.fromkeys(map(type, [first, *self.modules])))
         self._plain = all(type(p) is nn.Parameter for p in self.parameters)
-        self._held, self._facts = self._told(model)
         self.settings = self._settings(model)
         self.addresses = self._addresses()
         self.reason = _changed_modules(model, [first, *self.modules]) or _unusual_weights(self.parameters)
+        # Modules that aren't plain needn't have what is told, and hooks that do more than watch may hold the model.
+        self._held, self._facts = self._told(model) if self.reason is None else ([], [])
 
     def still_holds(self, model: PreTrainedModel) -> bool:
-        """Whether a look at the model would see the same; False where it may, as with hooks of the model's own."""
-        if self._hooked or hooks_of(model):  # they may hold the model, so they aren't held here
+        """Whether a look at the model would see the same; False where it may, as with parts that aren't plain."""
+        if self.reason is not None or self._hooked or hooks_of(model):
             return False
         held, facts = self._told(model)
         same = facts == self._facts and len(held) == len(self._held) and all(map(is_, held, self._held))
@@ -78,7 +80,9 @@ class Look:
     def same_weights_as(self, other: "Look") -> bool:
         """Whether another look at the model saw the same parts, with the same settings and weights."""
         ours, theirs = ((each.modules, each.settings, each.addresses) for each in (self, other))
-        return self is other or ours == theirs
+        # Another parameter of the same memory counts its changes apart from the one before.
+        same = ours == theirs and all(map(is_, self.parameters, other.parameters))
+        return self is other or same
 
     def _told(self, model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
         """The modules' parameters, children and hooks, which must be the same objects; and what must be equal."""
@@ -97,6 +101,7 @@ class Look:
     def _settings(self, model: PreTrainedModel) -> list[Any]:
         config = text_config(model.config)
         of_config = [getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG]
+        of_config = [list(value) if isinstance(value, list) else value for value in of_config]  # which may change in place
         return [*of_config, *[attributes.get(name) for attributes, name in self._read_once]]
 
 
@@ -126,7 +131,8 @@ class Origin:
         self._versions = versions_of(self._counted)
         self._views = [_spread_values(p) for p in self._look.parameters]
         on_cpu = all(view.device.type == "cpu" for view in self._views)
-        self._arrays = [view.view(_INTEGERS[view.element_size()]).numpy() for view in self._views] if on_cpu else None
+        integers = [view.view(_INTEGERS[view.element_size()]) for view in self._views]
+        self._arrays = list(map(np.from_dlpack, integers)) if on_cpu else None  # `numpy()` would forbid to free the weights
         self._values = self._sample()
 
     def still_holds(self, model: PreTrainedModel, *, looked: bool = False) -> bool:

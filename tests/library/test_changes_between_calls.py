@@ -1,5 +1,6 @@
 """Whatever changes a model between two calls, the second decodes with what the model is then."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from lean_cases import fresh
 from peft import LoraConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, ragged_prompts
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Qwen2ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from weight_updates import UPDATES
@@ -53,9 +54,9 @@ def test_changed_weights_are_decoded_with(change: str, weights: Any) -> None:
 
 
 def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
-    copy = type(model)(model.config).eval()
-    copy.load_state_dict(model.state_dict())
-    return copy
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
 
 
 @pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
@@ -65,6 +66,26 @@ def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
     UPDATES["EMA"][1](model, None)
     assert why_not_lean(model) is None
     assert_same(both(model))
+
+
+def test_changes_of_a_parameter_count_that_took_over_the_memory_of_another() -> None:
+    model = fresh("llama")
+    head: Any = model.get_output_embeddings()
+    both(model, weights="packed")
+    head.weight = nn.Parameter(head.weight.data)
+    both(model, weights="packed")
+    own = both(model)[1]
+    with torch.no_grad():
+        head.weight[7] *= 3  # a row of which no value is sampled
+    ours, theirs = both(model, weights="packed")
+    assert (theirs - own).abs().max() > 1e-3  # the change can show the fault
+    assert_same((ours, theirs))
+
+
+def test_the_memory_of_weights_can_be_given_back_after_decoding() -> None:
+    model = fresh("llama")
+    both(model)
+    model.get_output_embeddings().weight.untyped_storage().resize_(0)  # type: ignore[union-attr,operator]
 
 
 def test_an_unchanged_model_keeps_its_copies_also_where_weights_are_not_numbers() -> None:
@@ -148,6 +169,17 @@ def change_window(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         block.self_attn.sliding_window = 3
 
 
+def compile_a_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_attention(model, monkeypatch)
+    layers = model.get_submodule("model.layers")
+    layers[1] = torch.compile(layers[1], backend="eager")
+
+
+def script_the_head(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_attention(model, monkeypatch)
+    model.lm_head = torch.jit.script(model.lm_head)
+
+
 COMPUTATIONS: dict[str, Any] = {
     **{f"forward of {part or 'layer'}": replace_forward(part) for part in ("", "mlp", "self_attn", "mlp.up_proj")},
     "forward of a norm": replace_forward("input_layernorm"),
@@ -161,6 +193,8 @@ COMPUTATIONS: dict[str, Any] = {
     "activation": change_activation,
     "another module": replace_module,
     "window": change_window,
+    "a compiled layer": compile_a_layer,
+    "a scripted head": script_the_head,
 }
 
 
@@ -176,6 +210,16 @@ def test_a_changed_computation_is_decoded_with(name: str, monkeypatch: pytest.Mo
             model._handle.remove()
     assert (theirs - own).abs().max() > 1e-3  # the change can show the fault
     assert_same((ours, theirs))
+
+
+def test_kinds_of_layers_that_change_in_place_are_decoded_with() -> None:
+    config = copy.deepcopy(fresh("qwen2").config)
+    config.use_sliding_window, config.sliding_window = True, 4
+    config.layer_types = ["full_attention"] * 5 + ["sliding_attention"]
+    model = Qwen2ForCausalLM(config).eval()
+    assert_same(both(model))
+    config.layer_types[2] = "sliding_attention"  # which some versions of transformers ask when the model is made
+    assert_same(both(model))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

@@ -132,8 +132,9 @@ def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: s
 def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> None:
     model = tiny_family.__wrapped__("gpt2")
     generate(model, [3, 5], SCHEDULES[0])
-    model.register_forward_hook(lambda *_, held=model: None)
+    hooks = [part.register_forward_hook(lambda *_, held=model: None) for part in (model, model.transformer.h[2])]
     generate(model, [3, 5], SCHEDULES[0])
+    hooks.pop().remove()  # one that nothing is told of any more
     known = weakref.ref(model)
     del model
     gc.collect()

@@ -264,6 +264,16 @@ def test_a_speedup_is_solved_again_when_the_models_schedules_change() -> None:
     assert torch.equal(at_twice(), text(model, SkipSchedule(6, 2, 1, horizon=5), input_ids=ids))
 
 
+@pytest.mark.parametrize("how", [{}, {"weights": "model"}, {"lossless": True}], ids=str)
+@pytest.mark.parametrize("depth", [4, 8])
+def test_a_speedup_of_a_model_of_another_depth_is_refused(depth: int, how: dict[str, Any]) -> None:
+    model = fresh("llama")
+    trained = SkipSchedule(depth, 4, 2).to_dict()
+    model.config.skipdecode = {"format": 2, "schedules": {"2": trained}, "solver": {}, "task": {}}
+    with pytest.raises(ConfigError, match=f"the schedule is for {depth} layers, the model has 6"):
+        text(model, None, input_ids=ragged_prompts([6], 6)[0], custom_generate=skip_generate, speedup=2, **how)
+
+
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "dynamic"}], ids=["planned", "dynamic"])
 def test_autocast_computes_as_transformers_does(cache: dict[str, Any]) -> None:
     model = tiny("llama")
