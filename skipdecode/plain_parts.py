@@ -101,7 +101,7 @@ class Look:
     def _settings(self, model: PreTrainedModel) -> list[Any]:
         config = text_config(model.config)
         of_config = [getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG]
-        of_config = [list(value) if isinstance(value, list) else value for value in of_config]  # which may change in place
+        of_config = [list(value) if isinstance(value, list) else value for value in of_config]  # as they are now
         return [*of_config, *[attributes.get(name) for attributes, name in self._read_once]]
 
 
@@ -131,8 +131,8 @@ class Origin:
         self._versions = versions_of(self._counted)
         self._views = [_spread_values(p) for p in self._look.parameters]
         on_cpu = all(view.device.type == "cpu" for view in self._views)
-        integers = [view.view(_INTEGERS[view.element_size()]) for view in self._views]
-        self._arrays = list(map(np.from_dlpack, integers)) if on_cpu else None  # `numpy()` would forbid to free the weights
+        integers = [view.view(_INTEGERS[view.element_size()]) for view in self._views] if on_cpu else []
+        self._arrays = list(map(np.from_dlpack, integers)) if on_cpu else None  # `numpy()` forbids to resize weights
         self._values = self._sample()
 
     def still_holds(self, model: PreTrainedModel, *, looked: bool = False) -> bool:
