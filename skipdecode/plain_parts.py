@@ -81,8 +81,7 @@ class Look:
         """Whether another look at the model saw the same parts, with the same settings and weights."""
         ours, theirs = ((each.modules, each.settings, each.addresses) for each in (self, other))
         # Another parameter of the same memory counts its changes apart from the one before.
-        same = ours == theirs and all(map(is_, self.parameters, other.parameters))
-        return self is other or same
+        return self is other or (ours == theirs and all(map(is_, self.parameters, other.parameters)))
 
     def _told(self, model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
         """The modules' parameters, children and hooks, which must be the same objects; and what must be equal."""
