@@ -12,7 +12,6 @@ from operator import is_, itemgetter, methodcaller
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -130,8 +129,7 @@ class Origin:
         self._versions = versions_of(self._counted)
         self._views = [_spread_values(p) for p in self._look.parameters]
         on_cpu = all(view.device.type == "cpu" for view in self._views)
-        integers = [view.view(_INTEGERS[view.element_size()]) for view in self._views] if on_cpu else []
-        self._arrays = list(map(np.from_dlpack, integers)) if on_cpu else None  # `numpy()` forbids to resize weights
+        self._arrays = [view.view(_INTEGERS[view.element_size()]).numpy() for view in self._views] if on_cpu else None
         self._values = self._sample()
 
     def still_holds(self, model: PreTrainedModel, *, looked: bool = False) -> bool:
