@@ -59,7 +59,6 @@ class Look:
         self._read_once = [
             (module.__dict__, name) for module in self.modules for name in _READ_ONCE if name in module.__dict__
         ]
-        self._hooked = bool(hooks_of(model))
         self._kinds: list[Any] = list(dict.fromkeys(map(type, [first, *self.modules])))
         self._plain = all(type(p) is nn.Parameter for p in self.parameters)
         self.settings = self._settings(model)
@@ -70,7 +69,7 @@ class Look:
 
     def still_holds(self, model: PreTrainedModel) -> bool:
         """Whether a look at the model would see the same; False where it may, as with parts that aren't plain."""
-        if self.reason is not None or self._hooked or hooks_of(model):
+        if self.reason is not None or hooks_of(model):  # the model's own aren't told
             return False
         held, facts = self._told(model)
         same = facts == self._facts and len(held) == len(self._held) and all(map(is_, held, self._held))
