@@ -8,7 +8,7 @@ among them are left out, and all others stand at the top. It needs torch and tra
 import ast
 import os
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from skipdecode.files import write_whole
@@ -64,8 +64,15 @@ def custom_generate_source() -> str:
         rule = f"# ---- {_PACKAGE}.{name} "
         bodies.append("\n".join([f"{rule:-<120}", *doc, "", "", *"\n".join(kept).strip("\n").splitlines()]))
     lines = [f"{start}{', '.join(sorted(imports[start]))}" for start in sorted(imports, key=_import_order)]
-    head = _HEAD.format(version=version(_PACKAGE))
+    head = _HEAD.format(version=_version())
     return "\n\n\n".join([head + "\n" + "\n".join(lines), *bodies]) + "\n"
+
+
+def _version() -> str:
+    try:
+        return version(_PACKAGE)
+    except PackageNotFoundError:  # a checkout that runs where nothing was installed
+        return "of a checkout"
 
 
 def _modules(entry: str) -> dict[str, str]:

@@ -7,50 +7,133 @@ first reached, all in one memory pool. Fewer rows are the first of the same buff
 next call of the same shape.
 """
 
+import functools
+import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from skipdecode.block import StepInputs
+from skipdecode.block import LeanBlock, PreparedInputs, StepInputs
 from skipdecode.cache import PlannedCache, PlannedLayer
+from skipdecode.fused import MOST_FUSED, FusedBlock, fused_blocks
 from skipdecode.lean import LeanDecoder
+from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
 
 # Prompts whose columns round up to the same multiple of this share buffers and graphs.
 PROMPT_GRAIN = 64
-# Shapes that are kept for each model, each with a cache and a few graphs; the longest unused goes first.
-KEPT = 4
+# Shapes that are kept for each model, each with a cache and a few graphs, and the share of a GPU's memory that these
+# caches may hold; the longest unused goes first. A calibration of several batches goes through dozens, again and again.
+KEPT, KEPT_MEMORY = 128, 0.25
+MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
+STEPS_UNSEEN = 2  # that a GPU is ahead of what the host has seen, and runs for nothing where a text has ended
 
 Replay: TypeAlias = Callable[[], None]
 
 
 class StaticInputs(StepInputs):
-    """Inputs in buffers that stay; the column is a value in memory, so that the same operations serve every column.
+    """Inputs in buffers that stay; the step and its column are values in memory, so that the same operations serve all.
 
-    The tokens attend to the whole cache; `bias` hides the columns that aren't written yet.
+    The tokens attend to the whole cache, and a bias hides the columns that aren't written yet; fused layers look at the
+    column itself.
+
+    Args:
+        tables: the inputs of all steps, its bias as wide as the cache.
+        step_at, column_at: of the tokens [1].
+        columns: the numbers of the cache's columns [columns].
+        no_bias: zeros [1, 1, 1, columns].
+        fused: the model's layers as kernels of their own, or None.
     """
-
-    __slots__ = ("column_index",)
 
     def __init__(
         self,
-        column_index: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor,
+        tables: PreparedInputs,
+        step_at: torch.Tensor,
+        column_at: torch.Tensor,
+        columns: torch.Tensor,
+        no_bias: torch.Tensor,
+        fused: Sequence[FusedBlock] | None,
     ) -> None:
-        super().__init__(0, position_ids, rotary, bias)
-        self.column_index = column_index  # [1]
+        super().__init__(0, None, None, None)
+        self.tables = tables
+        self.step_at = step_at
+        self.column_at = column_at
+        self.columns = columns
+        self.no_bias = no_bias
+        self.fused = fused
+
+    @classmethod
+    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, device: torch.device) -> "StaticInputs":
+        """Buffers for generations of the shape of one whose steps have the inputs `prepared`."""
+        bias, rotary = prepared.bias, prepared.rotary
+        no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
+        tables = PreparedInputs(
+            0,
+            None if prepared.position_ids is None else prepared.position_ids.clone(),
+            None if rotary is None else (rotary[0].clone(), rotary[1].clone()),
+            None if bias is None else bias.new_zeros(*bias.shape[:3], columns),
+        )
+        step_at, column_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        fused = fused_blocks(decoder.blocks, decoder.dtype, device)
+        return cls(tables, step_at, column_at, torch.arange(columns, device=device), no_bias, fused)
 
     def first_rows(self, count: int) -> "StaticInputs":
         """The inputs of the first rows, in the same memory."""
-        assert self.bias is not None
-        position_ids = None if self.position_ids is None else self.position_ids[:count]
-        rotary = None if self.rotary is None else (self.rotary[0][:count], self.rotary[1][:count])
-        return StaticInputs(self.column_index, position_ids, rotary, self.bias[:count])
+        tables = self.tables
+        fewer = PreparedInputs(
+            0,
+            None if tables.position_ids is None else tables.position_ids[:, :count],
+            None if tables.rotary is None else (tables.rotary[0][:count], tables.rotary[1][:count]),
+            None if tables.bias is None else tables.bias[:count],
+        )
+        return StaticInputs(fewer, self.step_at, self.column_at, self.columns, self.no_bias, self.fused)
+
+    def take_over(self, prepared: PreparedInputs) -> None:
+        """Have the inputs of another generation, or of its rows that are left."""
+        tables = self.tables
+        if tables.position_ids is not None and prepared.position_ids is not None:
+            tables.position_ids.copy_(prepared.position_ids)
+        if tables.rotary is not None and prepared.rotary is not None:
+            for ours, theirs in zip(tables.rotary, prepared.rotary, strict=True):
+                ours.copy_(theirs)
+        if tables.bias is not None and prepared.bias is not None:
+            tables.bias[..., : prepared.bias.shape[-1]] = prepared.bias
+
+    def place(self, step: int, column: int) -> None:
+        """Stand before a step, whose tokens have a column."""
+        self.step_at.fill_(step)
+        self.column_at.fill_(column)
+
+    def advance(self) -> None:
+        """Stand before the next step."""
+        self.step_at.add_(1)
+        self.column_at.add_(1)
+
+    def look_up(self, rows: int) -> None:
+        """Find what the step at hand needs, by operations that find it for every step."""
+        tables = self.tables
+        if tables.position_ids is not None:
+            self.position_ids = tables.position_ids.index_select(0, self.step_at)[0]
+        if tables.rotary is not None:
+            cos, sin = (part.index_select(1, self.step_at)[:, 0] for part in tables.rotary)
+            self.rotary = (cos, sin)
+        self.bias = tables.bias
+        if not self.runs_fused(rows):
+            shown = self.no_bias if tables.bias is None else tables.bias
+            self.bias = shown.masked_fill(self.columns > self.column_at, float("-inf"))
+
+    def runs_fused(self, rows: int) -> bool:
+        """Whether so many rows go through kernels of the layers' own."""
+        return self.fused is not None and rows <= MOST_FUSED
+
+    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
+        """As StepInputs.run, by the layer's own kernels where it has them."""
+        if self.fused is not None and self.runs_fused(len(hidden)):
+            return self.fused[index](hidden, cached, self, self.column_at)
+        return block(hidden, cached, self)
 
     def update_cache(
         self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
@@ -58,22 +141,13 @@ class StaticInputs(StepInputs):
         """As StepInputs.update_cache, with all columns of the buffers."""
         keys: Any = layer.keys
         values: Any = layer.values
-        keys.index_copy_(2, self.column_index, key[:, :, None])
-        values.index_copy_(2, self.column_index, value[:, :, None])
+        keys.index_copy_(2, self.column_at, key[:, :, None])
+        values.index_copy_(2, self.column_at, value[:, :, None])
         assert self.bias is not None
         return keys, values, self.bias[..., : keys.shape[2]]
 
     def places(self, tokens: int) -> None:
         """None: the column stands in a buffer."""
-
-    def copy_from(self, inputs: StepInputs) -> None:
-        """Take over the values of another step's."""
-        self.column_index.fill_(inputs.column)
-        if self.position_ids is not None and inputs.position_ids is not None:
-            self.position_ids.copy_(inputs.position_ids)
-        if self.rotary is not None and inputs.rotary is not None:
-            for ours, theirs in zip(self.rotary, inputs.rotary, strict=True):
-                ours.copy_(theirs)
 
 
 class StepGraphs:
@@ -93,77 +167,159 @@ class StepGraphs:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
         self.key: Any = None
         self._decoder = decoder
+        self._steps = steps
         self._columns = prompt_columns + steps
-        self._buffers: tuple[torch.Tensor, StaticInputs] | None = None  # of all rows
-        self._tokens: torch.Tensor | None = None  # those of the rows that run
-        self._inputs: StaticInputs | None = None
-        self._graphs: dict[tuple[Sequence[int], int], tuple[Replay, list[torch.Tensor]]] = {}
+        self._prompt = 0  # columns, of the prompt at hand
+        self._buffers: tuple[torch.Tensor, torch.Tensor, StaticInputs] | None = None  # of all rows
+        self._tokens: Any = None  # those of the rows that run
+        self._chosen: Any = None  # by each step [steps, rows]
+        self._inputs: Any = None
+        self._seen: Any = None  # what the host has of them
+        self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
 
-    def start(self, first: StepInputs, batch: int, device: torch.device) -> None:
-        """Begin a generation of `batch` rows whose prompt is cached, by the inputs of its first step."""
+    def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
+        """Begin a generation by the inputs of its steps; its prompt is cached and gave `logits` [batch, vocabulary]."""
         if self._buffers is None:
-            rows = 1 if first.bias is None else first.bias.shape[0]
-            heads = 1 if first.bias is None else first.bias.shape[1]
-            bias = torch.empty(rows, heads, 1, self._columns, dtype=self._decoder.dtype, device=device)
-            column_index = torch.zeros(1, dtype=torch.long, device=device)
+            batch, device = len(logits), logits.device
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
-            position_ids = None if first.position_ids is None else first.position_ids.clone()
-            rotary = None if first.rotary is None else (first.rotary[0].clone(), first.rotary[1].clone())
-            self._buffers = (tokens, StaticInputs(column_index, position_ids, rotary, bias))
-        self._tokens, self._inputs = self._buffers
-        assert self._inputs.bias is not None
-        self._inputs.bias.fill_(float("-inf"))
-        prompt = slice(0, first.column)
-        self._inputs.bias[..., prompt] = 0 if first.bias is None else first.bias[..., prompt]
+            chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
+            self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
+            inputs = StaticInputs.like(prepared, self._columns, self._decoder, device)
+            self._buffers = (tokens, chosen, inputs)
+        self._tokens, self._chosen, self._inputs = self._buffers
+        self._inputs.take_over(prepared)
+        self._prompt = prepared.prompt_columns
 
-    def run(self, tokens: torch.Tensor, layers: Sequence[int], inputs: StepInputs) -> torch.Tensor:
-        """Logits [batch, vocabulary] of `tokens` [batch]; the next step of as many layers and rows writes over them."""
-        assert self._inputs is not None  # start comes first
-        assert self._tokens is not None
-        assert self._inputs.bias is not None
-        self._tokens.copy_(tokens)
-        self._inputs.copy_from(inputs)
-        column = slice(inputs.column, inputs.column + 1)
-        self._inputs.bias[..., column] = 0 if inputs.bias is None else inputs.bias[..., column]
-        key = (layers, len(tokens))
+    def run(self, i: int, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """Run generated token i of each row, `tokens` [rows], through `layers`.
+
+        Returns logits [rows, vocabulary]; the next step of as many layers and rows writes over them.
+        """
+        result = self._replay(i, layers, tokens, choosing=False)
+        self._set_length(layers, i)
+        logits: torch.Tensor = result[0]
+        return logits
+
+    def choose(
+        self,
+        i: int,
+        tokens: torch.Tensor,
+        layers: Sequence[Sequence[int]],
+        room: Sequence[float],
+        ends: Collection[int],
+        padding: Any,
+    ) -> torch.Tensor:
+        """Run generated token i of each row and what is chosen after it, greedily, one after another.
+
+        On a GPU the next steps are under way before the tokens of the last are looked at, so that it never waits. All
+        stop where every text has ended, or so many that rows should leave.
+
+        Args:
+            i, tokens: as of `run`.
+            layers: of each step, MOST_AHEAD at most.
+            room, ends, padding: as of `skipdecode.loop.Runner.choose`.
+
+        Returns:
+            Token ids [rows, new tokens].
+        """
+        rows = len(tokens)
+        ahead = STEPS_UNSEEN if tokens.device.type == "cuda" else 0
+        counts: list[int | None] = [None] * rows  # of those whose texts have ended
+        marks: list[torch.cuda.Event | None] = []
+        done = looked_at = 0
+
+        def look(until: int) -> None:
+            nonlocal looked_at
+            for n in range(looked_at, until):
+                mark = marks[n]
+                if mark is not None:
+                    mark.synchronize()
+                for row, token in enumerate(self._seen[n, :rows].tolist()):
+                    if counts[row] is None and (token in ends or n + 1 >= room[row]):
+                        counts[row] = n + 1
+            looked_at = max(looked_at, until)
+
+        for n, of_step in enumerate(layers):
+            self._replay(i + n, of_step, tokens if n == 0 else None, choosing=True)
+            self._seen[n, :rows].copy_(self._chosen[i + n], non_blocking=True)
+            marks.append(_mark(tokens.device))
+            done = n + 1
+            look(done - ahead)
+            unfinished = [count is None for count in counts]
+            if not any(unfinished) or (ends and rows_to_keep(unfinished, powers_of_two=True) is not None):
+                break
+        look(done)
+        for n in range(done):
+            if n + 1 == done or layers[n] is not layers[n + 1]:
+                self._set_length(layers[n], i + n)
+        found = [done if count is None else count for count in counts]
+        texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
+        if padding is not None:
+            for row, count in enumerate(found):
+                texts[row, count:] = padding
+        result: torch.Tensor = texts.to(tokens.device, non_blocking=True)
+        return result
+
+    def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
+        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on.
+
+        `prepared` are the inputs of their steps.
+        """
+        count = len(rows)
+        self.cache.keep_rows(rows)
+        self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
+        self._inputs = self._inputs.first_rows(count)
+        self._inputs.take_over(prepared)
+
+    def _set_length(self, layers: Sequence[int], i: int) -> None:
+        for layer in layers:
+            self.cache.layers[layer].length = self._prompt + i + 1  # type: ignore[union-attr]
+
+    def _replay(
+        self, i: int, layers: Sequence[int], tokens: torch.Tensor | None, *, choosing: bool
+    ) -> list[torch.Tensor]:
+        """Run a step; without `tokens`, on those that the one before has chosen."""
+        key = (layers, len(self._tokens), choosing)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(layers)
+            tokens = self._tokens.clone() if tokens is None else tokens
+            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._stand, i, tokens))
+        if tokens is not None:
+            self._stand(i, tokens)
         replay, result = self._graphs[key]
         replay()
-        for layer in layers:
-            self.cache.layers[layer].length = inputs.column + 1  # type: ignore[union-attr]
-        return result[0]
+        return result
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on."""
-        assert self._tokens is not None
-        assert self._inputs is not None
-        bias = self._inputs.bias
-        assert bias is not None
-        self.cache.keep_rows(rows)
-        if len(bias) > 1:  # one for each row
-            bias[: len(rows)] = bias[list(rows)]
-        self._tokens, self._inputs = self._tokens[: len(rows)], self._inputs.first_rows(len(rows))
+    def _stand(self, i: int, tokens: torch.Tensor) -> None:
+        """Stand before step i."""
+        self._tokens.copy_(tokens)
+        self._inputs.place(i, self._prompt + i)
 
-    def _capture(self, layers: Sequence[int]) -> tuple[Replay, list[torch.Tensor]]:
+    def _capture(
+        self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
+    ) -> tuple[Replay, list[torch.Tensor]]:
         """A function that runs a step of `layers`, and the list that it leaves the logits in."""
         result: list[torch.Tensor] = []
+        tokens, chosen, inputs = self._tokens, self._chosen, self._inputs
 
         def forward() -> None:
-            assert self._tokens is not None
-            assert self._inputs is not None
-            result[:] = [self._decoder(self._tokens, layers, self.cache, self._inputs)]
+            inputs.look_up(len(tokens))
+            result[:] = [self._decoder(tokens, layers, self.cache, inputs)]
+            if choosing:
+                tokens.copy_(result[0].argmax(dim=-1))
+                chosen.index_copy_(0, inputs.step_at, tokens[None])
+                inputs.advance()
 
-        assert self._tokens is not None
-        if self._tokens.device.type != "cuda":
+        if tokens.device.type != "cuda":
             return forward, result
         # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
+                stand()
                 forward()
+            stand()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -172,6 +328,15 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             forward()
         return graph.replay, result
+
+
+def _mark(device: torch.device) -> "torch.cuda.Event | None":
+    """What says when all that was asked of a GPU until now is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 # decoder -> shape -> graphs, the longest unused first
@@ -215,5 +380,8 @@ def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
 
 
 def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
-    while len(kept) > count:
+    held = [graphs.cache.nbytes for graphs in kept.values()]
+    room = KEPT_MEMORY * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
+    while len(held) > count or (len(held) > 1 and sum(held) > room):
         kept.popitem(last=False)
+        held.pop(0)

@@ -28,10 +28,11 @@ from transformers.generation.streamers import BaseStreamer
 from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.endings import Endings
+from skipdecode.graphs import MOST_AHEAD
 from skipdecode.internals import padding_token
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.rows import rows_to_keep
-from skipdecode.runners import MOST_AHEAD, ColumnsRunner
+from skipdecode.runners import ColumnsRunner
 from skipdecode.schedule import SkipSchedule
 
 PACE_STEPS = 4  # of full depth, whose time is taken

@@ -13,7 +13,7 @@ from skipdecode.cache import PlannedCache, sized_by
 from skipdecode.columns import ColumnsInputs
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
-from skipdecode.graphs import StepGraphs, keep_step_graphs, step_graphs
+from skipdecode.graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
 from skipdecode.lean import LeanDecoder, lean_decoder
 from skipdecode.loop import GenerativeModel
@@ -22,8 +22,6 @@ from skipdecode.plain_parts import why_not_lean
 from skipdecode.projections import Weights
 from skipdecode.rows import rows_to_keep
 from skipdecode.schedule import SkipSchedule
-
-MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
 
 
 class _OfSchedule:
@@ -41,6 +39,10 @@ class _OfSchedule:
 
     def end(self) -> None:
         """Say that no step follows."""
+
+    def _layers_ahead(self, i: int, room: Sequence[float]) -> list[tuple[int, ...]]:
+        """Those of step i and of what may be chosen after it before anybody looks."""
+        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MOST_AHEAD, max(room))))]
 
 
 class ForwardRunner(_OfSchedule):
@@ -118,9 +120,8 @@ class LeanRunner(_OfSchedule):
         native = self._decoder.choosing(len(room))
         if native is None:
             return None
-        steps = int(min(MOST_AHEAD, max(room)))
-        layers = [self._layers[self._schedule.budget(i + n)] for n in range(steps)]
-        most = [int(min(steps, each)) for each in room]
+        layers = self._layers_ahead(i, room)
+        most = [int(min(len(layers), each)) for each in room]
         texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
         found = native.choose(texts, layers, self.cache, self._step_inputs)
         if padding is not None:
@@ -145,22 +146,25 @@ class GraphRunner(LeanRunner):
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         logits = super().prefill(input_ids)
-        self._graphs.start(self._step_inputs(0), len(logits), logits.device)
+        self._graphs.start(self._step_inputs, logits)
         return logits
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         layers = self._layers[self._schedule.budget(i)]
-        return self._graphs.run(input_ids[:, -1], layers, self._step_inputs(i))
+        return self._graphs.run(i, input_ids[:, -1], layers)
 
-    def choose(self, *_: Any) -> torch.Tensor | None:
-        return None
+    def choose(
+        self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
+    ) -> torch.Tensor | None:
+        layers = self._layers_ahead(i, room)
+        return self._graphs.choose(i, input_ids[:, -1], layers, room, ends, padding)
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         # There is a graph for each number of rows.
         rows = rows_to_keep(unfinished, powers_of_two=True) if may_leave else None
         if rows is not None:
-            self._graphs.keep_rows(rows)
             self._step_inputs.keep_rows(rows)
+            self._graphs.keep_rows(rows, self._step_inputs)
         return rows
 
     def end(self) -> None:

@@ -238,8 +238,10 @@ def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedReque
         for number in order_of_turn(range(len(entries)), repeat)
     ]
     if any(key not in journal for key in keys):
-        for entry in entries:  # so that all are warm
-            entry.decoder.run(ids, min(8, request.new_tokens))
+        # So that all are warm; on a GPU there is a graph for each number of layers, and for each number of steps.
+        tokens = request.new_tokens if ids.device.type == "cuda" else min(8, request.new_tokens)
+        for entry in entries:
+            entry.decoder.run(ids, tokens)
     copies = []
     with Progress(console=make_console(stderr=True)) as progress:
         bar = progress.add_task(f"batch {size}", total=len(keys))

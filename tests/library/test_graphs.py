@@ -29,9 +29,9 @@ def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypat
     captured: list[tuple[int, ...]] = []
     capture = graphs.StepGraphs._capture
 
-    def counting(self: Any, layers: tuple[int, ...]) -> Any:
+    def counting(self: Any, layers: tuple[int, ...], *others: Any) -> Any:
         captured.append(layers)
-        return capture(self, layers)
+        return capture(self, layers, *others)
 
     monkeypatch.setattr(graphs.StepGraphs, "_capture", counting)
     schedule = SkipSchedule(6, 5, 2, horizon=8)
@@ -40,7 +40,8 @@ def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypat
     assert captured == [schedule.layers_for(budget) for budget in (5, 4, 3, 2)]
 
 
-def test_the_longest_unused_shape_goes_first() -> None:
+def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT", 4)
     model = tiny_opt("opt", 6, seed=10)
     for rows in (1, 2, 3, 4, 1, 5):
         generate(model, [4] * rows, SCHEDULES[0], cuda_graphs=True)

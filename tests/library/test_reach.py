@@ -21,6 +21,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An address at which a connection is taken and nothing is ever said."""
     monkeypatch.setattr("skipdecode.reach._PATIENCE", 0.5)
     monkeypatch.setattr("skipdecode.reach.is_offline_mode", lambda: False)
+    _answers.cache_clear()  # a port may come back, of another test's server that answered
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("HF_ENDPOINT", address)

@@ -1,0 +1,89 @@
+"""Layers as Triton kernels, held against the operations of torch that they stand for."""
+
+import copy
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from tiny_models import tiny_opt
+
+from skipdecode.cache import PlannedLayer
+from skipdecode.fused import FusedBlock, fused_blocks, triton_kernels
+from skipdecode.lean import LeanDecoder
+from skipdecode.projections import sizes
+
+FUSED = sorted({*MODELS} - {"mistral", "qwen3"})  # windows, and norms of queries and keys, are not
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
+# Without a GPU: TRITON_INTERPRET=1, which torch must find when it is imported.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton that interprets"))
+
+
+def halves(name: str, device: str) -> tuple[LeanDecoder, LeanDecoder]:
+    """The same weights in float16, and in float32 with the values of float16."""
+    half = fresh(name).half()
+    whole = copy.deepcopy(half).float()
+    return LeanDecoder(half.to(device)), LeanDecoder(whole.to(device))
+
+
+@pytest.mark.parametrize("device", [HERE, GPU])
+@pytest.mark.parametrize("rows", [1, 3, 8, 17])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, device: str) -> None:
+    kernels = triton_kernels()
+    half, whole = halves(name, device)
+    steps, prompt = 7, 21
+    mask = torch.ones(rows, prompt, dtype=torch.long, device=device)
+    mask[0, :4] = 0  # a padded row
+    torch.manual_seed(rows)
+    for layer in (0, 1):
+        reference, block = whole.blocks[layer], half.blocks[layer]
+        fused = FusedBlock(block, kernels)
+        caches = [PlannedLayer(steps, prompt) for _ in range(2)]
+        keys, values = torch.randn(2, rows, block.kv_heads, prompt, block.head_dim, device=device).half()
+        caches[0].update(keys.float(), values.float())
+        caches[1].update(keys, values)
+        inputs = [decoder.step_inputs(mask, steps) for decoder in (whole, half)]
+        for step in range(3):
+            hidden = torch.randn(rows, sizes(block.sources["qkv"][0])[0], device=device).half()
+            expected = reference(hidden.float(), caches[0], inputs[0](step))
+            given: Any = inputs[1](step)
+            found = fused(hidden, caches[1], given, torch.tensor([prompt + step], device=device))
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
+        for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
+            torch.testing.assert_close(
+                ours[:, :, : prompt + 3].float(), theirs[:, :, : prompt + 3], atol=6e-3, rtol=6e-3
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lengths", [[9], [3, 12, 5], [4] * 40], ids=["a row", "padded rows", "many rows"])
+def test_fused_steps_choose_the_tokens_of_torchs_operations(name: str, lengths: list[int]) -> None:
+    model: Any = fresh(name).to("cuda", torch.float16)
+    for schedule in SCHEDULES:
+        scores = [
+            generate(model, lengths, schedule, cuda_graphs=graphs, output_logits=True, return_dict_in_generate=True)
+            for graphs in (True, False)
+        ]
+        same = scores[0].sequences == scores[1].sequences  # near-ties may fall either way, and texts part there
+        for step, (ours, theirs) in enumerate(zip(scores[0].logits, scores[1].logits, strict=True)):
+            alike = same[:, : same.shape[1] - len(scores[0].logits) + step].all(dim=1)
+            difference = (ours - theirs)[alike].abs().max() if bool(alike.any()) else 0
+            assert difference <= 0.05 * float(theirs.abs().max()), step
+        assert same[:, : -len(scores[0].logits) + 1].all()
+
+
+def test_float32_and_layers_of_another_kind_are_not_fused() -> None:
+    blocks = LeanDecoder(tiny_opt("opt", 6)).blocks
+    for device in ("cpu", "cuda"):
+        assert fused_blocks(blocks, torch.float32, torch.device(device)) is None
+    assert fused_blocks(blocks, torch.bfloat16, torch.device("cpu")) is None
+    for name in ("mistral", "qwen3"):
+        model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
+        assert fused_blocks(LeanDecoder(model).blocks, torch.bfloat16, torch.device("cuda")) is None
