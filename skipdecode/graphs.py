@@ -66,9 +66,11 @@ class StaticInputs(StepInputs):
         self.fused = fused
 
     @classmethod
-    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, device: torch.device) -> "StaticInputs":
-        """Buffers for generations of the shape of one whose steps have the inputs `prepared`."""
-        bias, rotary = prepared.bias, prepared.rotary
+    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, logits: torch.Tensor) -> "StaticInputs":
+        """Buffers for generations of the shape of one whose steps have the inputs `prepared`, and its last `logits`."""
+        bias, rotary, device = prepared.bias, prepared.rotary, logits.device
+        if rotary is not None and bias is not None and len(bias) > 1:  # the rows of others may be of several lengths
+            rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
         no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
         tables = PreparedInputs(
             0,
@@ -185,7 +187,7 @@ class StepGraphs:
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
             chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
             self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
-            inputs = StaticInputs.like(prepared, self._columns, self._decoder, device)
+            inputs = StaticInputs.like(prepared, self._columns, self._decoder, logits)
             self._buffers = (tokens, chosen, inputs)
         self._tokens, self._chosen, self._inputs = self._buffers
         self._inputs.take_over(prepared)
@@ -225,7 +227,7 @@ class StepGraphs:
         """
         rows = len(tokens)
         ahead = STEPS_UNSEEN if tokens.device.type == "cuda" else 0
-        counts: list[int | None] = [None] * rows  # of those whose texts have ended
+        counts = [None if most > 0 else 0 for most in room]  # tokens of those whose texts have ended
         marks: list[torch.cuda.Event | None] = []
         done = looked_at = 0
 

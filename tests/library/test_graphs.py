@@ -7,7 +7,7 @@ import torch
 from lean_cases import MODELS, SCHEDULES, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode import SkipSchedule, graphs
+from skipdecode import SkipSchedule, graphs, skip_generate
 from skipdecode.lean import lean_decoder
 
 WINDOWED = {"mistral"}
@@ -22,6 +22,34 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
     assert bool(graphs._KEPT.get(lean_decoder(model))) == (name not in WINDOWED)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_rows_of_one_length_and_of_several_share_buffers(name: str) -> None:
+    model: Any = tiny(name)
+    ids = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(3))
+    for shown in ([5, 5], [5, 3], [5, 5]):
+        mask = torch.tensor([[0] * (8 - length) + [1] * length for length in shown])
+        request = {"attention_mask": mask, "max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0}
+        request |= {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "do_sample": False}
+        static = model.generate(ids, cuda_graphs=True, **request)
+        assert torch.equal(static, model.generate(ids, cuda_graphs=False, **request))
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+def test_texts_end_where_they_end_without_graphs(name: str) -> None:
+    check_ends(tiny(name))
+
+
+def check_ends(model: Any) -> None:
+    """Tokens are chosen several at a time; their ends are seen late, and rows leave in between."""
+    for ends in ([3, 9, 17], [5, 6, 7, 8, 20, 21, 22, 23], list(range(0, 32, 2)), [31]):
+        for lengths, most in (([3, 12, 5, 7, 7, 2, 9, 4], 40), ([6], 23), ([4, 4, 4], 2)):
+            request = {"eos_token_id": ends, "pad_token_id": 1, "max_new_tokens": most}
+            found, expected = (
+                generate(model, lengths, SCHEDULES[0], cuda_graphs=graphs, **request) for graphs in (True, False)
+            )
+            assert torch.equal(found, expected), (ends, lengths)
 
 
 def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,5 +98,6 @@ def test_graphs_on_cuda_equal_the_models_own_steps(name: str) -> None:
             stock = generate(model, lengths, SCHEDULES[0], cache_implementation="dynamic")
             assert torch.equal(generate(model, lengths, SCHEDULES[0]), stock)
             assert torch.equal(generate(model, lengths, SCHEDULES[0], cuda_graphs=False), stock)
+        check_ends(model)
     finally:
         model.to("cpu")
