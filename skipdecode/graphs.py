@@ -198,7 +198,8 @@ class StepGraphs:
 
         Returns logits [rows, vocabulary]; the next step of as many layers and rows writes over them.
         """
-        result = self._replay(i, layers, tokens, choosing=False)
+        with torch.cuda.device_of(tokens):
+            result = self._replay(i, layers, tokens, choosing=False)
         self._set_length(layers, i)
         logits: torch.Tensor = result[0]
         return logits
@@ -242,16 +243,17 @@ class StepGraphs:
                         counts[row] = n + 1
             looked_at = max(looked_at, until)
 
-        for n, of_step in enumerate(layers):
-            self._replay(i + n, of_step, tokens if n == 0 else None, choosing=True)
-            self._seen[n, :rows].copy_(self._chosen[i + n], non_blocking=True)
-            marks.append(_mark(tokens.device))
-            done = n + 1
-            look(done - ahead)
-            unfinished = [count is None for count in counts]
-            if not any(unfinished) or (ends and rows_to_keep(unfinished, powers_of_two=True) is not None):
-                break
-        look(done)
+        with torch.cuda.device_of(tokens):
+            for n, of_step in enumerate(layers):
+                self._replay(i + n, of_step, tokens if n == 0 else None, choosing=True)
+                self._seen[n, :rows].copy_(self._chosen[i + n], non_blocking=True)
+                marks.append(_mark(tokens.device))
+                done = n + 1
+                look(done - ahead)
+                unfinished = [count is None for count in counts]
+                if not any(unfinished) or (ends and rows_to_keep(unfinished, powers_of_two=True) is not None):
+                    break
+            look(done)
         for n in range(done):
             if n + 1 == done or layers[n] is not layers[n + 1]:
                 self._set_length(layers[n], i + n)
