@@ -1,7 +1,12 @@
-"""A decoder layer's decode step as six Triton kernels (`skipdecode.triton_kernels`), or five for a single row."""
+"""A decoder layer's decode step as seven Triton kernels (`skipdecode.triton_kernels`), or five for a single row.
+
+Sums are taken in another order than torch's products take them, so where two tokens are nearly as likely the other one
+may be chosen.
+"""
 
 import functools
 import importlib
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +18,7 @@ from skipdecode.native_steps import ACTIVATIONS
 from skipdecode.projections import weight_of
 
 MOST_FUSED = 32  # rows of a step: of more, products are no longer bound by reading weights
+_SHARED_MEMORY = 136 * 1024  # bytes of a program, for the largest tiles
 _TYPES = (torch.bfloat16, torch.float16)  # float32 is for those who check, and torch's products are exact there
 
 
@@ -71,8 +77,8 @@ class FusedBlock:
 
 
 def fused_blocks(blocks: list[Any], dtype: torch.dtype, device: torch.device) -> list[FusedBlock] | None:
-    """All layers of a model for steps of few rows; None where there is no Triton, or a layer is none of its kind."""
-    kernels = triton_kernels() if device.type == "cuda" and dtype in _TYPES else None
+    """All layers of a model for steps of few rows; None where a device can't run them, or a layer is another."""
+    kernels = _kernels_on(device) if device.type == "cuda" and dtype in _TYPES else None
     if kernels is None or not all(_can_fuse(block, dtype) for block in blocks):
         return None
     return [FusedBlock(block, kernels) for block in blocks]
@@ -101,3 +107,26 @@ def triton_kernels() -> ModuleType | None:
         return importlib.import_module("skipdecode.triton_kernels")
     except ImportError:
         return None
+
+
+@functools.cache
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    """The kernels, where a device can run them: one of NVIDIA's with the shared memory of an A100 or more.
+
+    Triton compiles as it first launches, which takes a C compiler; where that fails a warning says so, once.
+    """
+    kernels = triton_kernels()
+    if kernels is None or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    memory = properties.shared_memory_per_block_optin
+    if torch.cuda.get_device_capability(device) < (8, 0) or memory < _SHARED_MEMORY:
+        return None
+    row = torch.zeros(1, 16, dtype=torch.float16, device=device)
+    try:
+        with torch.cuda.device(device):
+            kernels.project(row, [row.expand(16, 16).contiguous()], [None])
+    except Exception as error:  # of Triton, of the compiler that it calls, of the driver
+        warnings.warn(f"decode steps go without their own kernels, which don't run here: {error}", stacklevel=2)
+        return None
+    return kernels

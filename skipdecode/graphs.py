@@ -1,15 +1,15 @@
 """Decode steps as CUDA graphs: on a GPU a step's hundreds of small kernels take longer to launch than to run.
 
-A graph replays the same kernels on the same memory, so everything that changes from token to token is written into
-buffers that stay: the tokens, their column, their positions, and which columns they may attend to. There is one graph
-for each distinct budget of a schedule and each number of rows (rows whose texts have ended leave), captured when it is
-first reached, all in one memory pool. Fewer rows are the first of the same buffers. Buffers and graphs are kept for the
-next call of the same shape.
+A graph replays the same kernels on the same memory. So the tokens, their step and its column stand in buffers that
+stay, beside the positions of all steps, and what a step needs of these is looked up by the graph itself. There is one
+graph for each distinct budget of a schedule, each number of rows (those whose texts have ended leave), and for steps
+that choose the next token and those that don't, captured when it is first reached, all in one memory pool. Fewer rows
+are the first of the same buffers. Buffers and graphs are kept for the next call of the same shape.
 """
 
 import functools
 import math
-import weakref
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
@@ -69,7 +69,7 @@ class StaticInputs(StepInputs):
     def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, logits: torch.Tensor) -> "StaticInputs":
         """Buffers for generations of the shape of one whose steps have the inputs `prepared`, and its last `logits`."""
         bias, rotary, device = prepared.bias, prepared.rotary, logits.device
-        if rotary is not None and bias is not None and len(bias) > 1:  # the rows of others may be of several lengths
+        if rotary is not None:  # rows that share their positions may be followed by others that don't
             rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
         no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
         tables = PreparedInputs(
@@ -170,7 +170,7 @@ class StepGraphs:
         self.key: Any = None
         self._decoder = decoder
         self._steps = steps
-        self._columns = prompt_columns + steps
+        self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
         self._prompt = 0  # columns, of the prompt at hand
         self._buffers: tuple[torch.Tensor, torch.Tensor, StaticInputs] | None = None  # of all rows
         self._tokens: Any = None  # those of the rows that run
@@ -179,6 +179,7 @@ class StepGraphs:
         self._seen: Any = None  # what the host has of them
         self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
+        self._stream: Any = None  # that graphs are captured on
 
     def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
         """Begin a generation by the inputs of its steps; its prompt is cached and gave `logits` [batch, vocabulary]."""
@@ -227,7 +228,7 @@ class StepGraphs:
             Token ids [rows, new tokens].
         """
         rows = len(tokens)
-        ahead = STEPS_UNSEEN if tokens.device.type == "cuda" else 0
+        ahead = steps_unseen(tokens.device)
         counts = [None if most > 0 else 0 for most in room]  # tokens of those whose texts have ended
         marks: list[torch.cuda.Event | None] = []
         done = looked_at = 0
@@ -259,10 +260,11 @@ class StepGraphs:
                 self._set_length(layers[n], i + n)
         found = [done if count is None else count for count in counts]
         texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
-        if padding is not None:
+        if min(found) < texts.shape[1]:
+            padding = int(padding)
             for row, count in enumerate(found):
                 texts[row, count:] = padding
-        result: torch.Tensor = texts.to(tokens.device, non_blocking=True)
+        result: torch.Tensor = texts.to(tokens.device)
         return result
 
     def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
@@ -275,6 +277,11 @@ class StepGraphs:
         self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
         self._inputs = self._inputs.first_rows(count)
         self._inputs.take_over(prepared)
+
+    @property
+    def device(self) -> torch.device:
+        """That the buffers lie on; the CPU before there are any."""
+        return torch.device("cpu") if self._buffers is None else self._buffers[0].device
 
     def _set_length(self, layers: Sequence[int], i: int) -> None:
         for layer in layers:
@@ -316,22 +323,27 @@ class StepGraphs:
 
         if tokens.device.type != "cuda":
             return forward, result
-        # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
+        with _CAPTURING:
+            if self._stream is None:  # of this device: torch's own for captures is of the first one that captured
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    stand()
+                    forward()
                 stand()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 forward()
-            stand()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            forward()
         return graph.replay, result
+
+
+def steps_unseen(device: torch.device) -> int:
+    """The steps that are under way before the tokens of an earlier one are looked at."""
+    return STEPS_UNSEEN if device.type == "cuda" else 0
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | None":
@@ -343,8 +355,8 @@ def _mark(device: torch.device) -> "torch.cuda.Event | None":
     return event
 
 
-# decoder -> shape -> graphs, the longest unused first
-_KEPT: weakref.WeakKeyDictionary[LeanDecoder, OrderedDict[Any, StepGraphs]] = weakref.WeakKeyDictionary()
+_CAPTURING = threading.Lock()  # a process captures one graph at a time
+_KEEPING = threading.Lock()
 
 
 def step_graphs(
@@ -364,11 +376,12 @@ def step_graphs(
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    kept = _KEPT.setdefault(decoder, OrderedDict())
     key = (schedule, steps, rows, columns, full)
-    found = kept.pop(key, None)
+    with _KEEPING:
+        found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
+        if found is None:
+            _forget_all_but(decoder.kept_graphs, KEPT - 1)
     if found is None:
-        _forget_all_but(kept, KEPT - 1)
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.cache.reset()
@@ -378,14 +391,16 @@ def step_graphs(
 def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
     """Let the next call of the same shape have them, once a generation has ended well."""
     if graphs.key is not None:
-        kept = _KEPT.setdefault(decoder, OrderedDict())
-        kept[graphs.key] = graphs
-        _forget_all_but(kept, KEPT)
+        with _KEEPING:
+            decoder.kept_graphs[graphs.key] = graphs
+            _forget_all_but(decoder.kept_graphs, KEPT)
 
 
 def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
+    """Let the longest unused go, until there are so many and their caches fit."""
     held = [graphs.cache.nbytes for graphs in kept.values()]
-    room = KEPT_MEMORY * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
+    device = next((graphs.device for graphs in kept.values()), torch.device("cpu"))
+    room = KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
     while len(held) > count or (len(held) > 1 and sum(held) > room):
         kept.popitem(last=False)
         held.pop(0)

@@ -11,6 +11,7 @@ pass.
 import math
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -59,6 +60,8 @@ class LeanDecoder:
         make_linear = MAKERS[weights]
         self.weights = weights
         self.dtype = model.dtype
+        # Shape -> `skipdecode.graphs.StepGraphs`, the longest unused first; they are freed with the decoder.
+        self.kept_graphs: OrderedDict[Any, Any] = OrderedDict()
         modules = decoder_layers(model)
         self.blocks: list[Any] = [None] * len(modules) if before is None else list(before.blocks)
         for n in range(len(modules)) if layers is None else layers:

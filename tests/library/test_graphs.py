@@ -1,10 +1,14 @@
 """Steps on buffers that stay: what a CUDA graph replays, run here without the capture, which needs a GPU."""
 
+import gc
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, generate, tiny
+from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import SkipSchedule, graphs, skip_generate
@@ -21,7 +25,7 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
     for lengths in ([3, 12, 5], [9], [2, 4, 6], [40], [3, 12, 5], [6, 6]):
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
-    assert bool(graphs._KEPT.get(lean_decoder(model))) == (name not in WINDOWED)
+    assert bool(lean_decoder(model).kept_graphs) == (name not in WINDOWED)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
@@ -39,6 +43,65 @@ def test_rows_of_one_length_and_of_several_share_buffers(name: str) -> None:
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_texts_end_where_they_end_without_graphs(name: str) -> None:
     check_ends(tiny(name))
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_texts_end_where_they_end_when_ends_are_seen_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "steps_unseen", lambda device: 2)  # as on a GPU
+    check_ends(tiny(name))
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+@pytest.mark.parametrize("lengths", [[64], [64, 60], [64, 64], [63, 5]])
+def test_prompts_that_fill_their_buffers(name: str, lengths: list[int]) -> None:
+    for most in (1, 2, 3):
+        found, expected = (
+            generate(tiny(name), lengths, SCHEDULES[0], cuda_graphs=graphs, max_new_tokens=most)
+            for graphs in (True, False)
+        )
+        assert torch.equal(found, expected), most
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_positions_that_are_given_share_buffers_with_those_that_are_not(name: str) -> None:
+    model: Any = tiny(name)
+    ids = torch.randint(4, 32, (2, 6), generator=torch.Generator().manual_seed(4))
+    request = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+    request |= {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "do_sample": False}
+    apart = torch.stack([torch.arange(6), torch.arange(3, 9)])
+    for positions in ({}, {"position_ids": apart}, {}, {"position_ids": apart.flip(0)}):
+        static = model.generate(ids, cuda_graphs=True, **positions, **request)
+        assert torch.equal(static, model.generate(ids, cuda_graphs=False, **positions, **request))
+
+
+def test_graphs_are_freed_with_their_model() -> None:
+    model: Any = fresh("llama")
+    generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
+    decoder = weakref.ref(lean_decoder(model))
+    assert decoder().kept_graphs  # type: ignore[union-attr]
+    del model
+    gc.collect()
+    assert decoder() is None
+
+
+def test_threads_keep_and_take_graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT", 5)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    decoder = lean_decoder(tiny("opt"))
+    try:
+
+        def work(seed: int) -> None:
+            for turn in range(400):
+                shape = (1 + (turn * seed) % 13, 8, True)
+                graphs.keep_step_graphs(decoder, graphs.step_graphs(decoder, SCHEDULES[0], 3, shape, keep=True))
+
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work, seed) for seed in (3, 5, 7)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(decoder.kept_graphs) <= 5
 
 
 def check_ends(model: Any) -> None:
@@ -73,7 +136,7 @@ def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) ->
     model = tiny_opt("opt", 6, seed=10)
     for rows in (1, 2, 3, 4, 1, 5):
         generate(model, [4] * rows, SCHEDULES[0], cuda_graphs=True)
-    assert [key[2] for key in graphs._KEPT[lean_decoder(model)]] == [3, 4, 1, 5]
+    assert [key[2] for key in lean_decoder(model).kept_graphs] == [3, 4, 1, 5]
 
 
 def test_a_cache_that_is_handed_out_is_never_written_again() -> None:
