@@ -260,7 +260,7 @@ class StepGraphs:
                 self._set_length(layers[n], i + n)
         found = [done if count is None else count for count in counts]
         texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
-        if min(found) < texts.shape[1]:
+        if padding is not None and min(found) < texts.shape[1]:
             padding = int(padding)
             for row, count in enumerate(found):
                 texts[row, count:] = padding
