@@ -80,7 +80,9 @@ def test_graphs_are_freed_with_their_model() -> None:
     decoder = weakref.ref(lean_decoder(model))
     assert decoder().kept_graphs  # type: ignore[union-attr]
     del model
-    gc.collect()
+    # Twice: what comes back to life in a pass, as a tensor's Python object may, is left with all the rest for the next.
+    for _ in range(2):
+        gc.collect()
     assert decoder() is None
 
 
