@@ -43,8 +43,8 @@ ACTIVATIONS = {
 # The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
 # products no longer fits into a processor's caches: several calls are ahead then.
 MOST_TOKENS: dict[Any, int] = dict.fromkeys((torch.float32, torch.bfloat16, *get_args(Weights)), 512)
-FEW_TOKENS = 4  # up to which products of bfloat16 that the sets below have no way for are ahead of torch's even so
-BFLOAT16_BY_ROWS = ("generic",)
+MOST_OF_BFLOAT16 = {"generic": 4}
+MOST_WITHOUT_TILES = 16  # of bfloat16 on AMX where inputs aren't whole tiles of 32, and rows are multiplied one by one
 BFLOAT16_AS_FLOATS = ("avx512_vnni", "avx2")  # sets without products of bfloat16 that are ahead of torch even so
 
 
@@ -161,9 +161,12 @@ class NativeSteps:
         assert blocks[0] is not None
         self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
         kind = self._dtype if weights == "packed" else weights
-        of_linears = {linear.inputs for block in self._blocks.values() for linear in (block.out, block.up, block.down)}
-        by_rows = compiled.name in BFLOAT16_BY_ROWS or (compiled.name == "amx" and any(n % 32 for n in of_linears))
-        self.most_tokens = FEW_TOKENS if kind == torch.bfloat16 and by_rows else MOST_TOKENS[kind]
+        self.most_tokens = MOST_TOKENS[kind]
+        if kind == torch.bfloat16:
+            linears = [linear for block in self._blocks.values() for linear in (block.out, block.up, block.down)]
+            without_tiles = compiled.name == "amx" and any(linear.inputs % 32 for linear in linears)
+            most = MOST_OF_BFLOAT16.get(compiled.name, self.most_tokens)
+            self.most_tokens = MOST_WITHOUT_TILES if without_tiles else most
         self._in_parts = self.most_tokens == MOST_TOKENS[kind]
 
     def __call__(
