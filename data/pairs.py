@@ -20,7 +20,9 @@ def csv_pairs(file: Path, check: Callable[[str], object]) -> Iterator[tuple[str,
             reader = csv.DictReader(stream, strict=True)
             if reader.fieldnames is None or not {"mr", "ref"} <= set(reader.fieldnames):
                 raise ConfigError(f"{file}: the first line must name the columns mr and ref, got {reader.fieldnames}")
+            found = False  # blank lines are no rows, and are counted as lines
             for row in reader:
+                found = True
                 where = f"{file}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise ConfigError(f"{where}: expected {len(reader.fieldnames)} fields; quote texts with commas")
@@ -31,7 +33,7 @@ def csv_pairs(file: Path, check: Callable[[str], object]) -> Iterator[tuple[str,
                 except ConfigError as error:
                     raise ConfigError(f"{where}: {error}") from error
                 yield row["mr"].strip(), row["ref"].strip()
-            if reader.line_num < 2:
+            if not found:
                 raise ConfigError(f"{file} has no rows")
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{file}: not a CSV file in UTF-8 ({error})") from error

@@ -24,7 +24,7 @@ def placeholder(slot: str) -> str:
 def hide(text: str, values: Mapping[str, str]) -> str:
     """`text` with each value replaced by its slot's placeholder; longer values first, as one may contain another."""
     for slot, value in sorted(values.items(), key=lambda item: len(item[1]), reverse=True):
-        text = re.sub(rf"\b{re.escape(value)}\b", placeholder(slot), text, flags=re.IGNORECASE)
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", placeholder(slot), text, flags=re.IGNORECASE)
     return text
 
 

@@ -1,6 +1,7 @@
 """Tasks of one text in and one text out, their rows read one by one from local files or from the Hub."""
 
 import glob
+import json
 import logging
 from abc import abstractmethod
 from collections import deque
@@ -157,17 +158,10 @@ def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
 
     Raises ConfigError that names the file.
     """
-    import datasets  # here, since it takes seconds and a task that isn't read doesn't need it
-
     builder = BUILDERS[file.suffix]
-    options = dict(BUILDER_OPTIONS.get(builder, {}))
-    if builder == "csv":
-        options["converters"] = dict.fromkeys(text_columns, str)
     number = 0
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what is wrong with a file is said below
     try:
-        options |= {"data_files": glob.escape(str(file)), "split": "train", "streaming": True}
-        rows = datasets.load_dataset(builder, **options)
+        rows = _json_rows(file) if builder == "json" else _table_rows(file, builder, text_columns)
         for number, values in enumerate(rows, start=1):
             if _UNNAMED in values:
                 raise ValueError("more fields than the first line names; quote texts with commas")
@@ -176,6 +170,29 @@ def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
         raise ConfigError(f"{file}: not {builder.upper()}, near row {number} ({first_line(error)})") from error
     if number == 0:
         raise ConfigError(f"{file} has no rows")
+
+
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a list or of JSON lines. Arrow, which `datasets` reads JSON with, makes dates of some texts."""
+    with file.open(encoding="utf-8-sig") as stream:
+        is_list = stream.read(64).lstrip().startswith("[")
+        stream.seek(0)
+        for values in json.load(stream) if is_list else map(json.loads, filter(str.strip, stream)):
+            if not isinstance(values, dict):
+                raise ValueError(f"expected an object, got {type(values).__name__}")
+            json.dumps(values, ensure_ascii=False).encode()  # which refuses half of a character
+            yield values
+
+
+def _table_rows(file: Path, builder: str, text_columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    import datasets  # here, since it takes seconds and a task that isn't read doesn't need it
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what is wrong with a file is said by the caller
+    options = dict(BUILDER_OPTIONS.get(builder, {}))
+    if builder == "csv":
+        options["converters"] = dict.fromkeys(text_columns, str)
+    options |= {"data_files": glob.escape(str(file)), "split": "train", "streaming": True}
+    yield from datasets.load_dataset(builder, **options)
 
 
 def hub_rows(repository: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from string import ascii_lowercase
 from typing import ClassVar, get_args
 from xml.etree import ElementTree
 from zlib import crc32
@@ -32,7 +33,10 @@ HUB_REPOSITORY, HUB_CONFIGURATION, HUB_REVISION = (
 
 DATE = re.compile(r"(\d{4})-(0[1-9]|1[0-2])-(\d\d)")
 LANGUAGE = re.compile(r"\s+language$")
-PLACEHOLDERS = 64  # of objects
+# Names of placeholders, none of which begins another: of objects, and of subjects that are nowhere an object.
+OBJECTS = tuple(first + second for first in "rst" for second in ascii_lowercase)[:64]
+SUBJECTS = tuple(f"q{letter}" for letter in ascii_lowercase)
+PLACEHOLDER = re.compile(rf"\b(?:{'|'.join(map(placeholder, SUBJECTS + OBJECTS))})\b")
 SHORT_NAMES = {
     "United States": ("United States of America", "U.S.A.", "U.S.", "USA", "US"),
     "United Kingdom": ("U.K.", "UK"),
@@ -298,25 +302,25 @@ def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
     """The names of triples: a placeholder's name for each subject and object, in their order.
 
     That of an object goes by the property that it is the value of, so that it says what it stands for, as "riverside"
-    would; several properties share one, and another is taken where it is taken. Other subjects are numbered.
+    would; several properties share one, and another is taken where it is taken. Other subjects are numbered. Raises
+    ConfigError where there are more names than placeholders.
 
     >>> letters_of([("Bhajji", "country", "India"), ("India", "leaderName", "T._S._Thakur")])
     {'Bhajji': 'qa', 'India': 'sm', 'T._S._Thakur': 'rs'}
     """
     found: dict[str, str] = {}
-    for name, role in {value: role for _, role, value in reversed(triples)}.items():
-        number = crc32(role.encode()) % PLACEHOLDERS
-        while _letters(number) in found.values():
-            number = (number + 1) % PLACEHOLDERS
-        found[name] = _letters(number)
-    others = [subject for subject, _, _ in triples if subject not in found]
-    found |= {name: f"q{chr(ord('a') + number)}" for number, name in enumerate(dict.fromkeys(others))}
+    roles = {value: role for _, role, value in reversed(triples)}
+    others = dict.fromkeys(subject for subject, _, _ in triples if subject not in roles)
+    for what, names, most in (("objects", roles, OBJECTS), ("subjects that are no object", others, SUBJECTS)):
+        if len(names) > len(most):
+            raise ConfigError(f"delexicalise is True: an entry has {len(names)} {what}, at most {len(most)} fit")
+    for name, role in roles.items():
+        number = crc32(role.encode()) % len(OBJECTS)
+        while OBJECTS[number] in found.values():
+            number = (number + 1) % len(OBJECTS)
+        found[name] = OBJECTS[number]
+    found |= dict(zip(others, SUBJECTS, strict=False))
     return {name: found[name] for triple in triples for name in (triple[0], triple[2])}
-
-
-def _letters(number: int) -> str:
-    """`ra` to `rz`, `sa` and so on: none begins another."""
-    return chr(ord("r") + number // 26) + chr(ord("a") + number % 26)
 
 
 def spoken(name: str) -> str:

@@ -41,6 +41,8 @@ def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
         name, equals, path = pair.partition("=")
         if not equals:
             raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
+        if name in named:
+            raise ConfigError(f"--compare names {name!r} twice: give each report a name of its own")
         named[name] = Path(path)
     return named
 

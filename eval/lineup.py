@@ -95,6 +95,11 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
     for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
         if asked and (reason := why_not_lean(checkpoint.model)) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
+    if None in request.lossless and max(config.schedules, default=1.0) <= 1:
+        raise ConfigError(
+            "--lossless is auto: the checkpoint names no speed above 1 that it was trained for, whose layers would "
+            "draft; name speeds, such as 3 4"
+        )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     speedups = request.speedups if reference is not None else (1.0, *(s for s in request.speedups if s != 1))
     if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost:

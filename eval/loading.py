@@ -118,17 +118,19 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
     """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
     machine = describe_machine(loaded.checkpoint.model.device)
     return {
-        "checkpoint": _checkpoint_identity(loaded.checkpoint),
-        "reference": _checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
+        "checkpoint": checkpoint_identity(loaded.checkpoint),
+        "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
         "task": loaded.task.name,
-        "test_set": _fingerprint(
+        "test_set": fingerprint(
             [[e.id, e.references, p.ids] for e, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),
-        "validation": _fingerprint(loaded.validation),
+        "validation": fingerprint(loaded.validation),
         "system": request.system,
         "speedups": list(request.speedups),
         "over": request.over,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
+        "lossless": list(request.lossless),
+        "agreement": request.agreement,
         "calm_thresholds": list(request.calm_thresholds),
         "limit": request.limit,
         "batch_size": request.batch_size,
@@ -204,11 +206,16 @@ def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None
         )
 
 
-def _checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """The sizes and times of its files; of a name on the Hub, the commit."""
     folder = Path(checkpoint.name)
     if not folder.is_dir():
         return {"name": checkpoint.name, "commit": getattr(checkpoint.model.config, "_commit_hash", None)}
+    return file_identity(folder)
+
+
+def file_identity(folder: Path) -> dict[str, Any]:
+    """The sizes and times of a checkpoint's files; of none where there is no such folder."""
     files = [*decisive_files(folder), *folder.glob("generation_config.json")]
     return {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in files}
 
@@ -223,7 +230,7 @@ def check_same(loaded: Loaded, processes: Processes) -> None:
     checkpoints = {"checkpoint": loaded.checkpoint, "reference": loaded.reference}
     mine = {
         **{name: _contents(checkpoint) for name, checkpoint in checkpoints.items() if checkpoint is not None},
-        "prompts": _fingerprint(
+        "prompts": fingerprint(
             [[example.id, p.ids] for example, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),
         "dtype": str(loaded.checkpoint.model.dtype),
@@ -247,5 +254,6 @@ def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
     return {file.name: checksum(file) for file in decisive_files(folder)}
 
 
-def _fingerprint(values: Any) -> str:
+def fingerprint(values: Any) -> str:
+    """A hash of plain values."""
     return hashlib.sha256(json.dumps(values).encode("utf-8")).hexdigest()[:16]

@@ -35,8 +35,10 @@ def _check_writable(path: Path) -> None:
 
 
 @contextmanager
-def only_writer(folder: Path, field: str) -> Iterator[None]:
+def only_writer(folder: Path, field: str, file: str = "") -> Iterator[None]:
     """Be the only process that writes into `folder`, which is made where it isn't there, for the time of the context.
+
+    With `file`, the name of one in it, be the only one that writes that and what lies beside it.
 
     The lock is the kernel's (flock): it ends with the process, however that ends. On NFS the server keeps it, so it
     holds between machines, and that of a machine that died ends when the server notices. A file system without flock
@@ -51,20 +53,21 @@ def only_writer(folder: Path, field: str) -> Iterator[None]:
     if folder.is_file():
         raise ConfigError(f"{field} {folder} is a file: name a folder")
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
-    lock = FileLock(folder / LOCK)
+    path = folder / f"{file}{LOCK}"
+    lock = FileLock(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=PATIENCE)
         if not isinstance(lock, SoftFileLock):  # as it turns itself into where there is no flock
-            (folder / LOCK).write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
     except Timeout as error:
         raise ConfigError(
-            f"{field} {folder}: another run is writing here ({_holder(folder / LOCK)}): wait for its end, or name "
-            "another folder"
+            f"{field} {folder / file}: another run is writing here ({_holder(path)}): wait for its end, or name "
+            f"another {'file' if file else 'folder'}"
         ) from error
     except OSError as error:
         _release(lock, made)
-        raise ConfigError(f"{field} {folder} can't be written: {error.strerror or error}") from error
+        raise ConfigError(f"{field} {folder / file} can't be written: {error.strerror or error}") from error
     try:
         yield
     finally:

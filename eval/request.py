@@ -67,6 +67,8 @@ class Request:
         if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
             asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
+        if (name := Path(self.checkpoint).name) in (self.compare or {}):
+            raise ConfigError(f"--compare names {name!r}, as the checkpoint's own line is called: name it otherwise")
         self._check_system()
         self._check_placing()
         if not speedups:
@@ -83,6 +85,10 @@ class Request:
             raise ConfigError(f"--calm-threshold is {list(thresholds)}: name different values of 0 or more")
         if thresholds and self.speedups:
             raise ConfigError("--calm-threshold names thresholds in place of targets: leave --speedup out")
+        if self.system == "calm" and self.reference is not None and not thresholds and not self.speedups:
+            raise ConfigError(
+                "--system calm with --reference takes no exits by itself: name --speedup targets, or --calm-threshold"
+            )
         if self.reference is not None and self.reference == self.checkpoint:
             raise ConfigError(f"--reference is {self.reference!r}: that is the checkpoint itself")
 

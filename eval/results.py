@@ -204,13 +204,18 @@ class Report:
         """The report of a `report.json`. Raises ConfigError where it can't be read."""
         try:
             return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Report":
-        """The report of what stands in a `report.json`. Raises KeyError, TypeError or ValueError for something else."""
+        """The report of what stands in a `report.json`.
+
+        Raises KeyError, TypeError, AttributeError or ValueError for something else.
+        """
         report = cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
+        if not report.rows:
+            raise ValueError("it has no rows")
         whole = all(row.whole_speedup is not None for row in report.rows)
         if report.over not in get_args(Over) or (report.over == "all" and not whole):
             raise ValueError(f"its targets are over {report.over!r}, and no such speed was measured")

@@ -74,16 +74,15 @@ class LoadRequest:
                 raise ConfigError(f"{name} is {list(values)}: name each once")
         if self.output.suffix != ".json":
             raise ConfigError(f"--output {self.output}: name a .json file; a .md and a .png are written beside it")
-        if not self.journal.exists():
-            check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
+        self.check_output()
 
     def _check_systems(self) -> None:
         systems = self.systems
         if self.url is not None:
-            given = {"--standalone": self.standalone, "--weights": self.weights, "--dtype": self.dtype}
-            for name, value in given.items():
-                if value is not None:
-                    raise ConfigError(f"{name} is of a server that is started here: leave it out with --url")
+            for name in ("standalone", "weights", "dtype", "rows", "wave_rows", "wave_seconds"):
+                if getattr(self, name) != getattr(LoadRequest, name):  # its default
+                    option = f"--{name.replace('_', '-')}"
+                    raise ConfigError(f"{option} is of a server that is started here: leave it out with --url")
             systems = systems or ("served",)
         elif self.model is not None:
             raise ConfigError("--model names what the server at a --url serves: leave it out with --checkpoint")
@@ -99,6 +98,11 @@ class LoadRequest:
         if (STANDALONE in systems) != (self.standalone is not None):
             raise ConfigError("--system standalone and --standalone DIR, the folder of the export, go together")
         object.__setattr__(self, "systems", systems)
+
+    def check_output(self) -> None:
+        """Raises ConfigError for an output that is there already and isn't unfinished."""
+        if not self.journal.exists():
+            check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
 
     @property
     def journal(self) -> Path:

@@ -20,8 +20,9 @@ from eval.load.client import Asked, Outcome, play
 from eval.load.report import LoadConditions, LoadReport, draw_load, row_of
 from eval.load.request import LoadRequest
 from eval.load.systems import served
-from eval.loading import task_options
+from eval.loading import file_identity, fingerprint, task_options
 from eval.machine import describe_machine, versions
+from eval.output import only_writer
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.files import write_whole
@@ -38,6 +39,12 @@ def benchmark(request: LoadRequest) -> None:
 
     Raises ConfigError for a request that can't be met, and for a system that answers nothing.
     """
+    with only_writer(request.output.parent, "--output", request.output.name):
+        request.check_output()  # another may have ended since the request was made
+        _benchmark(request)
+
+
+def _benchmark(request: LoadRequest) -> None:
     folder = request.checkpoint
     if folder is not None and not Path(folder).is_dir() and folder.count("/") != 1:
         raise ConfigError(f"--checkpoint {folder} is not a folder, and no name of a repository on the Hub")
@@ -125,7 +132,8 @@ def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> 
         **options,
         "rates": [f"{rate:g}" for rate in request.rates],
         "max_new_tokens": max_new_tokens,
-        "prompts": [len(prompts), sum(map(len, prompts))],
+        "prompts": fingerprint(prompts),
+        "files": {name: file_identity(Path(options[name])) for name in ("checkpoint", "standalone") if options[name]},
         "machine": {name: machine[name] for name in ("processor", "cores")},
         "versions": versions(),
     }

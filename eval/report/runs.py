@@ -62,9 +62,7 @@ def read_run(argument: str) -> Run:
 
 
 def _check(report: Report, path: Path) -> None:
-    """Refuse what the dataclasses don't: values that are no numbers, no rows, rows that can't be compared."""
-    if not report.rows:
-        raise ConfigError(f"{path} has no rows: there is nothing to show")
+    """Refuse what the dataclasses don't: values that are no numbers, rows that can't be compared."""
     try:
         json.dumps(asdict(report), ensure_ascii=False, allow_nan=False).encode()
         for row in report.rows:
@@ -72,7 +70,8 @@ def _check(report: Report, path: Path) -> None:
                 raise ValueError(f"the row {row.label} has scores by {min(unknown)!r}, which is no metric")
             if not row.wall_clock_speedup > 0 or not row.layers_per_step > 0 or not (row.speedup_target or 1) > 0:
                 raise ValueError(f"the row {row.label} has a speed, a target or layers that aren't above 0")
-            if (row.schedule is None) == (row.threshold is None):
+            # Drafted by as many layers as pay, a lossless row has neither.
+            if row.system != "lossless" and (row.schedule is None) == (row.threshold is None):
                 raise ValueError(f"the row {row.label} needs either a schedule or a threshold")
             if row.schedule is not None:
                 SkipSchedule.from_dict(row.schedule)

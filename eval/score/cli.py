@@ -144,8 +144,8 @@ def _table(scores: Scores, against: Scores | None) -> Table:
     headers = ["metric", "score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
     rows = []
     for name, value in scores.values.items():
-        low, high = scores.intervals[name]
-        cells = [name, f"{value:.2f}", f"[{low:.2f}, {high:.2f}]"]
+        spread = "[{:.2f}, {:.2f}]".format(*scores.intervals[name]) if name in scores.intervals else ""
+        cells = [name, f"{value:.2f}", spread]
         if against is not None:
             other = against.values.get(name)
             p = scores.p_values.get(name, 1.0)

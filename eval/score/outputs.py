@@ -39,7 +39,10 @@ def _rows(path: Path) -> list[tuple[str, str]]:
     lines = text.removesuffix("\n").split("\n")
     if path.suffix == ".txt":
         return [("", line.strip()) for line in lines]
-    rows = [row for row in csv.reader(lines[1:], delimiter="\t") if row]
+    try:
+        rows = [row for row in csv.reader(lines[1:], delimiter="\t") if row]
+    except csv.Error as error:
+        raise ConfigError(f"{path} is no table of {SUFFIXES['.tsv']}: {error}") from error
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:
             raise ConfigError(f"{path}, line {number}: expected {SUFFIXES['.tsv']}, got {len(row)} fields")

@@ -17,8 +17,9 @@ class Scores:
     Attributes:
         values: metric -> its value: BLEU, METEOR, ROUGE and BERTScore from 0 to 100, the slot error rate in percent,
             NIST and CIDEr in their own units; `bleu:seen` is that of a part of the items.
-        intervals: metric -> its 95 % percentile interval over resamples of the items.
-        p_values: metric -> how likely a difference from the other system as large as this one is by chance.
+        intervals: metric -> its 95 % percentile interval over resamples of the items; none of a single item.
+        p_values: metric -> how likely a difference from the other system as large as this one is by chance;
+            1 of a single item.
         metrics: metric -> what was computed, and with which version.
         unavailable: metric -> why it couldn't be computed.
         resampled: metric -> its value in each resample, [resamples].
@@ -94,13 +95,16 @@ def score(
     found = {name: statistics for several in by_part.values() for name, statistics in several.items()}
     values = {name: statistics.value for name, statistics in found.items()}
     resampled = {name: resample(found[name]) for name in values}
+    # Every resample of a single item is that item: they say nothing of chance.
+    several = {name for name in values if len(found[name].items) > 1}
     p_values = {}
     if against is not None:
         for name in [name for name in values if name in against.values]:
-            p_values[name] = p_value(values[name] - against.values[name], resampled[name] - against.resampled[name])
+            difference, redrawn = values[name] - against.values[name], resampled[name] - against.resampled[name]
+            p_values[name] = p_value(difference, redrawn) if name in several else 1.0
     return Scores(
         values=values,
-        intervals={name: interval(scores) for name, scores in resampled.items()},
+        intervals={name: interval(scores) for name, scores in resampled.items() if name in several},
         p_values=p_values,
         metrics={name: METRICS[name.partition(PART)[0]].describe(texts) for name in values},
         unavailable=unavailable,

@@ -8,14 +8,12 @@ file's own.
 import re
 from collections.abc import Collection, Sequence
 
-from data.placeholders import placeholder
-from data.webnlg import Triple, folded, letters_of, spoken
+from data.webnlg import DATE, PLACEHOLDER, Triple, folded, spoken
 from eval.score.slots import SlotErrors
 
 # Function words, which say nothing of whether a name was meant.
 _SMALL = frozenset(["a", "an", "and", "at", "by", "de", "for", "in", "is", "la", "le", "of", "on", "or", "the", "to"])
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-_DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)")
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 # Names that people nearly always write otherwise.
 _OTHERWISE = {
@@ -32,14 +30,13 @@ def name_errors(text: str, triples: Sequence[Triple]) -> SlotErrors:
     checked, nor what is said of anything else, so that only a placeholder that nothing was put back for is `added`.
     """
     words = set(_words(text))
-    names = letters_of(triples)
+    names = dict.fromkeys(name for subject, _, value in triples for name in (subject, value))
     missing = tuple(name for name in names if not _is_named(name, words))
-    letters = set(re.findall(rf"\b{placeholder('q')}[a-z]\b", text))
-    return SlotErrors(len(names), missing=missing, added=tuple(sorted(letters)))
+    return SlotErrors(len(names), missing=missing, added=tuple(sorted(set(PLACEHOLDER.findall(text)))))
 
 
 def _is_named(name: str, words: Collection[str]) -> bool:
-    date = _DATE.fullmatch(spoken(name))
+    date = DATE.fullmatch(spoken(name))
     if date is not None:
         month = int(date[2])
         months = {word[:3] for word in words if word.isalpha()}

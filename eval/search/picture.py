@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.drawing import MUTED, SERIES, STYLE, save_png
+from eval.drawing import MUTED, SERIES, STYLE, error_bars, save_png
 from eval.score.registry import metric_named
 from eval.search.report import SearchReport, TrialRow
 
@@ -70,7 +70,7 @@ def _draw_speeds(axes: Axes, report: SearchReport) -> None:
         else:
             labelled.add(style["label"])
         lead = row.difference
-        errors = [[lead.value - lead.low], [lead.high - lead.value]]
+        errors = error_bars([lead.value], [(lead.low, lead.high)])
         whole = row.prompts == report.prompts and row.trial != 0
         axes.errorbar([row.speedup], [lead.value], yerr=errors if whole else None, elinewidth=0.8, capsize=2, **style)
         if row.trial and whole:

@@ -232,7 +232,7 @@ def choose_winner(rows: Sequence[TrialRow]) -> int:
         for row in rows
         if row.trial
         and row.prompts == prompts
-        and row.difference.value > beyond * row.difference.error
+        and row.difference.value > beyond * row.difference.error > 0  # of one prompt it is 0, and says nothing
         and row.speed_over_default >= 1 - SLOWER
     ]
     return max(better, key=lambda row: row.difference.value).trial if better else 0

@@ -17,7 +17,7 @@ from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
 from eval.lineup import clock_of, common_weights, prompts_at_hand
-from eval.loading import load_checkpoint, remembered, task_options, validation_examples
+from eval.loading import checkpoint_identity, load_checkpoint, remembered, task_options, validation_examples
 from eval.machine import describe_machine, versions
 from eval.output import LOCK, only_writer
 from eval.search.paired import estimate
@@ -61,10 +61,8 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     options |= _changed_options(request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
-    checksum = zlib.crc32(repr([(e.prompt, e.references) for e in examples]).encode())
-    header = {**request.to_dict(), "validation data": checksum}
-    journal = Journal(request.output / TRIALS, header, "search")
     data = _load(request, config, task, examples)
+    journal = Journal(request.output / TRIALS, _identity(request, data), "search")
     trained_on = _trained_on(request, config, name, options, examples)
     if trained_on:
         make_console(stderr=True).print(warning(trained_on, len(examples)), style="bold red")
@@ -105,6 +103,18 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     draw_search(request.output / PICTURE, report)
     report.save(request.output)
     return report
+
+
+def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
+    """All that the results of a search depend on, as plain values."""
+    machine = describe_machine(data.checkpoint.model.device)
+    return {
+        **request.to_dict(),
+        "validation data": zlib.crc32(repr([(e.prompt, e.references) for e in data.examples]).encode()),
+        "files": checkpoint_identity(data.checkpoint),
+        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "versions": versions(),
+    }
 
 
 def _check_folder(folder: Path) -> None:

@@ -43,7 +43,8 @@ class SpeedRequest:
         counts += [("--prompt-length", self.prompt_length, 1), ("--new-tokens", self.new_tokens, 2)]
         counts += [("--repeats", self.repeats, 1)]
         counts += [("--prompt-stop", self.prompt_stop, 1)] if self.prompt_stop is not None else []
-        counts += [("--vocab-size", self.vocab_size, 1)] if self.vocab_size is not None else []
+        # Random prompts are of tokens from 4 on, behind the special ones.
+        counts += [("--vocab-size", self.vocab_size, 5)] if self.vocab_size is not None else []
         for name, number, least in counts:
             if not least <= number <= LARGEST:
                 raise ConfigError(f"{name} is {number}: it must lie between {least} and {LARGEST}")
@@ -55,6 +56,10 @@ class SpeedRequest:
                 raise ConfigError(f"{name} is {list(values)}: name each once")
         if self.output.suffix != ".json":
             raise ConfigError(f"--output {self.output}: name a .json file; a .md and a .png are written beside it")
+        self.check_output()
+
+    def check_output(self) -> None:
+        """Raises ConfigError for an output that is there already and isn't unfinished."""
         if not self.journal.exists():
             check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
 

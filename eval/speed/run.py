@@ -18,6 +18,7 @@ from configs.shapes import random_model, read_shape
 from eval.console import make_console
 from eval.journal import Journal
 from eval.machine import copy_bytes_per_second, describe_machine, versions
+from eval.output import only_writer
 from eval.speed.peers import SkipDecode, TimedDecoder, Transformers
 from eval.speed.profiles import print_profiles
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speeds
@@ -61,6 +62,12 @@ def benchmark(request: SpeedRequest) -> None:
 
     Raises ConfigError, before anything is timed, for a request that can't be met.
     """
+    with only_writer(request.output.parent, "--output", request.output.name):
+        request.check_output()  # another may have ended since the request was made
+        _benchmark(request)
+
+
+def _benchmark(request: SpeedRequest) -> None:
     device = resolve_device(request.device)
     model = _model(request, device)
     _check_sizes(model, request)

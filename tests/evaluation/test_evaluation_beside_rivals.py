@@ -274,7 +274,11 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--device", "cuda:x"], "--device is 'cuda:x', which can't be used"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--max-new-tokens", "120"], "the model has 128 positions and max_new_tokens is 120"),
+        (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference takes no exits by itself"),
+        (["--speedup", "1", "--lossless", "auto"], "--lossless is auto: the checkpoint names no speed above 1"),
         (["--compare", "nothing"], "expected NAME=PATH"),
+        (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
+        (["--compare", "full=x"], "--compare names 'full', as the checkpoint's own line is called"),
         (["--compare", "other=E2E/devset.csv"], "is no report"),
         (["--data-dir", "/nowhere", "--task", "e2e"], "no such folder"),
     ],
@@ -359,6 +363,8 @@ def test_an_unfinished_evaluation_of_another_kind_is_refused(
         (["--batch-size", "3"], "(batch_size was 4, is 3, "),
         (["--speedup", "3"], "(speedups was [2.0], is [3.0])"),
         (["--weights", "model"], "(weights was None, is model)"),
+        (["--lossless", "3"], "(lossless was [], is [3.0])"),
+        (["--agreement"], "(agreement was False, is True)"),
         (["--limit", "8"], "limit was 9, is 8"),
     ]:
         assert eval.cli.main([*words, *change]) == 2

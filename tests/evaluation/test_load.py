@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 from small_checkpoints import save_checkpoint
 
 import eval.load.run
+from data import load_task
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
 from eval.load.client import Asked, Outcome, play
@@ -266,6 +268,12 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
     assert "interrupted: the same command goes on" in capsys.readouterr().err
     assert main([*words, "--seed", "7"]) == 2
     assert "load.journal.jsonl is of another benchmark (seed was 0, is 7)" in capsys.readouterr().err
+    task = load_task("departures")
+    other = SimpleNamespace(max_new_tokens=task.max_new_tokens, stream=lambda split: reversed(task.load(split)))
+    with monkeypatch.context() as patched:
+        patched.setattr(eval.load.run, "load_task", lambda *_, **__: other)
+        assert main(words) == 2
+    assert "load.journal.jsonl is of another benchmark (prompts was " in capsys.readouterr().err
     assert main(words) == 0
     assert len(played) == 8
     # Both systems got the same requests at the same times, each round others, and each came first in one.
@@ -289,6 +297,7 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
         ({"--system": "lock-step-3x"}, "--system is 'lock-step-3x'"),
         ({"--system": "transformers"}, "--system is 'transformers'"),
         ({"--weights": "int8"}, "--weights is of a server that is started here"),
+        ({"--wave-rows": "4"}, "--wave-rows is of a server that is started here"),
         ({"--url": "http://127.0.0.1:9/v1"}, "no server of OpenAI's interface answers there"),
         ({"--task": "departure"}, "unknown task 'departure': did you mean 'departures'?"),
         ({"--output": "load.txt"}, "name a .json file"),

@@ -460,12 +460,21 @@ def test_a_figure_that_is_no_number_is_refused(field: str, value: Any, tmp_path:
     assert "is no report of an evaluation" in message
 
 
+def test_a_lossless_row_may_have_neither_schedule_nor_threshold(tmp_path: Path) -> None:
+    report = write_run(tmp_path / "a")
+    lossless = replace(report.rows[1], system="lossless", schedule=None, speedup_target=None)
+    save(replace(report, rows=[report.rows[0], lossless, report.rows[2]]), tmp_path / "a")
+    page, _, _ = build(tmp_path, str(tmp_path / "a"))
+    assert repr(lossless.wall_clock_speedup) in page.attributes("value")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"scores": {"surprise": 1.0}}, "scores by 'surprise', which is no metric"),
         ({"schedule": None}, "either a schedule or a threshold"),
         ({"schedule": {"num_layers": 8}}, "schedule field 'max_layers' is missing"),
+        ({"intervals": []}, "is no report of an evaluation"),
         ({"wall_clock_quartiles": (1.0,)}, "is no report of an evaluation"),
         ({"wall_clock_speedup": 0.0}, "a speed, a target or layers that aren't above 0"),
     ],

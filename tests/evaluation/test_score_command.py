@@ -77,6 +77,11 @@ def test_another_system_is_compared_item_by_item_whatever_its_order(tmp_path: Pa
     assert "difference" in capsys.readouterr().out
 
 
+def test_one_prediction_has_no_interval(tmp_path: Path) -> None:
+    assert run(tmp_path, "--metrics", "rougeL", lines=LINES[:1]) == 0
+    assert json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["intervals"] == {}
+
+
 def test_metrics_can_be_named_without_a_task(tmp_path: Path) -> None:
     assert run(tmp_path, "--metrics", "nist", "rouge2", task="") == 0
     scores = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))

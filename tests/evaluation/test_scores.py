@@ -133,6 +133,17 @@ def test_a_mean_lies_in_its_interval_and_a_system_never_differs_from_itself(scor
     assert p_value(0.0, resampled - resampled) == 1
 
 
+def test_of_one_item_there_is_no_interval_and_no_significance() -> None:
+    (good, references), (bad, _) = corpus(80, 2, 0.1), corpus(80, 2, 0.7)
+    parts = ["alone", *[""] * 79]
+    one = score(good, references, ["bleu"], parts=parts)
+    two = score(bad, references, ["bleu"], parts=parts, against=one)
+    assert two.values["bleu:alone"] != one.values["bleu:alone"]
+    assert two.p_values["bleu:alone"] == 1
+    assert two.p_values["bleu"] < 0.01
+    assert set(two.intervals) == {"bleu"}
+
+
 def test_every_metric_tells_a_clearly_better_system_from_a_worse_one_and_not_from_an_equal_one() -> None:
     (good, references), (bad, _) = corpus(80, 2, 0.1), corpus(80, 2, 0.7)
     one = score(good, references, NAMES)

@@ -1,6 +1,7 @@
 """A search for schedules, run as a user would on a small checkpoint: found, killed, gone on with, refused."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -225,6 +226,11 @@ def test_other_arguments_or_other_files_in_the_folder_are_refused(
     log.write_text("\n".join([json.dumps({**json.loads(header), "validation data": 1}), *entries, ""]))
     assert main(arguments(checkpoint, copy)) == 2
     assert "is of another search (validation data was 1, is " in capsys.readouterr().err
+    status = (checkpoint / "config.json").stat()
+    (checkpoint / "config.json").touch()
+    assert main(arguments(checkpoint, found)) == 2
+    assert "is of another search (files.config.json was" in capsys.readouterr().err
+    os.utime(checkpoint / "config.json", ns=(status.st_atime_ns, status.st_mtime_ns))
     log.write_text("{}\n" + "\n".join(entries[1:]))
     assert main(arguments(checkpoint, copy)) == 2
     assert "is of another search" in capsys.readouterr().err
@@ -301,6 +307,7 @@ def test_a_winner_is_better_beyond_noise_and_not_slower() -> None:
     assert winner([base, base, unsure, lead], [3, 1, 1, 1.06]) == 0  # slower than the default
     assert winner([base, base, unsure, unsure], [3, 1, 1, 1]) == 0
     assert winner([base, base, base], [3, 1, 1]) == 0
+    assert winner([[1.0], [1.0], [2.0]], [3, 1, 1]) == 0  # of one prompt there is no noise to be beyond of
     assert critical_value(1) == pytest.approx(1.96, abs=0.001)
     assert critical_value(19) == pytest.approx(3.01, abs=0.01)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from data import load_task
+from data.placeholders import placeholder
 from data.viggo import parse_act
-from data.webnlg import read_triples
+from data.webnlg import letters_of, read_triples
 from eval.score.slot_errors import slot_error_rate
 from eval.score.slots_viggo import act_errors
 from eval.score.slots_webnlg import name_errors
@@ -129,6 +130,18 @@ def test_each_name_of_a_set_of_triples_counts_once() -> None:
     assert triples is not None
     left = name_errors(told.replace("led by", "Xqd Xqd led by"), triples)
     assert (left.slots, left.missing, left.added) == (3, (), ("Xqd",))
+
+
+def test_every_placeholder_that_nothing_was_put_back_for_is_added() -> None:
+    triples = [(f"subject {n}", f"property {n}", f"object {n}") for n in range(26)]
+    hidden = [placeholder(letters) for letters in letters_of(triples).values()]
+    assert name_errors(" ".join(hidden), triples).added == tuple(sorted(hidden))
+    assert name_errors("X, Xqaa, Xtm and Xname", triples).added == ()
+
+
+def test_a_date_of_no_month_is_words() -> None:
+    assert name_errors("in December 1999", [("x", "property", "1999-00-05")]).missing == ("x", "1999-00-05")
+    assert name_errors("1999-31-05", [("x", "property", "1999-31-05")]).missing == ("x",)
 
 
 def test_a_meaning_is_read_by_the_rules_of_its_own_task() -> None:

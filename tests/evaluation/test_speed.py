@@ -124,6 +124,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
     [
         ({"--batch-size": "0"}, "--batch-size is 0: it must lie between 1 and"),
         ({"--new-tokens": "1"}, "--new-tokens is 1: it must lie between 2 and"),
+        ({"--vocab-size": "4"}, "--vocab-size is 4: it must lie between 5 and"),
         ({"--speedup": "0.5"}, "--speedup is [0.5]"),
         ({"--speedup": "nan"}, "--speedup is [nan]"),
         ({"--speedup": "2 inf"}, "--speedup is [2.0, inf]"),

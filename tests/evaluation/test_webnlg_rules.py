@@ -68,18 +68,19 @@ def test_signs_and_letters_that_unicode_does_not_take_apart_are_ascii_too() -> N
 def test_scores_of_a_part_are_those_of_its_items_alone() -> None:
     predictions = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
     references = [["The Mill is a cheap bar."], ["Aromi serves Italian food."], ["It is near the Vaults.", "A river."]]
-    names, parts = ["bleu", "nist", "rougeL", "cider"], ["seen", "unseen", "seen"]
+    predictions, references = [*predictions, "Zizzi is a pub"], [*references, ["Zizzi is a cheap pub."]]
+    names, parts = ["bleu", "nist", "rougeL", "cider"], ["seen", "unseen", "seen", "unseen"]
     scores = score(predictions, references, names, parts=parts)
     assert list(scores.values) == [f"{name}{part}" for name in names for part in ("", ":seen", ":unseen")]
     for part in ("seen", "unseen"):
-        chosen = [n for n in range(3) if parts[n] == part]
+        chosen = [n for n in range(4) if parts[n] == part]
         alone = score([predictions[n] for n in chosen], [references[n] for n in chosen], names)
         for name in names:
             assert scores.values[f"{name}:{part}"] == pytest.approx(alone.values[name])
             assert scores.intervals[f"{name}:{part}"] == pytest.approx(alone.intervals[name])
     assert scores.values["bleu"] == pytest.approx(score(predictions, references).values["bleu"])
-    assert list(score(predictions, references, ["bleu"], parts=["", "", ""]).values) == ["bleu"]
-    with pytest.raises(ValueError, match="3 predictions for 3, 1"):
+    assert list(score(predictions, references, ["bleu"], parts=[""] * 4).values) == ["bleu"]
+    with pytest.raises(ValueError, match="4 predictions for 4, 1"):
         score(predictions, references, parts=["seen"])
 
 
@@ -137,6 +138,7 @@ def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, 
         (lines, "one\n", "has 1 texts, the test split of e2e 2 examples"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "text 1 is of 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
+        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "is no table of a header"),
     ):
         file.write_text(text, encoding="utf-8")
         assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2

@@ -97,6 +97,22 @@ def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [(eval.speed.cli.main, ["--model", "opt-tiny"]), (eval.load.cli.main, ["--url", "http://127.0.0.1:9/v1"])],
+)
+def test_a_benchmark_that_another_process_writes_is_refused(
+    main: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
+    with only_writer(tmp_path, "x", "mine.json"):
+        assert main([*words, "--output", str(tmp_path / "mine.json")]) == 2
+        assert f"--output {tmp_path / 'mine.json'}: another run is writing here" in capsys.readouterr().err
+        with only_writer(tmp_path, "x", "other.json"):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "search"])
 def test_a_folder_that_can_not_be_made_is_one_line_before_anything_is_done(
     command: str, tmp_path: Path, capsys: Any

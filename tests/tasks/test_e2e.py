@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from data import load_task
 from data.e2e import E2E, SLOTS, parse_mr
+from data.placeholders import hide
 from skipdecode import ConfigError
 
 HEADER = "mr,ref\n"
@@ -62,6 +63,12 @@ def test_restoring_puts_words_articles_and_capitals_right(tmp_path: Path) -> Non
     )
 
 
+def test_a_value_is_hidden_whatever_sign_it_begins_and_ends_with() -> None:
+    values = {"priceRange": "£20-25", "name": "Aromi (old)"}
+    assert hide("Aromi (old) is £20-25.", values) == "Xname is XpriceRange."
+    assert hide("Aromi (old)er is £20-250.", values) == "Aromi (old)er is £20-250."
+
+
 def test_without_delexicalising_prompts_and_targets_are_in_real_words(tmp_path: Path) -> None:
     (tmp_path / "devset.csv").write_text(HEADER + '"area[riverside], name[Aromi]",Aromi.\n', encoding="utf-8")
     (example,) = E2E(str(tmp_path)).load("train")
@@ -98,6 +105,7 @@ def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
         ("", "must name the columns mr and ref"),
         ("meaning,text\na,b\n", "must name the columns mr and ref"),
         (HEADER, "has no rows"),
+        (HEADER + "\n\n", "has no rows"),
         (HEADER + '"name[A]",ok\n,empty\n', "line 3: mr and ref must not be empty"),
         (HEADER + '"name[A]",\n', "line 2: mr and ref must not be empty"),
         (HEADER + '"name[A]"\n', "line 2: expected 2 fields"),

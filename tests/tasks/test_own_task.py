@@ -33,6 +33,14 @@ def test_a_row_is_a_prompt_and_a_completion_as_they_are_written(tmp_path: Path) 
     assert first.instruction == ""
 
 
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_texts_that_look_like_dates_are_texts(suffix: str, tmp_path: Path) -> None:
+    rows = [{"question": "When?", "answer": "2026-01-02"}, {"question": "And then?", "answer": "2026-01-03T04:05:06"}]
+    lines = json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / f"train.{suffix}").write_text(lines)
+    assert [example.references for example in load(str(tmp_path))] == [("2026-01-02",), ("2026-01-03T04:05:06",)]
+
+
 def test_an_instruction_stands_behind_the_prompt_which_may_be_cut_before_it(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, train=CSV)
     example = load(folder, instruction="\n\nAnswer:")[0]

@@ -135,8 +135,10 @@ def test_a_bad_row_of_the_hub_is_named(column: str, monkeypatch: pytest.MonkeyPa
         (
             "train.jsonl",
             '{"article": "a", "highlights": "b"}\n{"article": "a"}\n',
-            "row 2: highlights must not be empty",
+            "row 2: no column 'highlights', only article",
         ),
+        ("train.jsonl", '{"article": "a", "highlights": "\\ud800"}\n', "not JSON, near row 0"),
+        ("train.jsonl", "3\n", "not JSON, near row 0 .expected an object, got int"),
         ("train.jsonl", '{"article": "a", "highlights": 3}\n', "row 1: highlights is 3: it must be text"),
         ("train.jsonl", '{"article": "a", "highlights"\n', "not JSON"),
         ("train.json", "[]", "has no rows|not JSON"),

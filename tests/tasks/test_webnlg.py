@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data import load_task
 from data.placeholders import put_back
-from data.webnlg import UNSEEN, WebNLG, hide_names, linearise, said
+from data.webnlg import UNSEEN, WebNLG, hide_names, letters_of, linearise, said
 from skipdecode import ConfigError
 
 CITY = ("Aarhus_Airport | cityServed | Aarhus", "Aarhus | leaderName | Jacob_Bundsgaard")
@@ -117,6 +117,13 @@ def test_targets_are_the_texts_that_leave_out_the_fewest_names(tmp_path: Path) -
     assert example.references == tuple(texts)
     assert len(example.targets) == 1
     assert WebNLG(delexicalise=True).restore(example, example.targets[0]) == next(iter(texts))
+
+
+@pytest.mark.parametrize(("subjects", "objects"), [(1, 65), (27, 1)])
+def test_more_names_than_placeholders_are_refused(subjects: int, objects: int) -> None:
+    triples = [(f"s{n % subjects}", "property", f"o{n % objects}") for n in range(max(subjects, objects))]
+    with pytest.raises(ConfigError, match=f"an entry has {max(subjects, objects)} .*, at most (64|26) fit"):
+        letters_of(triples)
 
 
 def test_shuffled_each_text_has_the_triples_in_an_order_of_its_own(tmp_path: Path) -> None:
