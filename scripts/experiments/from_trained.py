@@ -8,7 +8,6 @@ a checkpoint that skips, for all of the recipe's speeds, or a shallow model that
 are from those of the shallow model of even layers, of the same seeds, by the bootstrap over prompts and seeds.
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Mapping
@@ -31,6 +30,8 @@ from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, fold
 from scripts.experiments.settings import mean, mean_row
 from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
+from skipdecode.errors import ConfigError
+from train.dry_run.rehearsal import optimiser_steps
 
 BASE = "full-depth"
 SKIPPING: dict[str, tuple[str, ...]] = {
@@ -73,7 +74,7 @@ class Way:
         optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
         # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
         start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
-        start += (f"optim.learning_rate={rate or optim.learning_rate / 3:g}",)
+        start += (f"optim.learning_rate={optim.learning_rate / 3 if rate is None else rate:g}",)
         start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}", f"train.seed={self.seed}")
         if self.kind == BASE:
             return (*start, *FULL_DEPTH)
@@ -101,6 +102,8 @@ def main() -> int:
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="that all are compared at")
     parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
     options = parser.parse_intermixed_args()
+    if options.rate is not None and not options.rate > 0:
+        raise ConfigError(f"--rate is {options.rate:g}: it must be above 0")
     bases = {seed: f"{BASE} seed {seed}" for seed in options.seeds}
     runs = {seed: options.output.resolve() / folder_name(name) for seed, name in bases.items()}
     ways: dict[str, Way] = {}
@@ -154,15 +157,15 @@ def main() -> int:
     made = {name: lambda _, seed=seed: (*FULL_DEPTH, f"train.seed={seed}") for seed, name in bases.items()}
     made |= {name: partial(way.overrides, runs[way.seed], options.rate) for name, way in ways.items()}
     title, starts = "from a trained model", tuple(bases.values())
-    experiment = Experiment("from_trained", title, made, table, drawn, evaluations=evaluations, starts=starts)
+    experiment = Experiment(
+        "from_trained", title, made, table, drawn, evaluations=evaluations, starts=starts, metrics=METRICS
+    )
     return run_experiment(options, experiment)
 
 
 def full_steps(variants: Variants) -> int:
     """Steps of the recipe's training."""
-    section = variants.recipe().train
-    a_step = section.per_device_batch_size * section.gradient_accumulation_steps
-    return section.max_steps or round(section.epochs * math.ceil(len(variants.prepared.encoded.rows) / a_step))
+    return optimiser_steps(variants.recipe(), len(variants.prepared.encoded.rows))
 
 
 def cells(each: Mapping[int, tuple[Row, Scores]], against: Mapping[int, tuple[Row, Scores]]) -> list[str]:

@@ -54,8 +54,7 @@ def main() -> int:
         return variants.work(OBJECTIVES[name])
 
     def steps(name: str, variants: Variants) -> int:
-        batch = variants.recipe().train.per_device_batch_size
-        whole = options.epochs * len(variants.prepared.encoded.rows) / batch
+        whole = options.epochs * len(variants.prepared.encoded.rows) / variants.prepared.rows_a_step
         return round(whole * work("sandwich, distilled", variants) / work(name, variants))
 
     def overrides(name: str, variants: Variants) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def tables(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
             as_fast_as = RIVALS[label].as_fast_as if label in RIVALS else None
             for row in report.rows[1:]:
                 target = as_fast_as if row.speedup_target is None else row.speedup_target
-                if target is not None and abs(target - speed) < 0.5:
+                if target is not None and speed == min(SPEEDS[::-1], key=lambda each: abs(target - each)):
                     rows.append(cells(label if target == speed else f"{label} ({target:g}x)", row))
         lines += [f"Target {speed:g}x:", "", Table(HEADERS, rows).to_markdown(), ""]
     return lines

@@ -21,6 +21,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from configs.files import ROOT
 from eval.console import bar_columns, make_console
+from eval.difference import difference
 from eval.drawing import draw_frontier
 from eval.output import only_writer
 from eval.results import FILE_NAME, Report
@@ -51,6 +52,7 @@ class Experiment:
         evaluations: of a variant and the folder of its finished run, options of `python -m eval` by label.
         over: the speed that is drawn; None: what all targets are of.
         starts: the variants from whose finished runs the others start: they are trained before them, and always.
+        metrics: that the table needs of the task.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Experiment:
     evaluations: Callable[[str, Path], Mapping[str, Sequence[str]]] = lambda name, run: {name: at_speeds()}
     over: Over | None = None
     starts: Sequence[str] = ()
+    metrics: Sequence[str] = ()
 
 
 def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None = None) -> argparse.ArgumentParser:
@@ -92,6 +95,10 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     if options.data_dir is not None:
         common.insert(0, f"data.path={options.data_dir.resolve()}")
     variants = Variants(options.recipe, tuple(common))
+    missing = [name for name in experiment.metrics if name not in variants.task.metrics]
+    if missing:
+        has = ", ".join(variants.task.metrics)
+        raise ConfigError(f"data.task is {variants.task.name!r}, which has no {missing[0]}: it has {has}")
     overrides = resolve(experiment, variants, only)
     output: Path = options.output.resolve()  # commands run in the checkout
     with only_writer(output, "--output"):
@@ -100,7 +107,10 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
         runs = {name: output / folder_name(name) for name in experiment.overrides}
         commands = {runs[name]: [*train, *each, f"output.dir={runs[name]}"] for name, each in overrides.items()}
         first = {runs[name]: commands.pop(runs[name]) for name in overrides if name in experiment.starts}
-        done = all(run_unfinished(some, "config.json", options.jobs) for some in (first, commands))
+        for folder, command in {**first, **commands}.items():
+            check_finished(folder, "config.json", command)
+        started = run_unfinished(first, "config.json", options.jobs)
+        done = run_unfinished(commands, "config.json", options.jobs) and started
         if not options.train_only:
             finished = {name: run for name, run in runs.items() if (run / "config.json").exists()}
             reports, all_evaluated = evaluate(options, experiment, finished)
@@ -140,7 +150,7 @@ def print_work(variants: Variants, overrides: Mapping[str, Sequence[str]]) -> No
 
 def folder_name(label: str) -> str:
     """Such as `list-half-distilled` for `list, half distilled`."""
-    return label.replace(", ", "-").replace(" ", "-")
+    return label.replace(", ", "-").replace(" ", "-").replace("/", "-")
 
 
 def evaluated_in(output: Path, label: str) -> Path:
@@ -160,6 +170,8 @@ def evaluate(
             folders[label] = folder = evaluated_in(options.output, label)
             commands[folder] = ["-m", "eval", "--checkpoint", str(run), *how, *common, "--output", str(folder)]
     (options.output / "evaluated").mkdir(exist_ok=True)
+    for folder, command in commands.items():
+        check_finished(folder, FILE_NAME, command)
     done = run_unfinished(commands, FILE_NAME, 1)
     files = {label: folder / FILE_NAME for label, folder in folders.items()}
     return {label: Report.load(file) for label, file in files.items() if file.exists()}, done
@@ -191,6 +203,38 @@ def spent_in(output: Path) -> dict[str, tuple[float, float]]:
     return spent
 
 
+def beside(folder: Path, kind: str) -> Path:
+    """A file of what made a folder, such as its `NAME.log`."""
+    return folder.with_name(f"{folder.name}.{kind}")
+
+
+def check_finished(folder: Path, mark: str, command: Sequence[str]) -> None:
+    """Raise ConfigError where a folder with the file `mark` was made by another command than would make it now."""
+    file = beside(folder, "command.json")
+    if not (folder / mark).exists() or not file.exists():  # earlier versions wrote none
+        return
+    changed = difference(*(said_in(words) for words in (json.loads(file.read_text(encoding="utf-8")), command)))
+    if changed:
+        raise ConfigError(
+            f"{folder} was made with other settings ({changed}): choose another --output, remove the folder to make it "
+            f"anew, or {file.name} to take it as it is"
+        )
+
+
+def said_in(command: Sequence[str]) -> dict[str, str]:
+    """The words of a command by their option or key; paths, which may have moved, by their last name."""
+    found: dict[str, str] = {}
+    option = ""
+    for word in command:
+        key, equals, value = ("", "", "") if word.startswith("/") else word.partition("=")
+        if word.startswith("--"):
+            option = word
+        where, what = (key, value) if equals else (option, "" if word == option else word)
+        what = Path(what).name if what.startswith("/") else what
+        found[where] = what if equals else f"{found.get(where, '')} {what}".strip()
+    return found
+
+
 def run_python(command: Sequence[str], log: Path, seconds: Path) -> int:
     """Run a command of Python in the checkout; what it took goes below `seconds`. Returns its status."""
     started = time.monotonic()
@@ -211,18 +255,22 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
     """
 
     def run(folder: Path) -> int:
-        log, seconds = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "seconds"))
-        return run_python(commands[folder], log, seconds)
+        write_whole(beside(folder, "command.json"), json.dumps(commands[folder]) + "\n")
+        return run_python(commands[folder], beside(folder, "log"), beside(folder, "seconds"))
 
     failed = False
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
     with Progress(*columns, console=make_console(stderr=True)) as progress, ThreadPoolExecutor(at_a_time) as pool:
         started = {pool.submit(run, folder): folder for folder in commands if not (folder / mark).exists()}
         bar = progress.add_task("variants", total=len(started))
-        for future in as_completed(started):
-            if status := future.result():
-                failed = True
-                name = started[future].name
-                progress.console.print(f"{name} failed with status {status}: {name}.log says why")
-            progress.advance(bar)
+        try:
+            for future in as_completed(started):
+                if status := future.result():
+                    failed = True
+                    name = started[future].name
+                    progress.console.print(f"{name} failed with status {status}: {name}.log says why")
+                progress.advance(bar)
+        except BaseException:  # such as Ctrl-C: the pool would go on with all that waits
+            pool.shutdown(cancel_futures=True)
+            raise
     return not failed

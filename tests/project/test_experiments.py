@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from finished_runs import write_run
@@ -15,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 import eval.output
 import train.run
+from data.departures import Departures
 from eval.output import only_writer
 from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings
 from scripts.experiments.from_trained import Way
 from scripts.experiments.rivals import RIVALS, Rival
-from scripts.experiments.runner import Experiment, resolve, run_unfinished
+from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
 from skipdecode import ConfigError, CostModel, skip_generate
 from skipdecode.checkpoint import SkipConfig
@@ -106,6 +109,91 @@ def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
     return {folder / name: ["-c", code, str(folder / name), str(status)] for name, status in statuses.items()}
 
 
+def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(started: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_unfinished(commands(tmp_path, first=0, second=0, third=0), "mark", 1)
+    assert not (tmp_path / "third").exists()
+
+
+def start(experiment: ModuleType, *words: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", "--recipe", "quickstart", *SETTINGS, *words])
+        return int(experiment.main())
+
+
+def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_python(command: list[str], log: Path, seconds: Path) -> int:
+        folder = Path(command[-1].removeprefix("output.dir="))
+        if command[0] == "train.py":
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+        else:
+            write_run(folder, speedups=SPEEDS)
+        return 0
+
+    monkeypatch.setattr(runner, "run_python", run_python)
+    monkeypatch.setattr(runner, "show", lambda *_: None)
+    output = tmp_path / "out"
+    words = ["--settings", "data.options.test_size=4", "--seeds", "0", "--output"]
+    assert start(settings, *words, str(output)) == 0
+    moved = output.rename(tmp_path / "moved")
+    assert start(settings, *words, str(moved)) == 0
+    with pytest.raises(ConfigError, match=r"seed-0 was made with other settings \(train.max_steps was 2, is 1\)"):
+        start(settings, *words, str(moved), "train.max_steps=1")
+    with pytest.raises(ConfigError, match=r"other settings \(--limit was None, is 3\)"):
+        start(settings, *words, str(moved), "--limit", "3")
+    (moved / "evaluated" / "data.options.test_size=4-seed-0.command.json").unlink()  # as of an earlier version
+    assert start(settings, *words, str(moved), "--limit", "3") == 0
+
+
+def test_where_one_start_fails_what_does_not_need_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def run_python(command: list[str], log: Path, seconds: Path) -> int:
+        names.append(Path(command[-1]).name)
+        return int(names[-1] == "full-depth-seed-0")
+
+    monkeypatch.setattr(runner, "run_python", run_python)
+    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # those of this task
+    assert start(from_trained, *FROM_TRAINED, "--output", str(tmp_path), "--train-only") == 1
+    assert "linear-0.5-seed-1" in names
+
+
+def test_a_task_without_the_metrics_of_the_table_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no slot_error_rate"):
+        start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="--rate is 0: it must be above 0"):
+        start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"), "--rate", "0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """36 rows: five steps of 8 in an epoch, and in objectives 3 epochs of two parts a step."""
+    epochs = ("train.max_steps=null", "train.epochs=1.5")
+    assert from_trained.full_steps(Variants("quickstart", (*SETTINGS, *epochs))) == 8
+    found: list[str] = []
+
+    def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:
+        found.extend(word for command in commands.values() for word in command if word.startswith("train.max_steps="))
+        return True
+
+    monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
+    words = ["--epochs", "3", "--only", "sandwich, distilled", "--train-only", "--output", str(tmp_path)]
+    assert start(objectives, *words, "train.gradient_accumulation_steps=2") == 0
+    assert found[-1] == f"train.max_steps={round(3 * 36 / 16)}"
+
+
+def test_a_target_between_two_has_its_place_in_one_table(tmp_path: Path) -> None:
+    report = write_run(tmp_path / "run", speedups=(1.0, 3.5))
+    assert "\n".join(rivals.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
+
+
 def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +240,8 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
         return True
 
     monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
+    metrics_of_task = (*Departures.metrics, "slot_error_rate")
+    monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # as the reports have them
     given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
     monkeypatch.setattr(sys, "argv", ["script", *given])
     assert experiment.main() == 0
