@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from skipdecode.errors import first_line
 from skipdecode.seal import damage, seal
 from train.data_order import DataOrder, rows_a_step
-from train.distributed import is_first_process
+from train.distributed import is_first_process, on_first_process
 from train.stops import RunStopped
 
 PARTIAL = "unfinished"  # what is being written is in here, and moves out of it when it is whole
@@ -81,6 +81,27 @@ class SealedCheckpointTrainer(Trainer):
         if self.args.should_save:
             rotate_checkpoints(str(run_folder), self.args.save_total_limit, self.state.best_model_checkpoint)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the newest checkpoint, which a stopped run continues from: the Trainer's limit of 1 is for the best."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.args.save_total_limit = limit
+
+    def _load_best_model(self) -> None:
+        """Load it if it is as it was written: of one that isn't there, the Trainer warns and keeps the last weights."""
+        run_folder = Path(super()._get_output_dir(None))  # which may have moved since the checkpoint was written
+        best = run_folder / Path(str(self.state.best_model_checkpoint)).name
+        found = on_first_process(lambda: damage(best) if best.is_dir() else "it isn't there")
+        if found is not None:
+            raise RunStopped(
+                f"train.finish_with is 'best', and the best checkpoint {best} can't be used ({found}): put a good copy "
+                "there, or start anew with output.dir=FOLDER"
+            )
+        self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()
+
 
 @contextmanager
 def stopped_if_unwritten(name: str, run_folder: Path) -> Iterator[None]:
@@ -114,6 +135,19 @@ def last_complete_checkpoint(run_folder: Path, console: Console) -> str | None:
             return str(checkpoint)
         console.print(f"{checkpoint} is damaged ({found}): the one before it is used", style="yellow", markup=False)
     return None
+
+
+def set_damaged_aside(run_folder: Path, chosen: str | None, console: Console) -> None:
+    """Rename the checkpoints after the one that was chosen, which are damaged: while there is a newer one, new
+    checkpoints are taken for the oldest and deleted.
+    """
+    for checkpoint in _newest_first(run_folder):
+        if str(checkpoint) == chosen:
+            return
+        aside = run_folder / f"damaged-{checkpoint.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        console.print(f"{checkpoint} is now {aside.name}, for you to remove", style="yellow", markup=False)
 
 
 def _newest_first(run_folder: Path) -> Iterator[Path]:

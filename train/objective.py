@@ -88,7 +88,7 @@ class Objective:
             return
         teacher: torch.Tensor | None = None
         for schedule, total_weight in zip(schedules, total_weights, strict=True):
-            skips = schedule.min_layers < schedule.num_layers
+            skips = schedule.min_layers < schedule.num_layers or bool(schedule.stopped_layers)
             if self.distillation and skips and teacher is None:
                 teacher = teach()
             logits = run(schedule)

@@ -10,6 +10,7 @@ from eval.difference import difference
 from eval.output import LOCK
 from eval.results import FILE_NAME
 from skipdecode import ConfigError
+from skipdecode.checkpoint import SkipConfig
 from train.recipe import Recipe
 
 RECIPE_FILE = "recipe.yaml"
@@ -50,3 +51,17 @@ def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -
         raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
     if console is not None and (changed := difference(before, now)):
         console.print(f"going on with other settings: {changed}")
+
+
+def check_schedules(checkpoint: str, now: SkipConfig) -> None:
+    """Raise ConfigError where a checkpoint was trained under other schedules than those that would follow it."""
+    before = SkipConfig.load(checkpoint)
+    if before is None:
+        return
+    old, new = (each.to_dict()["schedules"] for each in (before, now))
+    changed = difference({"targets": ", ".join(old)}, {"targets": ", ".join(new)}) or difference(old, new)
+    if changed:
+        raise ConfigError(
+            f"{checkpoint} was trained under other schedules ({changed}): bring back the data and schedule.files that "
+            "they came from, or start anew with output.dir=FOLDER"
+        )

@@ -77,6 +77,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
             rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
             validation = rows.select(range(min(validate_rows, len(rows))))
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
+    if validation is not None:
+        check_positions(model, sum(int(lengths.max()) for lengths in row_lengths(validation)))
     sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model), encoded.rows)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     if len(example) <= LONGEST_EXAMPLE:

@@ -268,7 +268,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         _check_values(merged, path.name)
     except ConfigError:
         raise
-    except YAML_ERRORS as error:
+    except (*YAML_ERRORS, TypeError) as error:  # the last for an index into a list
         raise ConfigError(f"overrides {str(overrides)[:200]}: {first_line(error)}") from error
     try:
         recipe = Recipe.model_validate(merged)

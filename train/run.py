@@ -1,5 +1,7 @@
 """A training run, from a resolved recipe to a finished checkpoint."""
 
+import shlex
+import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,15 +16,21 @@ from eval.output import only_writer
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
 from train.build import build_task
-from train.checkpoints import PARTIAL, last_complete_checkpoint, resume_advice, stopped_if_unwritten
+from train.checkpoints import (
+    PARTIAL,
+    last_complete_checkpoint,
+    resume_advice,
+    set_damaged_aside,
+    stopped_if_unwritten,
+)
 from train.data_order import check_rows_a_step
 from train.distributed import check_world_size, is_first_process, on_first_process
 from train.evaluation import check_evaluation, evaluate_run
 from train.finish import finish
-from train.output import RECIPE_FILE, check_folder, is_finished
+from train.output import RECIPE_FILE, check_folder, check_schedules, is_finished
 from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
 from train.progress import TrainingProgress
-from train.publish.parcel import check_name, describe, pack
+from train.publish.parcel import check_publish, describe, pack
 from train.publish.send import send
 from train.recipe import PublishSection, Recipe
 from train.stops import RunStopped, StopOnSignal
@@ -40,14 +48,7 @@ def run(recipe: Recipe, name: str) -> Path:
         RunStopped: where the run can't go on, after what can be saved is.
     """
     console = make_console(stderr=True, quiet=not is_first_process())
-    if recipe.publish.tag is not None and recipe.publish.repository is None:
-        raise ConfigError(f"publish.tag is {recipe.publish.tag!r}: without publish.repository nothing is published")
-    if recipe.publish.repository is not None:
-        check_name(recipe.publish.repository)
-        if recipe.lora.r is not None and not recipe.lora.merge:
-            raise ConfigError("publish.repository wants a whole checkpoint: lora.merge=false keeps adapters apart")
-        if recipe.model.trust_remote_code:
-            raise ConfigError("publish.repository wants a checkpoint without code: model.trust_remote_code is true")
+    check_publish(recipe)
     folder = Path(str(recipe.output.dir))
     finished = is_finished(folder)
     if finished and not is_first_process():
@@ -62,6 +63,8 @@ def run(recipe: Recipe, name: str) -> Path:
             on_first_process(partial(check_evaluation, recipe, task, prepared))
         if is_first_process():
             write_whole(folder / RECIPE_FILE, recipe.to_yaml())
+            if prepared is not None:
+                set_damaged_aside(folder, checkpoint, console)
         tracker = held.enter_context(tracked(recipe, name, folder, mode, console))
         if prepared is not None:
             introduce(console, name, prepared)
@@ -99,6 +102,7 @@ def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str 
     if chosen is not None:
         check_world_size(chosen, prepared.arguments.world_size)
         check_rows_a_step(chosen, prepared.arguments)
+        check_schedules(chosen, prepared.skip_config)
     return chosen
 
 
@@ -112,6 +116,9 @@ def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: P
     if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):
+        if is_first_process():
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)  # of a run that was killed when it had saved
+        trainer.accelerator.wait_for_everyone()
         trainer.save_model(str(folder / PARTIAL))
     unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
 
@@ -119,7 +126,12 @@ def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: P
 def _publish(section: PublishSection, folder: Path, console: Console) -> None:
     if section.repository is None:
         return
-    parcel = pack(folder, section.repository)
-    for line in describe(parcel):
-        console.print(line)
-    console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
+    try:
+        parcel = pack(folder, section.repository)
+        for line in describe(parcel):
+            console.print(line)
+        console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
+    except ConfigError as error:
+        words = ["python", "scripts/publish.py", str(folder), section.repository, *["--public"] * section.public]
+        words += ["--tag", section.tag] if section.tag is not None else []
+        raise ConfigError(f"{error}; the run in {folder} is finished: {shlex.join(words)} publishes it") from error

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, metrics, train_small
+from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
 import train.run
@@ -77,6 +77,17 @@ def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path
     assert train.cli.main(["--recipe", str(recipe), *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "error: the evaluation after training can't be done: split 'test' of text has no file" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_rows_that_are_longer_than_the_model_are_refused_before_training(tmp_path: Path) -> None:
+    for split, words in (("train", 1), ("validation", 60)):
+        rows = [{"prompt": f"say {n}\n", "completion": " it" * words} for n in range(9)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"{{task: text, path: {tmp_path}, options: {{prompt_column: prompt, completion_column: completion}}}}"
+    changes = ["model.config.max_position_embeddings=40", "train.validate_rows=4", "schedule.speedups=[1]"]
+    with pytest.raises(ConfigError, match="positions, the model has 40"):
+        train_small_on(data, tmp_path / "run", *changes)
     assert not (tmp_path / "run").exists()
 
 

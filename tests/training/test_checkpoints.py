@@ -19,9 +19,10 @@ from small_checkpoints import flip
 from small_runs import SMALL, metrics, train_small
 
 import train.cli
-from skipdecode import ConfigError
+from skipdecode import ConfigError, SkipSchedule
 from skipdecode.seal import SEAL
-from train.checkpoints import last_complete_checkpoint
+from train.checkpoints import last_complete_checkpoint, resume_advice, set_damaged_aside
+from train.stops import RunStopped
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert name == "checkpoint-6"
     assert "checkpoint-9 is damaged" in said
     assert reason in said
+    set_damaged_aside(folder, str(folder / "checkpoint-6"), Console(quiet=True))
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-6"], "rotation keeps the newest"
+    assert (folder / "damaged-checkpoint-9").is_dir()
+    (folder / "config.json").unlink(missing_ok=True)
+    assert "checkpoint-6" in resume_advice(folder)
 
 
 @pytest.mark.parametrize("damaged", [True, False])
@@ -206,6 +212,43 @@ def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> N
     assert kept == {f"checkpoint-{best}", "checkpoint-12"}
     ours, expected = (load_file(f / "model.safetensors") for f in (folder, folder / f"checkpoint-{best}"))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_stopped_run_keeps_its_checkpoint_beside_the_best_and_a_damaged_best_does_not_finish_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of one checkpoint, and a learning rate so high that the first is the best."""
+    import train.run
+
+    original = train.run.MetricsFile.on_log
+
+    def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train.run.MetricsFile, "on_log", on_log)
+    overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", "train.finish_with=best"]
+    overrides += ["optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
+    folder = tmp_path / "run"
+    with pytest.raises(RunStopped, match=r"SIGTERM after step 5: the last good checkpoint is .*checkpoint-5;"):
+        train_small(folder, *overrides)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
+    flip(folder / "checkpoint-3" / "model.safetensors")
+    with pytest.raises(RunStopped, match=r"checkpoint-3 can't be used .model.safetensors has changed"):
+        train_small(folder, *overrides)
+    assert not (folder / "config.json").exists()
+
+
+def test_a_run_does_not_go_on_under_other_schedules(tmp_path: Path) -> None:
+    file, folder = tmp_path / "own.json", tmp_path / "run"
+    overrides = ["schedule.speedups=null", f"schedule.files=[{file}]", "train.max_steps=3"]
+    file.write_text(SkipSchedule(8, 5, 2, horizon=12).to_json())
+    train_small(folder, *overrides)
+    (folder / "config.json").unlink()
+    file.write_text(SkipSchedule(8, 5, 2, horizon=12, placement="even").to_json())
+    with pytest.raises(ConfigError, match=r"checkpoint-3 was trained under other .*placement was top, is even"):
+        train_small(folder, *overrides)
 
 
 def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(cut: Path, tmp_path: Path) -> None:

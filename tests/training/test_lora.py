@@ -13,6 +13,7 @@ from small_runs import train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
+import train.finish
 from skipdecode import ConfigError, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
@@ -73,6 +74,20 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
     assert torch.equal(found, tokens(with_adapters, apart))
     assert torch.equal(found, tokens(load_model(str(merged / "adapter")), merged / "adapter"))
     assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
+
+
+def test_a_run_killed_while_its_texts_are_measured_can_be_finished(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    short = ("train.max_steps=1", "schedule.texts=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(train.finish, "measure_texts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(base, tmp_path / "run", *short)
+    assert (tuned(base, tmp_path / "run", *short) / "config.json").exists()
 
 
 def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path, apart: Path, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import torch
 
 from data.columns import IGNORED
 from skipdecode import SkipSchedule
+from train.dry_run.work import step_work
 from train.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
+from train.sampling import Draw
 
 SCHEDULE = SkipSchedule(8, 6, 2, horizon=4)
 
@@ -87,6 +89,18 @@ def test_distillation_is_the_divergence_from_the_teacher_over_completion_tokens(
         total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     assert float(distillation_loss(logits, teacher, labels, num_items=40)) == pytest.approx(total / 40, rel=1e-4)
     assert float(distillation_loss(teacher, teacher, labels, num_items=40)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_prompt_that_stops_is_taught_by_full_depth() -> None:
+    logits, labels = batch()
+    logits = torch.cat([logits, logits[:, -1:]], dim=1)
+    taught, stopped = logits.roll(1, dims=-1), SkipSchedule(8, 8, 8, prompt_stop=4)
+    shares = Objective(distillation=1.0).shares([stopped], labels, lambda _: logits, lambda: taught, Mock())
+    tokens = int((labels != IGNORED).sum())
+    expected = distillation_loss(logits[:, :-1], taught[:, :-1], labels, num_items=tokens)
+    assert float(next(shares)) == pytest.approx(float(expected))
+    draws = [Draw(1.0, stopped)]
+    assert step_work(draws, True, 3, 5) > step_work(draws, False, 3, 5)
 
 
 def test_bands_split_the_loss_by_depth() -> None:

@@ -164,12 +164,27 @@ def test_without_a_network_sending_is_refused_in_one_line(run: Path, monkeypatch
 def test_interrupted_and_repeated_it_ends_whole(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     hub.breaks = 10**6
-    with pytest.raises(ConfigError, match=r"sending to me/small broke off .*: the same command goes on"):
+    with pytest.raises(ConfigError, match=r"sending to me/small broke off .*: it can be sent again"):
         send(pack(run, NAME))
     assert hub.repositories[NAME].files == {}
     hub.breaks = 0
     send(pack(run, NAME))
     arrived(hub, run)
+
+
+def test_a_run_whose_publishing_broke_off_names_the_command_that_publishes_it(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
+    hub.breaks = 10**6
+    with pytest.raises(ConfigError, match=r"is finished: python scripts/publish.py .* publishes it") as caught:
+        train_small(tmp_path / "run", "train.max_steps=1", f"publish.repository={NAME}", "publish.tag=v 1")
+    hub.breaks = 0
+    _, *words = shlex.split(str(caught.value).partition("is finished: ")[2].removesuffix(" publishes it"))
+    monkeypatch.setattr(sys, "argv", [*words, "--yes"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(words[0], run_name="__main__")
+    assert set(hub.repositories[NAME].tags) == {"v 1"}
 
 
 def test_what_an_earlier_version_left_is_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:

@@ -58,6 +58,7 @@ def test_overrides_are_typed_and_dotted() -> None:
         ("e2e-tiny", ["schedule.decay=linaer"], "schedule.decay is 'linaer': Input should be 'linear'"),
         ("e2e-tiny", ["schedule.warmup_layers=0"], "schedule.warmup_layers is 0"),
         ("e2e-tiny", ["tracking.wandb=perhaps"], "tracking.wandb is 'perhaps'"),
+        ("quickstart", ["schedule.speedups[0]=3"], r"overrides .*speedups\[0\]=3"),
         ("e2e-tiny", ["max_steps=3"], "expected section.key=value"),
         ("e2e-tiny", ["train.max_steps"], "expected section.key=value"),
         ("e2e-tiny", ["schedule.speedups=[1,"], "overrides"),

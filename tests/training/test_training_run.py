@@ -62,6 +62,14 @@ def test_the_finished_run_says_how_it_is_decoded_by_whoever_asks_for_nothing(fin
     assert torch.equal(by_default, model.generate(**inputs, custom_generate=skip_generate, speedup=2))
 
 
+def test_a_speed_of_many_digits_can_be_the_default(tmp_path: Path) -> None:
+    speeds = ["schedule.speedups=[1,2.1234567]", "schedule.default_speedup=2.1234567"]
+    folder = train_small(tmp_path / "run", "train.max_steps=1", *speeds)
+    config = SkipConfig.load(folder)
+    assert config is not None
+    assert GenerationConfig.from_pretrained(folder).default_speedup in config.schedules
+
+
 def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) -> None:
     config = SkipConfig.load(finished)
     assert config is not None

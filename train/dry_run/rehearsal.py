@@ -23,6 +23,7 @@ from train.dry_run.work import mean_work, step_work
 from train.evaluation import check_evaluation
 from train.output import check_folder
 from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
+from train.publish.parcel import check_publish
 from train.recipe import Recipe
 
 GIB = 2**30
@@ -63,6 +64,7 @@ def dry_run(recipe: Recipe) -> DryRun:
 
     Raises ConfigError as `train.run.run` would.
     """
+    check_publish(recipe)
     folder = Path(str(recipe.output.dir))
     check_folder(folder, recipe)
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"wandb": "off"})})
@@ -90,7 +92,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
         trainer.train()
-    steps, distils = _steps(recipe, len(rows), processes), bool(recipe.optim.distillation)
+    steps, distils = optimiser_steps(recipe, len(rows), processes), bool(recipe.optim.distillation)
     prompt, completion = (float(lengths.mean()) for lengths in row_lengths(rows))
     mean = mean_work(prepared.sampler, steps, distils, prompt, completion)
     return DryRun(
@@ -130,7 +132,7 @@ def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingA
     return changed
 
 
-def _steps(recipe: Recipe, rows: int, processes: int) -> int:
+def optimiser_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
     """The optimiser steps of the whole run, as the Trainer counts them."""
     if recipe.train.max_steps is not None:
         return recipe.train.max_steps

@@ -19,7 +19,7 @@ from skipdecode.errors import first_line
 from skipdecode.loading import load
 from skipdecode.seal import SEAL, decisive_files, seal_text
 from train.publish.leaks import find_path, find_secret, without_paths
-from train.recipe import load_recipe
+from train.recipe import Recipe, load_recipe
 
 # All that is ever sent: what loads the model, what says what it is, and how well it does. Not the optimiser's state,
 # the tracker's files or checkpoints within the run; not predictions, which may quote a data set that isn't ours.
@@ -66,6 +66,18 @@ def check_name(repository: str) -> None:
         raise ConfigError(f"{repository!r} is no name of a repository: {first_line(error)}") from error
     if "/" not in repository:
         raise ConfigError(f"{repository!r} names no owner: expected OWNER/NAME, such as me/my-model")
+
+
+def check_publish(recipe: Recipe) -> None:
+    """Raises ConfigError where what a recipe trains can't be published as it says."""
+    if recipe.publish.tag is not None and recipe.publish.repository is None:
+        raise ConfigError(f"publish.tag is {recipe.publish.tag!r}: without publish.repository nothing is published")
+    if recipe.publish.repository is not None:
+        check_name(recipe.publish.repository)
+        if recipe.lora.r is not None and not recipe.lora.merge:
+            raise ConfigError("publish.repository wants a whole checkpoint: lora.merge=false keeps adapters apart")
+        if recipe.model.trust_remote_code:
+            raise ConfigError("publish.repository wants a checkpoint without code: model.trust_remote_code is true")
 
 
 def pack(folder: Path, repository: str) -> Parcel:

@@ -45,7 +45,7 @@ def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, messag
     except HfHubHTTPError as error:
         raise ConfigError(f"the Hub refused {name}: {first_line(error)}") from error
     except (OSError, RuntimeError, HTTPError) as error:  # the last where there is no network
-        raise ConfigError(f"sending to {name} broke off ({first_line(error)}): the same command goes on") from error
+        raise ConfigError(f"sending to {name} broke off ({first_line(error)}): it can be sent again") from error
     return str(commit.commit_url)
 
 
