@@ -231,6 +231,11 @@ class SkipSchedule:
         """Those of `prompt_layers` above the prompt's stop, which the prompt's last token alone runs."""
         return () if self.prompt_stop is None else self.prompt_layers[self.prompt_stop :]
 
+    @property
+    def skips(self) -> bool:
+        """Whether any token runs fewer layers than there are, be it of a prompt that stops."""
+        return self.min_layers < self.num_layers or bool(self.stopped_layers)
+
     def layers_for(self, budget: int) -> tuple[int, ...]:
         """Indices of the layers of a budget between min_layers and num_layers, ascending."""
         layers, warmup = range(self.num_layers), self.warmup_layers

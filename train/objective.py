@@ -88,8 +88,7 @@ class Objective:
             return
         teacher: torch.Tensor | None = None
         for schedule, total_weight in zip(schedules, total_weights, strict=True):
-            skips = schedule.min_layers < schedule.num_layers or bool(schedule.stopped_layers)
-            if self.distillation and skips and teacher is None:
+            if self.distillation and schedule.skips and teacher is None:
                 teacher = teach()
             logits = run(schedule)
             loss = completion_loss(
@@ -102,7 +101,7 @@ class Objective:
                 label_smoothing=self.label_smoothing,
                 bands=bands,
             )
-            if self.distillation and skips:
+            if self.distillation and schedule.skips:
                 assert teacher is not None
                 divergence = distillation_loss(logits[:, :-1], teacher[:, :-1], labels, num_items=num_items)
                 loss = (1 - self.distillation) * loss + self.distillation * divergence

@@ -18,9 +18,7 @@ def step_work(draws: Sequence[Draw], distils: bool, prompt_columns: float, new_t
     """
     prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
     passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
-    full_depth = any(
-        draw.schedule.min_layers == draw.schedule.num_layers and not draw.schedule.stopped_layers for draw in draws
-    )
+    full_depth = any(not draw.schedule.skips for draw in draws)
     teacher = FORWARD_SHARE if distils and not full_depth else 0.0
     return (passes + teacher) * columns
 
