@@ -16,7 +16,7 @@ from data import Example, Task, load_task
 from data.columns import Prompt
 from eval.decoding import encode_test_set
 from eval.difference import difference
-from eval.machine import describe_machine, versions
+from eval.machine import machine_identity, versions
 from eval.processes import ALONE, Processes
 from eval.request import Request
 from eval.systems.base import Checkpoint
@@ -116,7 +116,6 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
 
 def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> dict[str, Any]:
     """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
-    machine = describe_machine(loaded.checkpoint.model.device)
     return {
         "checkpoint": checkpoint_identity(loaded.checkpoint),
         "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
@@ -143,7 +142,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "processes": processes.count,
         "tensor_parallel": request.tensor_parallel,
         "device_map": request.device_map,
-        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "machine": machine_identity(loaded.checkpoint.model.device),
         "versions": versions(),
     }
 

@@ -28,6 +28,12 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def machine_identity(device: torch.device) -> dict[str, Any]:
+    """What of the machine a clock depends on, by which a benchmark that was cut off knows it again."""
+    machine = describe_machine(device)
+    return {name: machine[name] for name in ("processor", "cores", "threads")}
+
+
 def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
     """Bytes that a copy of `size` bytes reads and writes each second: what memory can give a decode step."""
     source = torch.ones(size, dtype=torch.uint8, device=device)

@@ -23,6 +23,27 @@ def check_new_files(field: str, *paths: Path) -> None:
         _check_writable(path)
 
 
+def check_benchmark_output(output: Path) -> None:
+    """Raises ConfigError for a benchmark's output that is no JSON, or is there already and isn't unfinished."""
+    if output.suffix != ".json":
+        raise ConfigError(f"--output {output}: name a .json file; a .md and a .png are written beside it")
+    if not journal_of(output).exists():
+        check_new_files("--output", *(output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
+
+
+def journal_of(output: Path) -> Path:
+    """A file beside a benchmark's output that is there while the benchmark isn't finished."""
+    return output.with_suffix(".journal.jsonl")
+
+
+@contextmanager
+def only_benchmark(output: Path) -> Iterator[None]:
+    """Be the only one that writes a benchmark's output. Raises ConfigError where another is, or has ended since."""
+    with only_writer(output.parent, "--output", output.name):
+        check_benchmark_output(output)
+        yield
+
+
 def _check_writable(path: Path) -> None:
     """Raises ConfigError where a file can't be written: a command should know before its work and not after it."""
     folder = path.resolve().parent

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.output import check_new_files
+from eval.output import check_benchmark_output
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
 
@@ -72,9 +72,7 @@ class LoadRequest:
         for name, values in {"--rate": self.rates, "--system": self.systems}.items():
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} is {list(values)}: name each once")
-        if self.output.suffix != ".json":
-            raise ConfigError(f"--output {self.output}: name a .json file; a .md and a .png are written beside it")
-        self.check_output()
+        check_benchmark_output(self.output)
 
     def _check_systems(self) -> None:
         systems = self.systems
@@ -98,13 +96,3 @@ class LoadRequest:
         if (STANDALONE in systems) != (self.standalone is not None):
             raise ConfigError("--system standalone and --standalone DIR, the folder of the export, go together")
         object.__setattr__(self, "systems", systems)
-
-    def check_output(self) -> None:
-        """Raises ConfigError for an output that is there already and isn't unfinished."""
-        if not self.journal.exists():
-            check_new_files("--output", *(self.output.with_suffix(suffix) for suffix in (".json", ".md", ".png")))
-
-    @property
-    def journal(self) -> Path:
-        """A file beside the output that is there while the benchmark isn't finished."""
-        return self.output.with_suffix(".journal.jsonl")

@@ -22,7 +22,7 @@ from eval.load.request import LoadRequest
 from eval.load.systems import served
 from eval.loading import file_identity, fingerprint, task_options
 from eval.machine import describe_machine, versions
-from eval.output import only_writer
+from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.files import write_whole
@@ -39,8 +39,7 @@ def benchmark(request: LoadRequest) -> None:
 
     Raises ConfigError for a request that can't be met, and for a system that answers nothing.
     """
-    with only_writer(request.output.parent, "--output", request.output.name):
-        request.check_output()  # another may have ended since the request was made
+    with only_benchmark(request.output):
         _benchmark(request)
 
 
@@ -53,7 +52,7 @@ def _benchmark(request: LoadRequest) -> None:
     task = load_task(name, path=request.data_dir, **options)
     prompts = [example.prompt for example in task.stream("test")]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
-    journal = Journal(request.journal, _identity(request, prompts, max_new_tokens), "benchmark")
+    journal = Journal(journal_of(request.output), _identity(request, prompts, max_new_tokens), "benchmark")
     keys = [
         ("turn", str(number), f"{rate:g}", system)
         for number, rate in product(range(request.rounds), request.rates)

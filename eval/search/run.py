@@ -3,7 +3,6 @@
 import datetime
 import shlex
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,15 @@ from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
 from eval.lineup import clock_of, common_weights, prompts_at_hand
-from eval.loading import checkpoint_identity, load_checkpoint, remembered, task_options, validation_examples
-from eval.machine import describe_machine, versions
+from eval.loading import (
+    checkpoint_identity,
+    fingerprint,
+    load_checkpoint,
+    remembered,
+    task_options,
+    validation_examples,
+)
+from eval.machine import describe_machine, machine_identity, versions
 from eval.output import LOCK, only_writer
 from eval.search.paired import estimate
 from eval.search.picture import draw_search
@@ -107,12 +113,11 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
 
 def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
     """All that the results of a search depend on, as plain values."""
-    machine = describe_machine(data.checkpoint.model.device)
     return {
         **request.to_dict(),
-        "validation data": zlib.crc32(repr([(e.prompt, e.references) for e in data.examples]).encode()),
+        "validation data": fingerprint([[e.prompt, e.references] for e in data.examples]),
         "files": checkpoint_identity(data.checkpoint),
-        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "machine": machine_identity(data.checkpoint.model.device),
         "versions": versions(),
     }
 

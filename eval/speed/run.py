@@ -17,8 +17,8 @@ from rich.progress import Progress
 from configs.shapes import random_model, read_shape
 from eval.console import make_console
 from eval.journal import Journal
-from eval.machine import copy_bytes_per_second, describe_machine, versions
-from eval.output import only_writer
+from eval.machine import copy_bytes_per_second, describe_machine, machine_identity, versions
+from eval.output import journal_of, only_benchmark
 from eval.speed.peers import SkipDecode, TimedDecoder, Transformers
 from eval.speed.profiles import print_profiles
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speeds
@@ -62,8 +62,7 @@ def benchmark(request: SpeedRequest) -> None:
 
     Raises ConfigError, before anything is timed, for a request that can't be met.
     """
-    with only_writer(request.output.parent, "--output", request.output.name):
-        request.check_output()  # another may have ended since the request was made
+    with only_benchmark(request.output):
         _benchmark(request)
 
 
@@ -72,7 +71,7 @@ def _benchmark(request: SpeedRequest) -> None:
     model = _model(request, device)
     _check_sizes(model, request)
     peers = _peers(request.peers, model, request.weights or ("model",), device)
-    journal = Journal(request.journal, _identity(request, model), "benchmark")
+    journal = Journal(journal_of(request.output), _identity(request, model), "benchmark")
     rows: list[SpeedRow] = []
     unreachable: list[str] = []
     copies: list[float] = []
@@ -102,11 +101,10 @@ def _benchmark(request: SpeedRequest) -> None:
 def _identity(request: SpeedRequest, model: GenerativeModel) -> dict[str, Any]:
     """All that the times of a benchmark depend on, as plain values."""
     options = {key: value for key, value in asdict(request).items() if key not in ("output", "profile")}
-    machine = describe_machine(model.device)
     return {
         **options,
         "sizes": asdict(CostModel.of(model)),
-        "machine": {name: machine[name] for name in ("processor", "cores", "threads")},
+        "machine": machine_identity(model.device),
         "versions": versions(),
     }
 
