@@ -52,10 +52,11 @@ class Request:
     bert: BertModel | None = None  # of BERTScore, which is computed where one is named
 
     def __post_init__(self) -> None:
-        counts = {"--limit": self.limit, "--max-new-tokens": self.max_new_tokens, "--batch-size": self.batch_size}
+        counts = {"--limit": self.limit, "--batch-size": self.batch_size}
         for name, value in {**counts, "--time-limit": self.time_limit}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
+        check_new_tokens(self.max_new_tokens)
         sizes = self.time_batch_sizes
         if _repeats(sizes) or min(sizes, default=1) < 1:
             raise ConfigError(f"--time-batch-size is {list(sizes)}: name different sizes of 1 or more, such as 1 8")
@@ -112,6 +113,12 @@ class Request:
         """Raises ConfigError for an output that holds a report."""
         if (self.output / FILE_NAME).exists():
             raise ConfigError(f"--output {self.output} already holds a report: name another folder, or remove it")
+
+
+def check_new_tokens(count: int | None) -> None:
+    """Raises ConfigError for texts that are too short to be decoded: their first token is the prompt's."""
+    if count is not None and count < 2:
+        raise ConfigError(f"--max-new-tokens is {count}: it must be at least 2, of which the second is decoded")
 
 
 def _repeats(values: Sequence[float | None]) -> bool:

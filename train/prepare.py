@@ -218,6 +218,12 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     that can't be used here.
     """
     optim, section = recipe.optim, recipe.train
+    apart = recipe.lora.r is not None or recipe.deepspeed.config is not None  # both keep what is trained in float32
+    if section.precision == "fp16" and recipe.model.dtype == "float16" and not apart:
+        raise ConfigError(
+            "model.dtype is 'float16' with train.precision 'fp16', whose gradients are scaled in float32: leave "
+            "model.dtype at float32"
+        )
     if section.precision == "fp16" and not torch.accelerator.is_available():
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
     if section.finish_with == "best" and not section.validate_rows:

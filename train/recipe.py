@@ -169,7 +169,7 @@ class EvaluationSection(Section):
     speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
     limit: int | None = Field(None, ge=1, description="examples; null: all")
     batch_size: int = Field(8, ge=1, description="rows that decode together")
-    max_new_tokens: int | None = Field(None, ge=1, description="null: the task's default")
+    max_new_tokens: int | None = Field(None, ge=2, description="null: the task's default")
 
     @field_validator("speedups")
     @classmethod
@@ -274,6 +274,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
         raise _as_config_error(error, path) from error
+    _check_effects(recipe)
     if recipe.output.dir is None:
         output = OutputSection(dir=os.path.join("outputs", path.stem))
         recipe = recipe.model_copy(update={"output": output})
@@ -289,6 +290,25 @@ def _check_values(value: Any, where: str, key: str = "") -> None:
         raise ConfigError(f"{where}: {key} is {value}: it must be a number within {LARGEST}")
     elif isinstance(value, str) and any(mark == "\0" or "\ud800" <= mark <= "\udfff" for mark in value):
         raise ConfigError(f"{where}: {key} is {value!r}: it must be text in UTF-8, without NUL")
+
+
+def _check_effects(recipe: Recipe) -> None:
+    """Raises ConfigError for a key that was set and that another one leaves without any effect."""
+    if recipe.optim.scheduler == "constant" and recipe.optim.warmup_steps:
+        raise ConfigError(
+            f"optim.warmup_steps is {recipe.optim.warmup_steps} and optim.scheduler 'constant', which has none: use "
+            "constant_with_warmup"
+        )
+    for name, needed, advice in (
+        ("lora", "r", "every weight is trained: set lora.r for adapters, such as lora.r=16"),
+        ("publish", "repository", "nothing is published: set publish.repository=OWNER/NAME"),
+    ):
+        section: Section = getattr(recipe, name)
+        if getattr(section, needed) is None and section != type(section)():
+            key = next(
+                key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default
+            )
+            raise ConfigError(f"{name}.{key} is {getattr(section, key)} where {advice}")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.request import check_new_tokens
 from eval.search.paired import METRICS
 from skipdecode import ConfigError
 from skipdecode.errors import unknown
@@ -59,9 +60,9 @@ class SearchRequest:
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}")
-        for name, value in (("--limit", self.limit), ("--max-new-tokens", self.max_new_tokens)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.limit is not None and self.limit < 2:
+            raise ConfigError(f"--limit is {self.limit}: it must be at least 2, or there is no interval")
+        check_new_tokens(self.max_new_tokens)
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size is {self.batch_size}: it must be at least 1")
         if self.metric not in METRICS:

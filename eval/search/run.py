@@ -67,6 +67,8 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     options |= _changed_options(request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
+    if len(examples) < 2:
+        raise ConfigError(f"the validation data of {task.name} holds one prompt alone: a search needs 2 at least")
     data = _load(request, config, task, examples)
     journal = Journal(request.output / TRIALS, _identity(request, data), "search")
     trained_on = _trained_on(request, config, name, options, examples)

@@ -188,7 +188,7 @@ class SkipSystem(System):
     ) -> None:
         super().__init__(label, checkpoint, speedup_target)
         self.schedule = schedule
-        self.kind = "full depth" if schedule.min_layers == schedule.num_layers else "skip"
+        self.kind = "skip" if schedule.skips else "full depth"
 
     @property
     def cached(self) -> SkipSchedule:

@@ -36,6 +36,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for train.csv, validation.csv and test.csv")
     options = parser.parse_args()
     pairs = {split: read_pairs(options.data_dir / name) for split, name in SPLITS.items()}
+    if not 1 <= options.records <= len(pairs["train"]):
+        raise ConfigError(f"--records is {options.records}: expected 1 to {len(pairs['train'])}, those to draw from")
+    if options.train_rows < 1:
+        raise ConfigError(f"--train-rows is {options.train_rows}: it must be at least 1")
     options.output.mkdir(parents=True, exist_ok=True)
     for split, own in pairs.items():
         generator = random.Random(options.seed)

@@ -79,7 +79,7 @@ def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None =
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train these, not all")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at a time (default 1)")
     parser.add_argument("--train-only", action="store_true", help="evaluate later: start it again without this")
-    parser.add_argument("--limit", metavar="N", help="only the first N prompts of the test set")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for all that is trained")
     return parser
 
@@ -87,6 +87,8 @@ def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None =
 def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     """Train what isn't, evaluate what is, and show it. Returns the exit status: 1 where a process of it failed."""
     check_counts(**{"--jobs": options.jobs})
+    if options.limit is not None and options.limit < 2:
+        raise ConfigError(f"--limit is {options.limit}: it must be at least 2, or there are no intervals")
     if any(word.startswith("data.path=") for word in options.overrides):
         raise ConfigError("data.path among the overrides is of trainings alone: name the folder with --data-dir")
     following = [word for word in options.only if "=" in word and word not in experiment.overrides]
@@ -163,7 +165,7 @@ def evaluate(
 ) -> tuple[dict[str, Report], bool]:
     """Evaluate finished runs, one after the other; returns the reports by label, and whether all are there."""
     common = ["--data-dir", str(options.data_dir.resolve())] if options.data_dir is not None else []
-    common += ["--limit", options.limit] if options.limit is not None else []
+    common += ["--limit", str(options.limit)] if options.limit is not None else []
     folders, commands = {}, {}
     for name, run in runs.items():
         for label, how in experiment.evaluations(name, run).items():

@@ -270,6 +270,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--speedup", "0.5"], "name different targets of 1 or more"),
         (["--speedup", "inf"], "name different targets of 1 or more"),
         (["--limit", "0"], "--limit is 0"),
+        (["--max-new-tokens", "1"], "--max-new-tokens is 1: it must be at least 2"),
         (["--schedule", "E2E/devset.csv"], "schedule file 'E2E/devset.csv': not a schedule"),
         (["--device", "cuda:x"], "--device is 'cuda:x', which can't be used"),
         (["--batch-size", "0"], "--batch-size is 0"),

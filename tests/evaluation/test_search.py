@@ -186,6 +186,8 @@ def test_a_budget_in_layers_and_a_calibrated_one_are_searched(checkpoint: Path, 
         ({"speedup": 5, "warmup": 5}, "no schedule beside the default reaches the target in this space"),
         ({"trials": 1}, "--trials is 1: it must be at least 2"),
         ({"batch-size": 0}, "--batch-size is 0"),
+        ({"limit": 1}, "--limit is 1: it must be at least 2"),
+        ({"max-new-tokens": 1}, "--max-new-tokens is 1: it must be at least 2"),
         ({"warmup": 0}, "--warmup is [0]: name different numbers of at least 1"),
         ({"speedup": "nan"}, "--speedup is nan"),
         ({"trials": 10**9}, "--trials is 1000000000"),
@@ -257,6 +259,8 @@ def test_validation_data_that_was_trained_on_is_said_and_none_is_an_error(
     remember()
     assert main(arguments(trained, tmp_path / "out", **words)) == 2
     assert "no validation data: split 'validation' of E2E needs" in capsys.readouterr().err
+    assert main(arguments(trained, tmp_path / "one", **words, **{"task-option": "holdout=1"})) == 2
+    assert "holds one prompt alone" in capsys.readouterr().err
     assert main(arguments(trained, tmp_path / "seen", **words, **{"task-option": "holdout=3"})) == 0
     assert "WARNING: the checkpoint was trained on 3 of these 3 validation prompts" in " ".join(
         capsys.readouterr().err.split()

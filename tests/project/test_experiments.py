@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from finished_runs import write_run
+from small_checkpoints import save_checkpoint
 from small_runs import SMALL, metrics
 from tiny_models import ragged_prompts
 from transformers import AutoModelForCausalLM
@@ -337,3 +338,40 @@ def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
     assert len(set(prompt[:-1])) == 3
     assert set(prompt[:-1]) < told
     assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
+
+
+def test_long_prompts_of_more_records_than_there_are_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in long_prompts.SPLITS.values():
+        (tmp_path / name).write_text("mr,ref\nname[a],A place.\nname[b],Another.\n")
+    output = tmp_path / "long"
+    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path), "--records", "3", "--output", str(output)])
+    with pytest.raises(ConfigError, match=r"--records is 3: expected 1 to 2"):
+        long_prompts.main()
+    assert not output.exists()
+
+
+def test_a_trained_model_of_each_seed_takes_the_place_of_the_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe itself needs a model as well: there is none where every override with a seed is left out of it."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(runner, "run_python", lambda command, *_: found.append(list(command)) or 1)
+    for seed in (0, 1):
+        save_checkpoint(tmp_path / f"base-{seed}", 8, max_position_embeddings=256)
+    start(
+        settings,
+        "--settings",
+        "train.max_steps=1",
+        "--seeds",
+        "0",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+        "model.shape=null",
+        "model.config=null",
+        f"model.name_or_path={tmp_path}/base-{{seed}}",
+    )
+    last = [[word for word in command if word.startswith("model.name_or_path=")][-1] for command in found]
+    assert last == [f"model.name_or_path={tmp_path}/base-{seed}" for seed in (0, 1)]
