@@ -299,16 +299,10 @@ def _check_effects(recipe: Recipe) -> None:
             f"optim.warmup_steps is {recipe.optim.warmup_steps} and optim.scheduler 'constant', which has none: use "
             "constant_with_warmup"
         )
-    for name, needed, advice in (
-        ("lora", "r", "every weight is trained: set lora.r for adapters, such as lora.r=16"),
-        ("publish", "repository", "nothing is published: set publish.repository=OWNER/NAME"),
-    ):
-        section: Section = getattr(recipe, name)
-        if getattr(section, needed) is None and section != type(section)():
-            key = next(
-                key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default
-            )
-            raise ConfigError(f"{name}.{key} is {getattr(section, key)} where {advice}")
+    lora = recipe.lora
+    if lora.r is None and lora != LoraSection():
+        key, _ = next(each for each in LoraSection.model_fields.items() if getattr(lora, each[0]) != each[1].default)
+        raise ConfigError(f"lora.{key} is {getattr(lora, key)} without lora.r: set it, such as lora.r=16, for adapters")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

@@ -168,6 +168,7 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
         config = skipdecode.checkpoint.SkipConfig.of(model.config)
         assert config is not None
         slow = math.floor(solved.speedup(SkipSchedule(6, 1, 1, horizon=config.solver["horizon"])) * 50) / 100 + 0.5
+        slow = max(1.0, slow)  # a busy machine's clock can say that layers cost nothing
         schedule = solve_schedule(solved, slow, horizon=config.solver["horizon"])
         assert main(["info", str(checkpoint), "--speedup", str(slow), "--batch-size", "2"]) == 0
         out, _ = said(capsys)

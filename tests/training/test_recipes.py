@@ -95,6 +95,7 @@ def test_the_table_is_what_the_command_beside_it_prints(tmp_path: Path) -> None:
 # OPT's vocabulary on a hidden size of 16, with layers that are wide enough for the targets to be within reach.
 SHRUNKEN = {"num_hidden_layers": 12, "hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
 SHRUNKEN |= {"ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048}
+CONFIGS = (None, "zero2", "zero3")
 POST = "SUBREDDIT: r/cats\n\nTITLE: My cat ate a moth\n\nPOST: It was a large one. She looked surprised.\n\nTL;DR:"
 
 
@@ -114,12 +115,20 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("deepspeed", [None, pytest.param("zero2", marks=pytest.mark.release), "zero3"])
+@pytest.mark.parametrize(
+    ("deepspeed", "which"),
+    [
+        (None, "a size"),
+        ("zero3", "a size"),
+        *(pytest.param(each, "all", marks=pytest.mark.release) for each in CONFIGS),
+    ],
+)
 def test_recipes_train_and_evaluate_on_a_shrunken_shape(
-    deepspeed: str | None, shrunken: Path, shared_data: Path, tmp_path: Path
+    deepspeed: str | None, which: str, shrunken: Path, shared_data: Path, tmp_path: Path
 ) -> None:
     """Two steps with the real tokenizer, task, precision, adapters and DeepSpeed config of each; then the evaluation
-    of one recipe of each task without DeepSpeed, and of one with each of its configs.
+    of one recipe of each task without DeepSpeed, and of one with each of its configs. Before a release all of them;
+    else of those that differ by numbers one, the smaller model, and one with DeepSpeed.
     """
     paths = {name: shared_data / name for name in ("e2e", "webnlg", "viggo", "cnndm")} | {"tldr": shrunken / "tldr"}
     runs: dict[str, list[str]] = {}
@@ -128,12 +137,15 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         recipe = load_recipe(name)
         if recipe.deepspeed.config != deepspeed or ("opt-1" not in name and "opt-6" not in name):
             continue
+        kind = recipe.data.task if deepspeed is None else "first"
+        if which == "a size" and recipe.model.shape is None and kind in evaluated:
+            continue
         folder = tmp_path / name
         overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
         overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
         overrides += ["train.logging_steps=1", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
-        if evaluated.setdefault(recipe.data.task if deepspeed is None else "first", name) != name:
+        if evaluated.setdefault(kind, name) != name:
             overrides.append("evaluation.speedups=null")
         if recipe.data.task == "cnndm":
             overrides.append("data.options={holdout: 4}")
