@@ -117,6 +117,9 @@ class ArenaLayer:
     def __init__(self, arena: Arena) -> None:
         self.buffers = tuple(part.transpose(0, 1).unsqueeze(2) for part in (arena.keys, arena.values))
 
+    def check_room(self, columns: int) -> None:
+        """Nothing to check: a text gets its columns before it runs."""
+
 
 class ArenaCache:
     """The arena in place of a cache: every layer's keys and values are somewhere in it.

@@ -23,6 +23,7 @@ class PlannedLayer(CacheLayerMixin):
         keys, values: the buffers, of `prompt columns + generated` columns, the first `length` of which are written;
             after `keep_rows`, the first rows of them.
         buffers: both, whole; once there is a prompt.
+        columns: that the buffers have room for; 0 until there is a prompt.
     """
 
     is_sliding = False
@@ -31,7 +32,7 @@ class PlannedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.generated = generated
         self.prompt_columns = prompt_columns
-        self.length = 0
+        self.length = self.columns = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers for a prompt such as `key_states` [batch, heads, prompt columns, head_dim]."""
@@ -39,14 +40,12 @@ class PlannedLayer(CacheLayerMixin):
         columns = max(columns, self.prompt_columns) + self.generated
         # Zeros where a whole buffer is attended to, unwritten columns at weight 0: they must not hold NaN.
         new = key_states.new_zeros if self.prompt_columns else key_states.new_empty
-        self.keys = new(batch, heads, columns, head_dim)
-        self.values = new(batch, heads, columns, value_states.shape[-1])
-        self.buffers = (self.keys, self.values)
-        self.is_initialized = True
+        self.hold(new(batch, heads, columns, head_dim), new(batch, heads, columns, value_states.shape[-1]))
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write into memory that somebody else allocated, in place of buffers of its own, of the same shape."""
         self.keys, self.values = self.buffers = keys, values
+        self.columns = keys.shape[-2]
         self.is_initialized = True
 
     def update(
@@ -61,16 +60,20 @@ class PlannedLayer(CacheLayerMixin):
         assert keys is not None  # they are there since lazy_initialization
         assert values is not None
         start, end = self.length, self.length + key_states.shape[-2]
-        if end > keys.shape[-2]:
-            raise RuntimeError(
-                f"the cache was planned for {keys.shape[-2]} columns, and column {end} was to be written"
-            )
+        self.check_room(end)
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         self.length = end
         if start == 0:
             return key_states, value_states
         return keys[:, :, :end], values[:, :, :end]
+
+    def check_room(self, columns: int) -> None:
+        """Raises RuntimeError where so many columns don't fit: compiled kernels would write behind the buffers."""
+        if columns > self.columns:
+            raise RuntimeError(
+                f"the cache was planned for {self.columns} columns, and column {columns} was to be written"
+            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns to attend to when `query_length` more are run, and the index of the first."""

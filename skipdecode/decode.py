@@ -23,6 +23,7 @@ from skipdecode.attach import check_detached, check_schedule, gated_layers, whol
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, hoped, pass_seconds
+from skipdecode.endings import limited_config
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
@@ -123,7 +124,8 @@ def skip_generate(
         raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
     if draft_counts is not None and not lossless:
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
-    check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
+    generation_config = limited_config(generation_config, stopping_criteria)
+    check_request(model, input_ids, generation_config, model_kwargs)
     check_detached(decoder_layers(model))
     arguments: dict[str, Any] = {
         "logits_processor": logits_processor,
@@ -362,7 +364,6 @@ def _warn_beyond(config: SkipConfig, speedup: float) -> None:
 def check_request(
     model: GenerativeModel,
     input_ids: torch.Tensor,
-    stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
@@ -385,7 +386,7 @@ def check_request(
         raise ConfigError("the cache is offloaded: it fetches the next layer's keys and values, whether or not it runs")
     if generation_config.output_attentions or generation_config.output_hidden_states:
         raise ConfigError("output_attentions and output_hidden_states are not given: layers differ from step to step")
-    _check_positions(model, input_ids, stopping_criteria.max_length, model_kwargs)
+    _check_positions(model, input_ids, generation_config.max_length, model_kwargs)
 
 
 def _check_positions(

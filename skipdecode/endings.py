@@ -1,11 +1,18 @@
 """The ends of texts: what stopping criteria say, told without a tensor where they ask for no more than is known."""
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 
 class RowLengths(StoppingCriteria):
@@ -28,6 +35,16 @@ class RowLengths(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
         return self._columns <= input_ids.shape[1]
+
+
+def limited_config(config: GenerationConfig, criteria: StoppingCriteriaList) -> GenerationConfig:
+    """A config whose `max_length` is that of the criteria: a `MaxLengthCriteria` of a caller's takes its place."""
+    limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    if not limits or min(limits) == config.max_length:
+        return config
+    config = copy.copy(config)
+    config.max_length = min(limits)
+    return config
 
 
 class Endings:

@@ -8,7 +8,7 @@ them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -94,7 +95,8 @@ class LosslessLoop:
         self._schedule = schedule
         self._length = draft_length
         self._drafts = DraftCounts() if draft_counts is None else draft_counts
-        self._processor = logits_processor
+        self._asked: Collection[int] = ()  # rows that processors are asked about
+        self._processor = LogitsProcessorList(map(self._asked_of_rows_at_hand, logits_processor))
         self._config = generation_config
         self._streamer = streamer
         self._stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -112,6 +114,15 @@ class LosslessLoop:
         self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(batch)]  # that aren't shown yet
         self._scores: Any = ()
         self._logits: Any = ()
+
+    def _asked_of_rows_at_hand(self, processor: Any) -> Any:
+        """A processor; one that calls a function for each row calls it for those alone whose text is looked at."""
+        if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(
+            lambda row, text: allowed(row, text) if row in self._asked else [self.pad], num_beams=1
+        )
 
     def run(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode every row to its end. Returns what `decode_loop` does."""
@@ -172,6 +183,7 @@ class LosslessLoop:
                 drafted = torch.multinomial(probabilities, num_samples=1)[:, 0]
                 for row, proposed in zip(drafting, probabilities, strict=True):
                     self._proposed[row].append(proposed)
+            drafted = drafted.to(self.texts.dtype)
             if len(drafting) == 1:  # without the making of indices, as in `_columns`
                 self.texts[drafting[0], self.prompt + self.counts[drafting[0]] + done] = drafted[0]
             else:
@@ -289,7 +301,7 @@ class LosslessLoop:
         scores = torch.empty_like(logits)
         for length in {length for _, length in places}:
             at = [n for n, (_, other) in enumerate(places) if other == length]
-            of_rows = [places[n][0] for n in at]
+            of_rows = self._asked = [places[n][0] for n in at]
             whole = logits.new_zeros(len(self.texts), logits.shape[1])
             whole[of_rows] = logits[at]
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]

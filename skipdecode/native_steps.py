@@ -88,6 +88,10 @@ class TextsAtHand(NamedTuple):
     most: Sequence[int]
     ends: Collection[int]
 
+    def reach(self, steps: int) -> int:
+        """Columns of generated tokens that the longest text has run after so many steps."""
+        return max(start + min(steps, most) for start, most in zip(self.starts, self.most, strict=True))
+
 
 class ChosenTokens(NamedTuple):
     """Tokens that were chosen one after another.
@@ -210,7 +214,10 @@ class NativeSteps:
         held: list[Any] = cache.layers
         end = max(columns) + 1
         for index in layers:
-            held[index].length = end if held[index].generated else 0
+            layer = held[index]
+            if layer.generated:
+                layer.check_room(end)
+            layer.length = end if layer.generated else 0
         alive: dict[str, Any] = {
             "layers": self.layer_structs(cache, passing),
             "running": _numbers(tuple(layers)),
@@ -275,6 +282,9 @@ class NativeSteps:
             cache: of them.
             prepared: the inputs of all steps.
         """
+        for n, running in enumerate(layers, start=1):
+            if n == len(layers) or running is not layers[n]:
+                _check_room(cache, running, prepared.prompt_columns + texts.reach(n))
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, len(layers), cache, prepared)
         done = self._kernels.greedy(self._kernels.number, step, greedy)
         del alive
@@ -307,6 +317,7 @@ class NativeSteps:
         assert drafter.head is not None
         count, steps = len(texts.tokens), len(layers)
         most = min(max(texts.most), rounds * (steps + 1))
+        _check_room(cache, all_layers, prepared.prompt_columns + texts.reach(most))
         step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
         drafted, agreed = (array("i", [-1] * rounds * count) for _ in range(2))
         probabilities = torch.empty(rounds, steps, count)
@@ -448,7 +459,8 @@ class NativeSteps:
     def _norm(self, norm: Norm | None) -> NormStruct:
         if norm is None:
             return NormStruct()
-        weight, bias = (None if part is None else part.detach().float() for part in (norm.weight, norm.bias))
+        parts = (norm.weight, norm.bias)
+        weight, bias = (None if part is None else part.detach().float().contiguous() for part in parts)
         self._alive += [weight, bias]
         return NormStruct(address(weight), address(bias), norm.eps, 1 if norm.centred else 2)
 
@@ -499,6 +511,8 @@ def native_steps(
     compiled = kernels() if weights != "model" else None
     if compiled is None or not all(_known(block) for block in blocks if block is not None):
         return None
+    if tables is not None and not all(table is None or table.is_contiguous() for table in tables):
+        tables = None  # such as a slice of a wider one: torch looks its rows up
     last = None
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
@@ -510,6 +524,12 @@ def _checked(returned: int) -> int:
     if returned < 0:
         raise IndexError("a token or a position is not in the model's table of embeddings")
     return returned
+
+
+def _check_room(cache: PlannedCache, layers: Sequence[int], columns: int) -> None:
+    held: list[Any] = cache.layers
+    for index in layers:
+        held[index].check_room(columns)
 
 
 @functools.cache

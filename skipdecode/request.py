@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from skipdecode.decode import check_request
-from skipdecode.endings import Endings
+from skipdecode.endings import Endings, limited_config
 from skipdecode.errors import ConfigError
 from skipdecode.internals import given_a_tokenizer
 from skipdecode.runners import why_not_lean_steps
@@ -129,7 +129,8 @@ def _prepared(
     **model_kwargs: Any,
 ) -> Prepared:
     """A `custom_generate` that decodes nothing."""
-    check_request(model, input_ids, stopping_criteria, generation_config, model_kwargs)
+    generation_config = limited_config(generation_config, stopping_criteria)
+    check_request(model, input_ids, generation_config, model_kwargs)
     if len(input_ids) > 1:
         raise ConfigError(f"num_return_sequences is {len(input_ids)}: submit so many requests, with a seed each")
     if generation_config.return_dict_in_generate:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.attach import LayerGate, whole_columns
@@ -305,12 +305,21 @@ def make_columns_runner(
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
+    reason = reason or _why_not_called_again(generation_config)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
     if cuda_graphs:
         raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
     steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
     return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
+
+
+def _why_not_called_again(config: GenerationConfig) -> str | None:
+    """The reason why logits processors can't be called more than once a token; None where they can."""
+    synthid = isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig)
+    guided = config.guidance_scale not in (None, 1)
+    found = f"guidance_scale is {config.guidance_scale}" if guided else "a SynthID watermark is asked for"
+    return f"{found}, whose logits processor keeps what it was called with" if guided or synthid else None
 
 
 def why_not_lean_steps(
@@ -345,7 +354,9 @@ def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: d
 def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
     """The attention mask of a prompt [batch, columns]; generate drops one that hides nothing."""
     mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-    return input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs)) if mask is None else mask
+    if mask is None:
+        return input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs))
+    return mask.long() if mask.dtype == torch.uint8 else mask  # whose sums and negations wrap around
 
 
 # Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.

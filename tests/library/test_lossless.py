@@ -1,6 +1,7 @@
 """What a schedule drafts and full depth verifies is full depth's own text, in as few passes as it allows."""
 
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lossless_cases import DRAFTS, check_lossless, drafting, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 from peft import LoraConfig, get_peft_model
 from tiny_models import END, PAD, ragged_prompts
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, decode, lean, lossless, skip_generate
@@ -116,6 +117,23 @@ def test_what_looks_on_is_called_as_by_transformers(name: str, ends: list[int]) 
 )
 def test_processors_see_each_row_at_its_own_length(request_: dict[str, Any]) -> None:
     (theirs, _), (ours, _) = both("qwen2", SCHEDULES[0], LENGTHS, **request_)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
+def test_allowed_tokens_are_asked_for_behind_texts_that_are_allowed(lengths: list[int]) -> None:
+    """A trie raises where it doesn't know the text, as of a row that stands elsewhere."""
+    prompt = max(lengths)
+
+    def allowed(row: int, text: torch.Tensor) -> list[int]:
+        new = text[prompt:].tolist()
+        assert all(token in following(row, before) for before, token in pairwise([0, *new])), "a text that nobody has"
+        return following(row, new[-1] if new else 0)
+
+    def following(row: int, token: int) -> list[int]:
+        return [4 + (3 * token + 5 * row + n) % 50 for n in range(3)]
+
+    (theirs, _), (ours, _) = both("llama", SCHEDULES[0], lengths, prefix_allowed_tokens_fn=allowed)
     assert torch.equal(ours, theirs)
 
 
@@ -272,6 +290,11 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
         ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
+        ({"guidance_scale": 1.5}, "guidance_scale is 1.5, whose logits processor keeps what it was called with"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)},
+            "a SynthID watermark is asked for, whose logits processor keeps",
+        ),
         ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
     ],

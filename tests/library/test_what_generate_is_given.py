@@ -11,7 +11,14 @@ from lean_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast, StaticCache
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StaticCache,
+)
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.families import FAMILIES, register_family
@@ -222,6 +229,41 @@ def test_what_cannot_be_decoded_is_refused(change: dict[str, Any], message: str)
         tiny("opt").generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=3, custom_generate=skip_generate, **request
         )
+
+
+HOW: list[dict[str, Any]] = [{}, {"weights": "model"}, {"cuda_graphs": True}, {"lossless": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("name", ["opt", "llama"])
+@pytest.mark.parametrize("limit", [9, 60])
+def test_a_length_criterion_of_ones_own_takes_the_place_of_generates(
+    limit: int, name: str, how: dict[str, Any]
+) -> None:
+    """A longer one needs a larger cache: kernels would write behind one of max_new_tokens."""
+    model = tiny(name)
+    ids, mask = ragged_prompts([3, 6], 6)
+    given = {"input_ids": ids, "attention_mask": mask, "stopping_criteria": [MaxLengthCriteria(limit)]}
+    theirs = text(model, None, **given)
+    assert theirs.shape[1] == limit
+    assert torch.equal(text(model, SCHEDULE if how.get("lossless") else FULL, **how, **given), theirs)
+
+
+def test_positions_are_counted_up_to_a_length_criterion_of_ones_own() -> None:
+    ids, _ = ragged_prompts([6], 6)
+    with pytest.raises(ConfigError, match="the longest prompt has 6 tokens, 193 positions are needed"):
+        text(tiny("opt"), FULL, input_ids=ids, stopping_criteria=[MaxLengthCriteria(194)])
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
+def test_masks_and_tokens_of_every_type_mean_the_same(name: str, how: dict[str, Any]) -> None:
+    model = tiny(name)
+    ids, mask = ragged_prompts([3, 6, 4], 6)
+    theirs = text(model, None, input_ids=ids, attention_mask=mask)
+    for tokens, kind in ((torch.int64, torch.uint8), (torch.int32, torch.int64), (torch.int64, torch.bool)):
+        given = {"input_ids": ids.to(tokens), "attention_mask": mask.to(kind), **how}
+        assert torch.equal(text(model, SCHEDULE if how.get("lossless") else FULL, **given), theirs), (tokens, kind)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
