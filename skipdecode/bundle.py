@@ -7,6 +7,7 @@ among them are left out, and all others stand at the top. It needs torch and tra
 
 import ast
 import os
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +36,7 @@ def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
+@cache
 def custom_generate_source() -> str:
     """The text of the file. Raises ValueError where two modules define the same name, which one file can't hold."""
     sources = _modules(_ENTRY)

@@ -204,12 +204,14 @@ def test_the_hubs_form_gives_the_same_examples_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_real_data_has_its_known_sizes_and_its_names_come_back(shared_data: Path) -> None:
-    task = WebNLG(str(shared_data / "webnlg"), delexicalise=True)
-    train, validation, test = (task.load(split) for split in ("train", "validation", "test"))
+    plain = WebNLG(str(shared_data / "webnlg"))
+    train, validation, test = (plain.load(split) for split in ("train", "validation", "test"))
     assert [len(split) for split in (train, validation, test)] == [6940, 872, 1862]
     assert sum(len(example.references) for example in test) == 4928
     assert sum(example.part == "unseen" for example in test) == 891
     assert len(UNSEEN) == 5
+    task = WebNLG(str(shared_data / "webnlg"), delexicalise=True)
+    validation = task.load("validation")
     stated = total = 0
     for example in validation:
         assert 1 <= len(example.targets) <= len(example.references)

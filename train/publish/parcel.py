@@ -14,6 +14,7 @@ from configs.files import read_yaml
 from eval.card import CARD, write_card
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
+from skipdecode.bundle import PATH as CUSTOM_GENERATE
 from skipdecode.bundle import write_custom_generate
 from skipdecode.errors import first_line
 from skipdecode.loading import load
@@ -110,6 +111,8 @@ def _content(folder: Path, name: str) -> bytes | Path:
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise ConfigError(f"{path} is a link to {path.resolve()}: put the file itself there to send it")
+    if name == CUSTOM_GENERATE.as_posix():
+        return path.read_bytes()  # this package's own, just written
     if path.suffix == ".safetensors":
         with path.open("rb") as stream:  # names and metadata, behind their length in 8 bytes
             text = stream.read(int.from_bytes(stream.read(8), "little")).decode("utf-8", errors="replace")
