@@ -31,15 +31,7 @@ class Words:
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Take tokens. Returns what the text grows by, which may be nothing until more is known."""
-        self._tokens += tokens
-        behind = self._decode(self._tokens[self._from :])
-        if last or not behind.endswith(_UNFINISHED):
-            self._whole += behind[len(self._known) :]
-            self._known = behind
-            if len(self._tokens) - self._from > _DECODED_AGAIN:
-                self._from = self._read
-                self._known = self._decode(self._tokens[self._from :])
-            self._read = len(self._tokens)
+        self._grow(tokens, last)
         at = min((found for stop in self._stops if (found := self._whole.find(stop)) >= 0), default=None)
         if at is not None:
             self.stopped, shown = True, self._whole[:at]
@@ -48,6 +40,19 @@ class Words:
         new = shown[len(self.text) :]
         self.text = shown
         return new
+
+    def _grow(self, tokens: Sequence[int], last: bool) -> None:
+        behind = self._decode([*self._tokens[self._from :], *tokens])
+        self._tokens += tokens
+        if not last and behind.endswith(_UNFINISHED):
+            return
+        self._whole += behind[len(self._known) :]
+        self._known = behind
+        if len(self._tokens) - self._from > _DECODED_AGAIN:
+            known = self._decode(self._tokens[self._read :])
+            if known:  # behind special tokens alone a word would be a first one
+                self._from, self._known = self._read, known
+        self._read = len(self._tokens)
 
     def _held_back(self) -> int:
         """Characters at the end that a stop may begin with."""

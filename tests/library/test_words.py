@@ -4,8 +4,10 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data import load_task
 from data.vocabulary import train_tokenizer
@@ -17,9 +19,37 @@ from skipdecode.serve.words import Words
 TOKENIZER: Any = train_tokenizer(load_task("departures", train_size=40).stream("train"), 320, 128)
 
 
-def grown(tokens: list[int], draw: random.Random, most: int, stops: list[str]) -> tuple[str, str, bool]:
+def like_llamas() -> Any:
+    """Spaces are a part of words, and the first one's is dropped; characters that it doesn't know are bytes."""
+    letters = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *"▁thea", "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    vocabulary = {piece: n for n, piece in enumerate(letters)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    replaced = decoders.Replace("▁", " ")
+    made.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def like_berts() -> Any:
+    """Spaces are no part of words, and stand before all but a first one."""
+    vocabulary = {piece: n for n, piece in enumerate(["[UNK]", "<s>", "</s>", "the", "a", "##the", "##a", ".", "'"])}
+    made = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="[UNK]")
+
+
+TOKENIZERS = {"byte-level": TOKENIZER, "like Llama's": like_llamas(), "like BERT's": like_berts()}
+# As texts are, and with tokens in the middle that no text shows.
+PIECES = st.sampled_from(["the", " the", " ", "é", "€", ".", "<s>", "</s>"]) | st.text(max_size=2)
+TEXTS = st.lists(PIECES, min_size=16, max_size=24).map("".join)
+
+
+def grown(
+    tokens: list[int], draw: random.Random, most: int, stops: list[str], tokenizer: Any = TOKENIZER
+) -> tuple[str, str, bool]:
     """What a text has grown by, its text, and whether a stop ended it, of tokens that come up to `most` at once."""
-    words, parts, at = Words(TOKENIZER, stops), [], 0
+    words, parts, at = Words(tokenizer, stops), [], 0
     while at < len(tokens) and not words.stopped:
         count = draw.randint(1, most)
         at += count
@@ -27,14 +57,15 @@ def grown(tokens: list[int], draw: random.Random, most: int, stops: list[str]) -
     return "".join(parts), words.text, words.stopped
 
 
-@given(
-    st.text(max_size=40).map(lambda text: TOKENIZER(text, add_special_tokens=False)["input_ids"]),
-    st.integers(1, 20),
-    st.randoms(use_true_random=False),
-)
-def test_however_tokens_come_the_text_is_that_of_all(tokens: list[int], most: int, draw: random.Random) -> None:
-    whole = TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert grown(tokens, draw, most, []) == (whole, whole, False)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=40)
+@example("the" + 11 * " the" + "</s> the", 1, random.Random(0))
+@given(TEXTS, st.integers(1, 20), st.randoms(use_true_random=False))
+def test_however_tokens_come_the_text_is_that_of_all(kind: str, text: str, most: int, draw: random.Random) -> None:
+    tokenizer = TOKENIZERS[kind]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert grown(tokens, draw, most, [], tokenizer) == (whole, whole, False)
 
 
 @given(
