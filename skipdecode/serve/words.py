@@ -43,9 +43,16 @@ class Words:
 
     def _grow(self, tokens: Sequence[int], last: bool) -> None:
         behind = self._decode([*self._tokens[self._from :], *tokens])
+        if _UNFINISHED in behind and len(tokens) > 1:  # what a stream has shown by then must stay
+            self._grow(tokens[: len(tokens) // 2], False)
+            self._grow(tokens[len(tokens) // 2 :], last)
+            return
         self._tokens += tokens
         if not last and behind.endswith(_UNFINISHED):
             return
+        if not behind.startswith(self._known):  # some tokenizers spoil the characters before broken bytes, too
+            self._from, self._known = self._read, ""
+            behind = self._decode(self._tokens[self._from :])
         self._whole += behind[len(self._known) :]
         self._known = behind
         if len(self._tokens) - self._from > _DECODED_AGAIN:

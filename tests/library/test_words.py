@@ -68,6 +68,19 @@ def test_however_tokens_come_the_text_is_that_of_all(kind: str, text: str, most:
     assert grown(tokens, draw, most, [], tokenizer) == (whole, whole, False)
 
 
+@settings(max_examples=40)
+@example(["<0xC3>", "<0xA9>", "<0xC3>", "<0xC3>"], 16, random.Random(0))
+@given(
+    st.lists(st.sampled_from(["<0x20>", "<0xA9>", "<0xC3>", "<0xE2>", "▁", "▁the", "a", "</s>"]), max_size=40),
+    st.integers(2, 20),
+    st.randoms(use_true_random=False),
+)
+def test_however_broken_characters_come_the_text_is_the_same(pieces: list[str], most: int, draw: random.Random) -> None:
+    tokenizer = TOKENIZERS["like Llama's"]
+    tokens = tokenizer.convert_tokens_to_ids(pieces)
+    assert grown(tokens, draw, most, [], tokenizer) == grown(tokens, draw, 1, [], tokenizer)
+
+
 @given(
     st.text(alphabet="abé ", min_size=1, max_size=40), st.text(alphabet="abé ", min_size=1, max_size=3), st.randoms()
 )
