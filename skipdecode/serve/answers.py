@@ -4,19 +4,22 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from skipdecode.request import Chosen
 from skipdecode.serve.job import Choice, Job, Part
 from skipdecode.serve.protocol import Envelope, Failure, usage
+from skipdecode.serve.spelling import Spelling
 
 
-async def whole(job: Job, tokenizer: Any) -> dict[str, Any]:
+async def whole(job: Job, spelling: Spelling) -> dict[str, Any]:
     """The answer in one piece, once every text has ended. Raises Failure."""
     envelope = Envelope(job.asked)
     async for _ in job.parts():
         pass
     choices = [
         envelope.choice(
-            choice.index, choice.words.text, choice.end, _logprobs(envelope, tokenizer, choice, choice.logprobs, 0)
+            choice.index,
+            choice.words.text,
+            choice.end,
+            _logprobs(envelope, spelling, choice, range(len(choice.logprobs))),
         )
         for choice in job.choices
     ]
@@ -24,7 +27,7 @@ async def whole(job: Job, tokenizer: Any) -> dict[str, Any]:
     return {**body, "skipdecode": _details(job)} if job.asked.details else body
 
 
-async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
+async def events(job: Job, spelling: Spelling) -> AsyncIterator[str]:
     """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
     envelope = Envelope(job.asked)
     try:
@@ -36,7 +39,7 @@ async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
             )
         async for together in job.parts():
             # In one piece: where steps take less than events do, the texts would be ever farther behind.
-            if found := "".join(_events(job, envelope, tokenizer, together)):
+            if found := "".join(_events(job, envelope, spelling, together)):
                 yield found
         if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
             yield _event(envelope.body([], part=True, usage=usage(job.prompt_tokens, job.new_tokens)))
@@ -47,7 +50,7 @@ async def events(job: Job, tokenizer: Any) -> AsyncIterator[str]:
         job.cancel()
 
 
-def _events(job: Job, envelope: Envelope, tokenizer: Any, together: Sequence[Part]) -> Iterator[str]:
+def _events(job: Job, envelope: Envelope, spelling: Spelling, together: Sequence[Part]) -> Iterator[str]:
     """An event for each token where more than its text is asked for, else one for each text that grew."""
     if job.asked.top_logprobs_asked is None and not job.asked.details:
         grown: dict[int, str] = {}
@@ -60,8 +63,8 @@ def _events(job: Job, envelope: Envelope, tokenizer: Any, together: Sequence[Par
         return
     for part in together:
         choice = part.choice
-        new = [part.chosen] if job.asked.top_logprobs_asked is not None else []
-        logprobs = _logprobs(envelope, tokenizer, choice, new, part.offset)
+        places = [part.place] if job.asked.top_logprobs_asked is not None else []
+        logprobs = _logprobs(envelope, spelling, choice, places)
         body = envelope.body([envelope.choice(choice.index, part.text, part.end, logprobs, part=True)], part=True)
         if job.asked.details:
             body["skipdecode"] = {
@@ -80,32 +83,34 @@ def _details(job: Job) -> dict[str, Any]:
     return {"speedup": job.speedup, "layers_per_token": job.layers_per_token}
 
 
-def _logprobs(
-    envelope: Envelope, tokenizer: Any, choice: Choice, tokens: Sequence[Chosen], offset: int
-) -> dict[str, Any] | None:
-    """Probabilities of tokens, the first of which starts at this character, as each kind of request has them."""
-    if not tokens:
+def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Sequence[int]) -> dict[str, Any] | None:
+    """Probabilities of the tokens at these places of a text, as each kind of request has them."""
+    if not places:
         return None
+    first = spelling.first([each.token for each in choice.logprobs])
 
-    def name(token: int) -> str:
-        text: str = tokenizer.decode([token])
-        if "\ufffd" in text:  # a part of a character, which others' parts would look like
-            text = tokenizer.convert_ids_to_tokens(token)
-        return text
+    def value(place: int, token: int, logprob: float | None) -> dict[str, Any]:
+        raw = spelling.raw(token, first=place <= first)
+        return {"token": spelling.name(token, raw), "logprob": logprob, "bytes": list(raw)}
 
-    def value(token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": name(token), "logprob": logprob, "bytes": list(name(token).encode())}
+    def values(place: int) -> dict[str, Any]:
+        chosen = choice.logprobs[place]
+        top = [value(place, *pair) for pair in chosen.top]
+        return {**value(place, chosen.token, chosen.logprob), "top_logprobs": top}
 
+    found = [values(place) for place in places]
     if envelope.chat:
-        content = [
-            {**value(each.token, each.logprob), "top_logprobs": [value(*pair) for pair in each.top]} for each in tokens
-        ]
-        return {"content": content, "refusal": None}
-    names = [name(each.token) for each in tokens]
-    offsets = [offset + sum(map(len, names[:n])) for n in range(len(names))]
+        return {"content": found, "refusal": None}
     return {
-        "tokens": names,
-        "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": [{name(token): logprob for token, logprob in each.top} for each in tokens],
-        "text_offset": offsets,
+        "tokens": [each["token"] for each in found],
+        "token_logprobs": [each["logprob"] for each in found],
+        "top_logprobs": [_by_name(each["top_logprobs"]) for each in found],
+        "text_offset": [choice.offsets[place] for place in places],
     }
+
+
+def _by_name(top: Sequence[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in top:
+        found.setdefault(each["token"], each["logprob"])  # the likelier of two that have one name comes first
+    return found

@@ -28,6 +28,7 @@ from skipdecode.serve.job import Bell, Job
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
 from skipdecode.serve.settings import ServeSettings
+from skipdecode.serve.spelling import Spelling
 
 LOG = logging.getLogger("skipdecode.serve")
 _OPEN = ("/", "/health")  # without a key: the page asks for it
@@ -41,6 +42,7 @@ _POLICY = (
 def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
     """The application: it starts the engine's thread, and ends it."""
     metrics = Metrics(lambda: engine.state)
+    spelling = Spelling(tokenizer)
     started = int(time.time())
 
     @asynccontextmanager
@@ -89,8 +91,8 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
         request.state.job = job  # for the line of the log
         await job.start()
         if asked.stream:
-            return StreamingResponse(events(job, tokenizer), media_type="text/event-stream")
-        work, gone = asyncio.ensure_future(whole(job, tokenizer)), asyncio.ensure_future(_disconnected(request))
+            return StreamingResponse(events(job, spelling), media_type="text/event-stream")
+        work, gone = asyncio.ensure_future(whole(job, spelling)), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():

@@ -31,6 +31,7 @@ class Choice:
         layers: that its tokens ran after the first one, which comes from the prompt's pass.
         last: when its last token came.
         logprobs: of its tokens, where they were asked for.
+        offsets: characters that were decided before each of these tokens.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Choice:
     layers: int = 0
     last: float | None = None
     logprobs: list[Chosen] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Part:
         text: maybe empty.
         chosen: the token, or the last of several.
         layers: that it ran.
-        offset: characters that stood before it.
+        place: of the token in its text, from 0.
         end: what ended the text with it, as OpenAI says it; None where it goes on.
     """
 
@@ -60,7 +62,7 @@ class Part:
     text: str
     chosen: Chosen
     layers: int
-    offset: int
+    place: int
     end: str | None
 
 
@@ -272,8 +274,8 @@ class Job:
             choice.tokens += 1
             if chosen.logprob is not None:
                 choice.logprobs.append(chosen)
+                choice.offsets.append(choice.words.decided)
             self._metrics_of(choice, chosen)
-        offset = len(choice.words.text)
         text = choice.words.add([chosen.token for chosen in new], last=last.end is not None)
         if choice.words.stopped:
             choice.end = "stop"
@@ -282,7 +284,7 @@ class Job:
             choice.end = last.end
         if choice.end is not None:
             self._metrics.whole.observe(last.at - choice.answer.times.submitted)
-        return Part(choice, text, last, layers, offset, choice.end)
+        return Part(choice, text, last, layers, choice.tokens - 1, choice.end)
 
     def _metrics_of(self, choice: Choice, chosen: Chosen) -> None:
         if choice.last is None:

@@ -41,6 +41,11 @@ class Words:
         self.text = shown
         return new
 
+    @property
+    def decided(self) -> int:
+        """Characters so far, with those of a stop and of what may be its beginning."""
+        return len(self._whole)
+
     def _grow(self, tokens: Sequence[int], last: bool) -> None:
         behind = self._decode([*self._tokens[self._from :], *tokens])
         if _UNFINISHED in behind and len(tokens) > 1:  # what a stream has shown by then must stay

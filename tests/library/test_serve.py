@@ -193,6 +193,26 @@ def test_probabilities_come_with_the_tokens(server: Server) -> None:
     assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in content)
 
 
+def test_tokens_stand_in_a_stream_where_they_do_in_the_whole_text(server: Server) -> None:
+    text = text_of(server, alone(server, PROMPTS[0], 2))
+    stop = [text[:8] + "never", text[9:11]]  # the first holds back what a stream shows
+    how: Any = {"model": "tiny", "prompt": PROMPTS[0], "logprobs": 2, "stop": stop}
+    found = server.client.completions.create(**how).choices[0].logprobs
+    parts = [part.choices[0].logprobs for part in server.client.completions.create(**how, stream=True)]
+    assert len(parts) > 3
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(found, name)
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=0
+    )
+    raw = b"".join(bytes(each.bytes) for each in answer.choices[0].logprobs.content)  # type: ignore[union-attr,arg-type]
+    assert b"\xab" in raw  # random weights: most of it is no character
+    assert raw.decode(errors="replace") == answer.choices[0].message.content
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -14,6 +14,7 @@ from data.vocabulary import train_tokenizer
 
 pytest.importorskip("fastapi")  # the package that it is in is that of an extra
 
+from skipdecode.serve.spelling import Spelling
 from skipdecode.serve.words import Words
 
 TOKENIZER: Any = train_tokenizer(load_task("departures", train_size=40).stream("train"), 320, 128)
@@ -66,6 +67,38 @@ def test_however_tokens_come_the_text_is_that_of_all(kind: str, text: str, most:
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert grown(tokens, draw, most, [], tokenizer) == (whole, whole, False)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=40)
+@given(TEXTS.map(lambda text: text.replace("\ufffd", "")))  # which looks like a part of a character
+def test_the_bytes_of_tokens_are_those_of_the_text_up_to_where_they_stand(kind: str, text: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    spelling = Spelling(tokenizer)
+    first = spelling.first(tokens)
+    raw = [spelling.raw(token, first=place <= first) for place, token in enumerate(tokens)]
+    assert b"".join(raw).decode() == whole
+    words = Words(tokenizer, [])
+    for place, token in enumerate(tokens):
+        assert whole[: words.decided] == b"".join(raw[:place]).decode(errors="ignore")
+        words.add([token], last=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "names"),
+    [
+        ("like Llama's", "the the é</s>", [" the", " the", " ", "bytes:\\xc3", "bytes:\\xa9", "</s>"]),
+        ("like BERT's", "the a.</s>", [" the", " a", ".", "</s>"]),
+        ("byte-level", "é</s>", ["bytes:\\xc3", "bytes:\\xa9", "</s>"]),
+    ],
+)
+def test_tokens_have_the_names_of_what_they_add(kind: str, text: str, names: list[str]) -> None:
+    tokenizer = TOKENIZERS[kind]
+    spelling = Spelling(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [spelling.name(token, spelling.raw(token)) for token in tokens] == names
 
 
 @settings(max_examples=40)
