@@ -389,6 +389,17 @@ def check_request(
     _check_positions(model, input_ids, generation_config.max_length, model_kwargs)
 
 
+def check_unhealed(token_healing: object) -> None:
+    """Raise ConfigError where prompts are to be healed by who counts the tokens behind them: `generate` strips them of
+    white space first, so that it decodes behind another prompt, of another length.
+    """
+    if token_healing:
+        raise ConfigError(
+            f"token_healing is {token_healing!r}, be it in generation_config.json: prompts are decoded as they are; "
+            "leave it out"
+        )
+
+
 def _check_positions(
     model: GenerativeModel, input_ids: torch.Tensor, max_length: int | None, model_kwargs: dict[str, Any]
 ) -> None:

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from skipdecode.decode import check_request
+from skipdecode.decode import check_request, check_unhealed
 from skipdecode.endings import Endings, limited_config
 from skipdecode.errors import ConfigError
 from skipdecode.internals import given_a_tokenizer
@@ -106,11 +106,12 @@ class Preparer:
         for name in _NOT_SETTINGS:
             if settings.get(name) is not None:
                 raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
+        check_unhealed(settings.get("token_healing", self._model.generation_config.token_healing))
         found: Prepared = self._model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             custom_generate=_prepared,
-            **({"tokenizer": self._tokenizer} if settings.get("stop_strings") else {}),
+            tokenizer=self._tokenizer,  # a checkpoint's own settings may have stop strings, too
             **settings,
         )
         return found

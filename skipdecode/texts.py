@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
 
 from skipdecode.agreement import agreeing_tokens
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
 from skipdecode.cost import Cost, CostModel
-from skipdecode.decode import choose_draft, profile_for, resolve_schedule, skip_generate
+from skipdecode.decode import check_unhealed, choose_draft, profile_for, resolve_schedule, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.lossless import DraftCounts
@@ -102,7 +102,7 @@ class Decoder:
         sampling: generate's settings, such as `do_sample` and `temperature`; greedy without.
 
     Raises:
-        ConfigError: where the model hasn't the positions for a single token more than `max_new_tokens`.
+        ConfigError: for `max_new_tokens` below 1, and for a checkpoint whose own settings ask for `token_healing`.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Decoder:
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         self.model: Any = model
+        check_unhealed(self.model.generation_config.token_healing)
         self.tokenizer: Any = tokenizer
         self.weights = weights
         self._lossless = lossless
@@ -174,6 +175,7 @@ class Decoder:
         request = {name: value for name, value in self._request.items() if value is not None}
         if tokens is not None:
             request |= {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": self.tokenizer.pad_token_id}
+            request["stop_strings"] = None
         inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
         counts = DraftCounts()
         if self._lossless:
@@ -185,14 +187,27 @@ class Decoder:
             schedule=schedule,
             stopping_criteria=StoppingCriteriaList([clock]),
             streamer=streamer,
+            tokenizer=self.tokenizer,  # for the checkpoint's own stop strings
+            return_dict_in_generate=False,
             **request,
         )
-        new = ids[:, inputs["input_ids"].shape[1] :]
+        new = self._up_to_stops(ids, inputs["input_ids"].shape[1])
         completions = tuple(self._completion(*pair, schedule) for pair in zip(prompts, new, strict=True))
         if self._lossless:
             layers = counts.layers / max(1, clock.steps)
             completions = tuple(replace(one, layers=layers if one.tokens > 1 else 0.0) for one in completions)
         return Decoded(completions, clock.prefill_seconds, clock.decode_seconds, clock.steps)
+
+    def _up_to_stops(self, ids: torch.Tensor, columns: int) -> list[torch.Tensor]:
+        """The new tokens of each row, behind so many columns, up to the checkpoint's own stop strings."""
+        new = [*ids[:, columns:]]
+        stops = self.model.generation_config.stop_strings
+        if not stops:
+            return new
+        stopped = StopStringCriteria(self.tokenizer, stops)
+        lengths = range(columns + 1, ids.shape[1] + 1)
+        ends = torch.stack([stopped(ids[:, :length], None) for length in lengths], dim=1)  # [batch, new columns]
+        return [row[: end.tolist().index(True) + 1] if end.any() else row for row, end in zip(new, ends, strict=True)]
 
     def _completion(self, prompt: str, ids: torch.Tensor, schedule: SkipSchedule) -> Completion:
         ends = self.model.generation_config.eos_token_id

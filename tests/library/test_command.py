@@ -110,6 +110,38 @@ def test_a_schedule_of_ones_own_and_batches(checkpoint: Path, tmp_path: Path, ca
     assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
 
 
+def with_settings(checkpoint: Path, folder: Path, **settings: Any) -> Path:
+    """A copy whose generation_config.json has these settings."""
+    shutil.copytree(checkpoint, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+def test_the_checkpoints_own_stop_strings_end_each_text_of_a_batch(
+    checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model, tokenizer = skipdecode.load(str(checkpoint))
+    decoder = Decoder(model, tokenizer, 9)
+    plain = decoder.decode(PROMPTS, decoder.schedule(1)).completions
+    stop = next(text for token in plain[0].ids[2:] if (text := tokenizer.decode([token])).isascii())
+    folder = with_settings(checkpoint, tmp_path / "own", stop_strings=[stop], return_dict_in_generate=True)
+    assert main(["generate", str(folder), *TYPED, *SHORT, "--speedup", "1", "--json"]) == 0
+    found = [json.loads(line) for line in said(capsys)[0]]
+    lengths = []
+    for line, whole in zip(found, plain, strict=True):
+        texts = [tokenizer.decode(whole.ids[: n + 1]) for n in range(len(whole.ids))]
+        lengths.append(next((n for n, text in enumerate(texts, start=1) if stop in text), len(texts)))
+        assert (line["text"], line["tokens"]) == (texts[lengths[-1] - 1], lengths[-1])
+    assert lengths[0] < lengths[1]  # or nothing stood behind the first text
+
+
+def test_a_checkpoint_that_heals_prompts_is_refused(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = with_settings(checkpoint, tmp_path / "own", token_healing=True)
+    assert main(["generate", str(folder), *TYPED, *SHORT]) == 2
+    refused(capsys, "token_healing is True")
+
+
 def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["generate", str(checkpoint), *TYPED, *SHORT, "--json"]
     assert main([*words, "--speedup", "3", "--lossless"]) == 0

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,6 +175,29 @@ def test_a_text_ends_before_a_stop(server: Server, stream: bool) -> None:
     choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop"
+
+
+@contextmanager
+def here(server: Server, **generation_config: Any) -> Iterator[TestClient]:
+    """A server of the same checkpoint in this process, with these settings of its own."""
+    model, tokenizer = skipdecode.load(str(server.folder))
+    for name, value in generation_config.items():
+        setattr(model.generation_config, name, value)
+    with TestClient(make_app(Engine(model, tokenizer), tokenizer, ServeSettings("tiny"))) as client:
+        yield client
+
+
+def test_the_checkpoints_own_stop_strings_end_texts(server: Server) -> None:
+    tokens = alone(server, PROMPTS[0], 1)
+    stop = text_of(server, tokens[3:5])
+    with here(server, stop_strings=[stop]) as client:
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPTS[0], "max_tokens": NEW})
+    assert answer.json()["choices"][0]["text"] == text_of(server, tokens[:5])
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    with here(server, token_healing=True) as client:
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPTS[0]})
+    assert answer.status_code == 400
+    assert "token_healing is True" in answer.json()["error"]["message"]
 
 
 def test_probabilities_come_with_the_tokens(server: Server) -> None:
