@@ -231,6 +231,11 @@ class Engine:
             raise EngineFull(f"{len(self._waiting)} requests wait already")
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows: those below."""
+        return self._prepare.vocabulary
+
+    @property
     def full(self) -> bool:
         """Whether as many requests wait as may."""
         return len(self._waiting) >= self._most_waiting

@@ -21,7 +21,7 @@ from transformers import (
 
 from skipdecode.decode import check_request, check_unhealed
 from skipdecode.endings import Endings, limited_config
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, first_line
 from skipdecode.internals import given_a_tokenizer
 from skipdecode.runners import why_not_lean_steps
 from skipdecode.schedule import SkipSchedule
@@ -77,11 +77,16 @@ class Preparer:
         self._known: dict[Any, Prepared] = {}
         self._defaults: dict[str, Any] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._model.get_input_embeddings().num_embeddings)
+
     def __call__(self, prompt: Sequence[int], settings: dict[str, Any]) -> Prepared:
         """What a prompt is decoded with. Raises ConfigError for what an engine doesn't decode."""
         if not prompt:
             raise ConfigError("the prompt is empty: it must have at least one token")
-        vocabulary = self._model.get_input_embeddings().num_embeddings
+        vocabulary = self.vocabulary
         for token in prompt:
             if not 0 <= token < vocabulary:
                 raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
@@ -107,13 +112,18 @@ class Preparer:
             if settings.get(name) is not None:
                 raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
         check_unhealed(settings.get("token_healing", self._model.generation_config.token_healing))
-        found: Prepared = self._model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            custom_generate=_prepared,
-            tokenizer=self._tokenizer,  # a checkpoint's own settings may have stop strings, too
-            **settings,
-        )
+        try:
+            found: Prepared = self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                custom_generate=_prepared,
+                tokenizer=self._tokenizer,  # a checkpoint's own settings may have stop strings, too
+                **settings,
+            )
+        except ConfigError:
+            raise
+        except ValueError as error:  # generate's own, for values and names that it doesn't take
+            raise ConfigError(f"generate refuses these settings: {first_line(error)}") from error
         return found
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -189,8 +190,7 @@ class Job:
         return [list(self._tokenised(p)) if isinstance(p, str) else p for p in self.asked.prompts]
 
     def _tokenised(self, prompt: str) -> Sequence[int]:
-        if any("\ud800" <= mark <= "\udfff" for mark in prompt):
-            raise ConfigError("the prompt is no text in UTF-8")
+        _check_text("the prompt", prompt)
         tokens: Sequence[int] = self._tokenizer(prompt, verbose=False)["input_ids"]
         return tokens
 
@@ -200,6 +200,7 @@ class Job:
                 400, "this checkpoint's tokenizer has no chat template: use /v1/completions", "no_chat_template"
             )
         messages = [message.plain() for message in asked.messages]
+        _check_text("messages", json.dumps(messages, ensure_ascii=False))
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs, and refuse messages by exceptions of jinja's
@@ -211,6 +212,10 @@ class Job:
         new_tokens = asked.new_tokens or settings.new_tokens
         if new_tokens > settings.most_new_tokens:
             raise ConfigError(f"max_tokens is {new_tokens}: this server gives {settings.most_new_tokens} at most")
+        for token in asked.logit_bias or ():
+            if not 0 <= token < self._engine.vocabulary:
+                last = self._engine.vocabulary - 1
+                raise ConfigError(f"logit_bias names token {token}: the model knows those from 0 to {last}")
         stops = asked.stops
         sampling = asked.sampling
         for prompt in prompts:
@@ -310,3 +315,8 @@ class Job:
         """Over the tokens after each text's first."""
         tokens = sum(max(0, choice.tokens - 1) for choice in self.choices)
         return sum(choice.layers for choice in self.choices) / tokens if tokens else 0.0
+
+
+def _check_text(name: str, text: str) -> None:
+    if any("\ud800" <= mark <= "\udfff" for mark in text):
+        raise ConfigError(f"{name}: no text in UTF-8, for a half of a surrogate pair")

@@ -11,6 +11,7 @@ from skipdecode.errors import ConfigError
 
 Strings = Annotated[list[str], Field(max_length=16)]
 Tokens = list[Annotated[int, Field(ge=0)]]
+LEAST_TEMPERATURE = 1e-5  # below it scores overflow, and the likeliest token is all that is left anyway
 
 
 class StreamOptions(BaseModel):
@@ -22,7 +23,9 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What the two kinds of requests share. Sampling is greedy unless `temperature` or `top_p` is given."""
+    """What the two kinds of requests share. Texts are greedy unless `temperature` or `top_p` is given, and at a
+    temperature below 1e-5.
+    """
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -31,7 +34,7 @@ class Asked(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=1e-5, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Strings | None = None
@@ -68,7 +71,8 @@ class Asked(BaseModel):
     @property
     def sampling(self) -> dict[str, Any]:
         """As settings of `generate`."""
-        sampled = self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+        given = self.temperature is not None or self.top_p is not None
+        sampled = given and (self.temperature is None or self.temperature >= LEAST_TEMPERATURE)
         found: dict[str, Any] = {"do_sample": sampled}
         if sampled:
             # Those of a checkpoint's generation_config are put back to what says nothing.

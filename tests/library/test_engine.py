@@ -235,6 +235,9 @@ def test_probabilities_are_the_models_own() -> None:
         ({"schedule": FULL, "seed": "7"}, "seed is '7'"),
         ({"schedule": FULL, "logprobs": -1}, "logprobs is -1"),
         ({"schedule": FULL, "position_ids": torch.zeros(1, 4)}, "position_ids is given"),
+        ({"schedule": FULL, "foo": 1}, "generate refuses these settings: .*'foo'"),
+        ({"schedule": FULL, "stop_strings": "a"}, "generate refuses these settings: .*stop strings"),
+        ({"schedule": FULL, "sequence_bias": {(-1,): 5.0}}, "generate refuses these settings: .*-1"),
         ({}, "schedule is missing"),
     ],
 )

@@ -249,6 +249,9 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"n": 100}, "a request may have 64"),
         ({"temperature": 9}, "temperature"),
+        ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model knows those from 0 to 319"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model knows those from 0 to 319"),
+        ({"extra_body": {"repetition_penalty": 1e-45}, "temperature": 1}, "repetition_penalty"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
@@ -285,6 +288,20 @@ def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
     assert httpx.get(f"{server.address}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "content": "\ud800"}, {"role": "\ud800", "content": "a"}])
+def test_messages_that_are_no_text_are_refused(server: Server, message: dict[str, str]) -> None:
+    body = json.dumps({"model": "tiny", "messages": [message]}).encode()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{server.address}/v1/chat/completions", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"][:9]) == (400, "messages:")
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-6])
+def test_tiny_temperatures_are_greedy(server: Server, temperature: float) -> None:
+    answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=temperature)
+    assert answer.choices[0].text == text_of(server, alone(server, PROMPTS[0], 2))
 
 
 def test_without_the_key_there_are_no_answers(server: Server) -> None:
