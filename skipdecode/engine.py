@@ -36,6 +36,10 @@ class EngineFull(Exception):
     """As many requests wait as may: submit it again later."""
 
 
+class EngineClosed(Exception):
+    """The engine has ended, or drains, and takes no requests any more."""
+
+
 @dataclass(frozen=True)
 class EngineState:
     """An engine at a moment, and what it has done since its start.
@@ -192,6 +196,7 @@ class Engine:
         Raises:
             ConfigError: for what `skip_generate` refuses, and for a text that can never fit; nothing is decoded then.
             EngineFull: where as many wait as may.
+            EngineClosed: after `drain`, `close` or a fault of the engine's own.
         """
         if logprobs is not None and not 0 <= logprobs <= 100:
             raise ConfigError(f"logprobs is {logprobs!r}: it must be a number of tokens from 0 to 100")
@@ -224,7 +229,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closing or self._draining:
-            raise ConfigError("the engine is closed: it takes no requests any more")
+            raise EngineClosed("the engine is closed: it takes no requests any more")
 
     def _check_room(self) -> None:
         if self.full:
@@ -267,12 +272,17 @@ class Engine:
         self.close()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait for the end of all, so many seconds at most. Returns whether it came."""
+        """Take no more requests, and wait for the end of all, so many seconds at most.
+
+        Returns whether it came: False where the time is over, or where the engine is closed or fails meanwhile, which
+        ends texts where they are.
+        """
         with self._changed:
             self._draining = True
             self._changed.notify_all()
             if self._thread is not None:
-                return self._changed.wait_for(lambda: not self._waiting and not self._rows, timeout)
+                self._changed.wait_for(lambda: self._closing or not (self._waiting or self._rows), timeout)
+                return not (self._closing or self._waiting or self._rows)
         while self.step():
             pass
         return True
@@ -301,6 +311,7 @@ class Engine:
                 self._closing = True
                 waiting = list(self._waiting)
                 self._waiting.clear()
+                self._changed.notify_all()
             self._fail(list(self._rows), error)
             for text in waiting:
                 text.answer.add(Chosen(-1, end="failed", error=error))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipdecode.engine import Engine, EngineFull
+from skipdecode.engine import Engine, EngineClosed, EngineFull
 from skipdecode.errors import ConfigError
 from skipdecode.request import Answer, Chosen
 from skipdecode.serve.metrics import Metrics
@@ -179,6 +179,9 @@ class Job:
         except EngineFull as error:
             self.cancel()
             raise Failure(429, f"the server is busy: {error}", "queue_full", headers={"Retry-After": "1"}) from error
+        except EngineClosed as error:
+            self.cancel()
+            raise Failure(503, str(error), "shutting_down") from error
         except BaseException:
             self.cancel()
             raise

@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh, tiny
 from tiny_models import VOCABULARY
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.arena import Arena, Span
-from skipdecode.engine import EngineFull
+from skipdecode.engine import EngineClosed, EngineFull
 from skipdecode.prefixes import nested_groups, prefix_lengths
 from skipdecode.request import Answer
 
@@ -187,8 +188,33 @@ def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
         engine.submit(PROMPT, schedule=FULL)
     engine.close()
     assert waiting.result(0).end == "cancelled"
-    with pytest.raises(ConfigError, match="the engine is closed"):
+    with pytest.raises(EngineClosed, match="the engine is closed"):
         engine.submit(PROMPT, schedule=FULL)
+
+
+@pytest.mark.parametrize("ending", ["closed", "failed"])
+def test_who_waits_for_the_end_of_all_texts_learns_that_the_engine_ended_before(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            time.sleep(0.02)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    found: list[bool] = []
+    engine: Any = Engine(tiny("opt")).__enter__()
+    how: Any = {"schedule": FULL, "max_new_tokens": 90, "do_sample": False, "eos_token_id": None}
+    engine.submit(PROMPT, stopping_criteria=StoppingCriteriaList([Slow()]), **how)
+    waits = threading.Thread(target=lambda: found.append(engine.drain()), daemon=True)
+    waits.start()
+    time.sleep(0.1)
+    if ending == "closed":
+        engine.close()
+    else:
+        engine._admit = None  # a fault of its own
+    waits.join(3)
+    assert found == [False]
 
 
 def test_a_processor_that_fails_ends_its_own_text_alone() -> None:

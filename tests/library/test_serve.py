@@ -178,26 +178,35 @@ def test_a_text_ends_before_a_stop(server: Server, stream: bool) -> None:
 
 
 @contextmanager
-def here(server: Server, **generation_config: Any) -> Iterator[TestClient]:
+def here(server: Server, **generation_config: Any) -> Iterator[tuple[TestClient, Engine]]:
     """A server of the same checkpoint in this process, with these settings of its own."""
     model, tokenizer = skipdecode.load(str(server.folder))
     for name, value in generation_config.items():
         setattr(model.generation_config, name, value)
-    with TestClient(make_app(Engine(model, tokenizer), tokenizer, ServeSettings("tiny"))) as client:
-        yield client
+    engine = Engine(model, tokenizer)
+    with TestClient(make_app(engine, tokenizer, ServeSettings("tiny"))) as client:
+        yield client, engine
 
 
 def test_the_checkpoints_own_stop_strings_end_texts(server: Server) -> None:
     tokens = alone(server, PROMPTS[0], 1)
     stop = text_of(server, tokens[3:5])
-    with here(server, stop_strings=[stop]) as client:
+    with here(server, stop_strings=[stop]) as (client, _):
         answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPTS[0], "max_tokens": NEW})
     assert answer.json()["choices"][0]["text"] == text_of(server, tokens[:5])
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
-    with here(server, token_healing=True) as client:
+    with here(server, token_healing=True) as (client, _):
         answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPTS[0]})
     assert answer.status_code == 400
     assert "token_healing is True" in answer.json()["error"]["message"]
+
+
+def test_a_server_whose_engine_has_ended_is_unavailable(server: Server) -> None:
+    with here(server) as (client, engine):
+        engine.close()
+        answers = [client.get("/health"), client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert answers[1].json()["error"]["code"] == "shutting_down"
 
 
 def test_probabilities_come_with_the_tokens(server: Server) -> None:
