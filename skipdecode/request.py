@@ -1,10 +1,10 @@
 """What a request of an engine asks for, prepared by transformers' own `generate`; and its answer, token by token."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -207,7 +207,7 @@ class Times:
 
 
 class Answer:
-    """The text of a request, while it is decoded: iterate over it for its tokens as they come.
+    """The text of a request, while it is decoded: iterate over it for its tokens as they come, each time for all.
 
     Args:
         prompt_tokens: of the prompt.
@@ -229,13 +229,20 @@ class Answer:
         self._last: Chosen | None = None
         self._ended = threading.Event()
         self._cancelled = False
-        self._queue: queue.SimpleQueue[Chosen] = queue.SimpleQueue()
-        self._hear = listener or self._queue.put
+        self._kept: list[Chosen] = []
+        self._came = threading.Condition()
+        self._listener = listener
 
     def __iter__(self) -> Iterator[Chosen]:
-        """The tokens as they come, up to the one that ends the text. Raises what made it fail."""
-        while True:
-            chosen = self._queue.get()
+        """The tokens as they come, up to the one that ends the text. Raises what made it fail, and ConfigError where a
+        listener has them.
+        """
+        if self._listener is not None:
+            raise ConfigError("the tokens go to the listener: nothing is kept to iterate over")
+        for n in count():
+            with self._came:
+                self._came.wait_for(lambda: len(self._kept) > n)  # noqa: B023, it is over before the next n
+            chosen = self._kept[n]
             if chosen.error is not None:
                 raise chosen.error
             if chosen.end != "cancelled":
@@ -284,7 +291,12 @@ class Answer:
         if chosen.end is not None:
             self._times.last = chosen.at
             self._last = chosen
-        self._hear(chosen)
+        if self._listener is not None:
+            self._listener(chosen)
+        else:
+            with self._came:
+                self._kept.append(chosen)
+                self._came.notify_all()
         if chosen.end is not None:
             self._ended.set()
 

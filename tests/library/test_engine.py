@@ -192,6 +192,22 @@ def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
         engine.submit(PROMPT, schedule=FULL)
 
 
+def test_an_answer_gives_its_tokens_to_each_who_iterates() -> None:
+    engine = Engine(tiny("opt"))
+    how: Any = {"schedule": FULL, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    answer, heard = engine.submit(PROMPT, **how), engine.submit(PROMPT, listener=lambda _: None, **how)
+    assert engine.drain()
+    found: list[list[int]] = []
+    reads = threading.Thread(
+        target=lambda: found.extend([chosen.token for chosen in answer] for _ in range(2)), daemon=True
+    )
+    reads.start()
+    reads.join(3)
+    assert found == [list(answer.result(0).tokens)] * 2
+    with pytest.raises(ConfigError, match="the tokens go to the listener"):
+        next(iter(heard))
+
+
 @pytest.mark.parametrize("ending", ["closed", "failed"])
 def test_who_waits_for_the_end_of_all_texts_learns_that_the_engine_ended_before(
     ending: str, monkeypatch: pytest.MonkeyPatch
