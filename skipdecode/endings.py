@@ -62,11 +62,14 @@ class Endings:
         self.known = True
         self._limits: list[float] = [math.inf] * batch
         # Those that only watch (`skipdecode.clock`) say how by this method.
+        self._others: list[Any] = []  # that ask for more than lengths and end tokens
         self._looks = [criterion.look for criterion in criteria if hasattr(criterion, "look")]
         self._warns_from = math.inf
         for criterion in criteria:
             understood = type(criterion) in (EosTokenCriteria, MaxLengthCriteria, RowLengths)
-            self.known &= understood or hasattr(criterion, "look")
+            if not understood and not hasattr(criterion, "look"):
+                self.known = False
+                self._others.append(criterion)
             if isinstance(criterion, EosTokenCriteria):
                 self.tokens |= set(criterion.eos_token_id.tolist())
             elif isinstance(criterion, RowLengths):
@@ -79,6 +82,12 @@ class Endings:
     def room(self, row: int, columns: int) -> float:
         """Tokens that a row may grow by, of so many columns."""
         return self._limits[row] - columns
+
+    def by_length(self, input_ids: torch.Tensor) -> bool:
+        """Whether the text of `input_ids` [1, columns], which has ended, has done so by its length alone."""
+        if self.room(0, input_ids.shape[1]) > 0 or int(input_ids[0, -1]) in self.tokens:
+            return False
+        return not any(bool(criterion(input_ids, None).any()) for criterion in self._others)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, new: int = 1) -> list[bool]:
         """Whether each text of `input_ids` [batch, columns] ends with one of its last `new` columns.

@@ -417,11 +417,11 @@ class Text:
         """Add a token, chosen of `logits` [1, vocabulary]. Returns whether the text ends with it."""
         self._ids[0, self.columns] = self.last = token
         self.columns += 1
-        ends = self._ends(self._ids[:, : self.columns], None)[0]
+        ids = self._ids[:, : self.columns]
+        ends = self._ends(ids, None)[0]
         end: End | None = None
         if ends:
-            stopped = token in self._ends.tokens or self.columns < self._limit
-            end = "stop" if stopped else "length"
+            end = "length" if self._ends.by_length(ids) else "stop"
         self.answer.add(self._chosen(token, logits, end))
         return ends
 

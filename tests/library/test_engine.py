@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh, tiny
 from tiny_models import VOCABULARY
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.arena import Arena, Span
@@ -190,6 +196,33 @@ def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
     assert waiting.result(0).end == "cancelled"
     with pytest.raises(EngineClosed, match="the engine is closed"):
         engine.submit(PROMPT, schedule=FULL)
+
+
+def test_a_text_ends_by_length_where_nothing_else_ends_it() -> None:
+    class At(StoppingCriteria):
+        """As a stop string that is complete with so many columns."""
+
+        def __init__(self, columns: int) -> None:
+            self.columns = columns
+
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            return torch.tensor([input_ids.shape[1] == self.columns])
+
+    def end(eos_token_id: int | None = None, *criteria: StoppingCriteria) -> str:
+        engine, more = Engine(tiny("opt")), StoppingCriteriaList(criteria)
+        how: Any = {"schedule": FULL, "max_new_tokens": 5, "do_sample": False, "eos_token_id": eos_token_id}
+        answer = engine.submit(PROMPT, stopping_criteria=more, **how)
+        assert engine.drain()
+        tokens.append(answer.result(0).tokens)
+        return answer.result(0).end
+
+    tokens: list[tuple[int, ...]] = []
+    prompt = len(PROMPT)
+    assert end() == "length"
+    assert end(tokens[0][-1]) == "stop"
+    assert [end(None, At(prompt + n)) for n in (4, 5, 6)] == ["stop", "stop", "length"]
+    assert end(None, MaxLengthCriteria(prompt + 3)) == "length"
+    assert [len(each) for each in tokens[2:]] == [4, 5, 5, 3]
 
 
 def test_an_answer_gives_its_tokens_to_each_who_iterates() -> None:
