@@ -29,6 +29,7 @@ from skipdecode.schedule import Over, SkipSchedule
 
 MEMORY_SHARE = 0.25  # of the memory that is free, for keys and values where nobody says how much
 MOST_DRAFTING = 4  # texts that decode where lossless ones draft: drafts are arithmetic, which more of them wait for
+MOST_LOGPROBS = 100  # tokens that are given with each
 LONGEST = 4096  # columns of a text that memory is kept for, of a model without a table of positions
 
 
@@ -198,8 +199,11 @@ class Engine:
             EngineFull: where as many wait as may.
             EngineClosed: after `drain`, `close` or a fault of the engine's own.
         """
-        if logprobs is not None and not 0 <= logprobs <= 100:
-            raise ConfigError(f"logprobs is {logprobs!r}: it must be a number of tokens from 0 to 100")
+        most = min(MOST_LOGPROBS, self.vocabulary)
+        if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= most):
+            raise ConfigError(f"logprobs is {logprobs!r}: it must be a number of tokens from 0 to {most}")
+        if lossless not in (True, False):
+            raise ConfigError(f"lossless is {lossless!r}: it must be True or False")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
             raise ConfigError(f"seed is {seed!r}: it must be an integer of 64 bits")
         self._check_open()

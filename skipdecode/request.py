@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,10 +85,12 @@ class Preparer:
 
     def __call__(self, prompt: Sequence[int], settings: dict[str, Any]) -> Prepared:
         """What a prompt is decoded with. Raises ConfigError for what an engine doesn't decode."""
-        if not prompt:
+        if len(prompt) == 0:
             raise ConfigError("the prompt is empty: it must have at least one token")
         vocabulary = self.vocabulary
         for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int | Integral):
+                raise ConfigError(f"the prompt holds {token!r}: token ids are integers from 0 to {vocabulary - 1}")
             if not 0 <= token < vocabulary:
                 raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
         input_ids = torch.tensor([list(prompt)], device=self._model.device)

@@ -162,6 +162,7 @@ class Job:
     async def start(self) -> None:
         """Hand all texts to the engine, or none. Raises ConfigError and Failure where that can't be."""
         try:
+            self.asked.check()
             if self._engine.full:  # before anything is done for it
                 raise EngineFull("as many requests wait as may")
             prompts = self._prompts()

@@ -50,6 +50,13 @@ class Asked(BaseModel):
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
 
+    def check(self) -> None:
+        """Raise ConfigError for fields that would be without effect beside one another, as OpenAI's API does."""
+        if self.stream_options is not None and not self.stream:
+            raise ConfigError("stream_options is given without stream: it says what a stream ends with")
+        if (self.top_k or 0) > 1 and self.temperature is None and self.top_p is None:
+            raise ConfigError(f"top_k is {self.top_k} without temperature or top_p: texts are greedy then")
+
     @property
     def stops(self) -> list[str]:
         """The texts that end the answer."""
@@ -136,6 +143,15 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError(f"top_logprobs is {self.top_logprobs} without logprobs: true")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens} beside max_completion_tokens {self.max_completion_tokens}: give one"
+            )
 
     @property
     def new_tokens(self) -> int | None:

@@ -309,6 +309,10 @@ def test_probabilities_are_the_models_own() -> None:
         ({"schedule": FULL, "max_new_tokens": 200}, "positions are needed and the model has 96"),
         ({"schedule": FULL, "seed": "7"}, "seed is '7'"),
         ({"schedule": FULL, "logprobs": -1}, "logprobs is -1"),
+        ({"schedule": FULL, "logprobs": True}, "logprobs is True"),
+        ({"schedule": FULL, "logprobs": 2.5}, f"logprobs is 2.5: it must be a number of tokens from 0 to {VOCABULARY}"),
+        ({"schedule": FULL, "logprobs": VOCABULARY + 1}, f"logprobs is {VOCABULARY + 1}"),
+        ({"schedule": FULL, "lossless": "no"}, "lossless is 'no'"),
         ({"schedule": FULL, "position_ids": torch.zeros(1, 4)}, "position_ids is given"),
         ({"schedule": FULL, "foo": 1}, "generate refuses these settings: .*'foo'"),
         ({"schedule": FULL, "stop_strings": "a"}, "generate refuses these settings: .*stop strings"),
@@ -320,9 +324,9 @@ def test_what_cannot_be_decoded_is_refused(request_: dict[str, Any], message: st
     engine = Engine(tiny("opt"))
     with pytest.raises(ConfigError, match=message):
         engine.submit(PROMPT, **request_)
-    for prompt in ([], [VOCABULARY], [-1]):
+    for prompt in ([], [VOCABULARY], [-1], [5.0, 6.5], [True], ["a"], torch.tensor([5, 6])):
         with pytest.raises(ConfigError, match="prompt"):
-            engine.submit(prompt, schedule=FULL)
+            engine.submit(prompt, schedule=FULL)  # type: ignore[arg-type]
     assert engine.state.waiting == 0
 
 

@@ -262,6 +262,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model knows those from 0 to 319"),
         ({"extra_body": {"repetition_penalty": 1e-45}, "temperature": 1}, "repetition_penalty"),
         ({"presence_penalty": 1}, "presence_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is given without stream"),
+        ({"extra_body": {"top_k": 5}}, "top_k is 5 without temperature or top_p"),
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
         ({"extra_body": {"speedup": "fast"}}, "speedup: Input should be a valid number"),
@@ -297,6 +299,23 @@ def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
     assert httpx.get(f"{server.address}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 beside max_completion_tokens 4"),
+        ({"top_logprobs": 0, "max_tokens": 3, "max_completion_tokens": 3}, None),  # what clients send by default
+    ],
+)
+def test_fields_of_chats_without_effect_are_refused(server: Server, asked: dict[str, Any], message: str | None) -> None:
+    chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **asked}
+    if message is None:
+        assert server.client.chat.completions.create(**chat).choices
+    else:
+        with pytest.raises(openai.BadRequestError, match=message):
+            server.client.chat.completions.create(**chat)
 
 
 @pytest.mark.parametrize("message", [{"role": "user", "content": "\ud800"}, {"role": "\ud800", "content": "a"}])
