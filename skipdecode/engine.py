@@ -139,7 +139,7 @@ class Engine:
         self._positions = TextPositions(self._decoder, self.model.device)
         self._starts = torch.zeros(most_rows, self._depth, dtype=torch.int32)
         self._slots = list(reversed(range(most_rows)))  # free ones
-        self._most_waiting = most_waiting
+        self.most_waiting = most_waiting
         self._wave = (min(wave_rows, most_rows), wave_seconds, wave_tokens)
         self._waiting: deque[Text] = deque()
         self._rows: list[_Row] = []
@@ -247,7 +247,7 @@ class Engine:
     @property
     def full(self) -> bool:
         """Whether as many requests wait as may."""
-        return len(self._waiting) >= self._most_waiting
+        return len(self._waiting) >= self.most_waiting
 
     @property
     def state(self) -> EngineState:

@@ -1,5 +1,6 @@
 """What a request of an engine asks for, prepared by transformers' own `generate`; and its answer, token by token."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ class Preparer:
         defaults = vars(self._model.generation_config)
         if defaults != self._defaults:
             self._known.clear()
-            self._defaults = dict(defaults)
+            self._defaults = copy.deepcopy(defaults)  # with its lists, which may be changed in place
         key = (len(prompt), *((name, type(value), value) for name, value in sorted(settings.items())))
         plain = all(isinstance(value, int | float | str | None) for value in settings.values())
         found = self._known.get(key) if plain else None

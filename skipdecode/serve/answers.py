@@ -76,7 +76,7 @@ def _events(job: Job, envelope: Envelope, spelling: Spelling, together: Sequence
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(body)}\n\n"  # in ASCII: some clients take U+2028 and U+0085 for ends of lines
 
 
 def _details(job: Job) -> dict[str, Any]:

@@ -167,10 +167,10 @@ class Job:
                 raise EngineFull("as many requests wait as may")
             prompts = self._prompts()
             texts = len(prompts) * self.asked.n
-            if texts > self._settings.most_texts:
+            most = min(self._settings.most_texts, self._engine.most_waiting)  # more would be refused for ever
+            if texts > most:
                 raise ConfigError(
-                    f"{len(prompts)} prompts with n = {self.asked.n} are {texts} texts: a request may have "
-                    f"{self._settings.most_texts}"
+                    f"{len(prompts)} prompts with n = {self.asked.n} are {texts} texts: a request may have {most}"
                 )
             self.prompt_tokens = sum(map(len, prompts))
             if texts > 1:  # others' tokens are to go out meanwhile

@@ -130,6 +130,22 @@ def test_what_is_kept_of_a_request_is_only_what_the_next_one_asks_for_too() -> N
                     assert list(answer.result(0).tokens) == alone(model, prompt, {"schedule": FULL, **settings})
 
 
+def test_a_default_that_is_changed_in_place_holds_from_then_on() -> None:
+    model: Any = fresh("opt")
+    engine = Engine(model)
+    ends = model.generation_config.eos_token_id = [3]
+
+    def tokens() -> tuple[int, ...]:
+        answer = engine.submit(PROMPT, schedule=FULL, max_new_tokens=5, do_sample=False)
+        assert engine.drain()
+        engine._draining = False
+        return answer.result(0).tokens
+
+    first = tokens()
+    ends.append(first[0])
+    assert tokens() == first[:1] != first
+
+
 def test_a_text_gives_back_the_columns_of_a_layer_when_it_has_passed_its_cutoff() -> None:
     schedule = SkipSchedule(6, 4, 2, horizon=4)
     cutoffs = schedule.cutoffs(9)

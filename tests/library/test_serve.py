@@ -23,6 +23,7 @@ from starlette.testclient import TestClient
 import skipdecode
 from skipdecode import ConfigError, Engine, SkipSchedule
 from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
+from skipdecode.serve.answers import _event
 from skipdecode.serve.app import make_app
 from skipdecode.serve.settings import ServeSettings
 
@@ -136,6 +137,13 @@ def test_a_stream_gives_the_same_text_and_usage_at_its_end(server: Server) -> No
     assert [part.choices[0].finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
     assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert last.usage == whole.usage
+
+
+def test_an_event_is_one_line_for_whoever_splits_lines() -> None:
+    body = {"text": "\u2028, \u2029 and \x85"}
+    line, *rest = _event(body).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == body
+    assert rest == [""]
 
 
 def test_a_chat_is_its_templates_text(server: Server) -> None:
@@ -256,7 +264,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
         ({"max_tokens": 5000}, "this server gives 1024 at most"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-        ({"n": 100}, "a request may have 64"),
+        ({"n": 7}, "1 prompts with n = 7 are 7 texts: a request may have 6"),
         ({"temperature": 9}, "temperature"),
         ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model knows those from 0 to 319"),
         ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model knows those from 0 to 319"),
@@ -343,9 +351,20 @@ def test_without_the_key_there_are_no_answers(server: Server) -> None:
 
 
 def test_more_than_may_wait_get_429_and_nothing_of_theirs_stays(server: Server) -> None:
-    with pytest.raises(openai.RateLimitError, match="the server is busy") as found:
-        server.client.completions.create(model="tiny", prompt=PROMPTS[0], n=40, temperature=1)
-    assert found.value.response.headers["Retry-After"] == "1"
+    how: Any = {"n": 6, "temperature": 1, "max_tokens": 40, "logit_bias": {"2": -100}}
+
+    def ask(_: int) -> openai.RateLimitError | None:
+        try:
+            server.client.completions.create(model="tiny", prompt=PROMPTS[0], **how)
+        except openai.RateLimitError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(4) as pool:  # 24 texts, of which 10 decode or wait
+        refused = [error for error in pool.map(ask, range(4)) if error is not None]
+    assert refused
+    assert "the server is busy" in str(refused[0])
+    assert refused[0].response.headers["Retry-After"] == "1"
     _wait_until_idle(server)
     server.client.completions.create(model="tiny", prompt=PROMPTS[0], n=4)
 
