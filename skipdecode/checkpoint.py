@@ -35,6 +35,11 @@ def _one_of_few(length: float, parts: int) -> int:
     return round(2 ** (round(parts * math.log2(length)) / parts))
 
 
+def _key(speedup: float) -> str:
+    """All digits of a speedup, so that whoever asks for it finds it."""
+    return repr(float(speedup)).removesuffix(".0")
+
+
 @dataclass(frozen=True)
 class SkipConfig:
     """The schedules of a checkpoint (law 4): what trained it is what decodes with it.
@@ -163,7 +168,7 @@ class SkipConfig:
         """Plain values, as they stand in the file."""
         return {
             "format": _FORMAT,
-            "schedules": {f"{speedup:g}": schedule.to_dict() for speedup, schedule in self.schedules.items()},
+            "schedules": {_key(speedup): schedule.to_dict() for speedup, schedule in self.schedules.items()},
             "solver": dict(self.solver),
             "task": dict(self.task),
             "base_model": self.base_model,

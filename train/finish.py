@@ -58,9 +58,7 @@ def finish(
             _limit_new_tokens(partial, most)
             config = SkipConfig.load(partial)
             assert config is not None  # the trainer saves it
-            asked = recipe.schedule.default_speedup
-            asked = None if asked is None else float(f"{asked:g}")  # rounded as the schedules' keys are
-            save_default_speedup(partial, default_speedup(asked, config.schedules))
+            save_default_speedup(partial, default_speedup(recipe.schedule.default_speedup, config.schedules))
     texts, count = None, recipe.schedule.texts
     if count:
         lengths, _ = row_lengths(rows)  # of rows that may be more than fit into memory

@@ -82,7 +82,8 @@ def make_sampler(
         if weights is not None:
             raise ConfigError("schedule.weights goes with schedule.speedups or files; a range is drawn from evenly")
         low, high = speedup_range
-        speedups = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(RANGE_TARGETS)]
+        between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
+        speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # of digits that one would ask for
     if schedules is not None:
         config = SkipConfig(solver=solver)
         bound = cost.at(**config.conditions)

@@ -289,6 +289,16 @@ def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prom
         SkipConfig.from_dict({**config.to_dict(), "texts": [[9, [[3, 1]]], [4, [[3, 1]]]]})
 
 
+def test_a_checkpoint_keeps_every_digit_of_its_speeds() -> None:
+    schedule = SkipSchedule(24, 12, 3)
+    schedules = dict.fromkeys((1.0, 1.0000001, 4 / 3, 1234567.0), schedule)
+    values = SkipConfig(schedules).to_dict()
+    assert SkipConfig.from_dict(values).schedules == schedules
+    assert next(iter(values["schedules"])) == "1"
+    rounded = {**values, "schedules": {"1.33333": schedule.to_dict()}}  # as earlier versions wrote it
+    assert SkipConfig.from_dict(rounded).schedules == {1.33333: schedule}
+
+
 def test_a_damaged_distribution_of_lengths_is_named() -> None:
     values = SkipConfig(solver={"lengths": [[3, 1], [2, 1]]}).to_dict()
     with pytest.raises(ConfigError, match="skipdecode: lengths are"):

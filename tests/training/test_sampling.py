@@ -72,6 +72,14 @@ def test_a_range_is_drawn_from_evenly_between_its_ends() -> None:
     assert sum(targets) / len(targets) == pytest.approx(2.5, abs=0.1)
 
 
+def test_targets_of_a_range_are_found_by_the_digits_that_are_shown_of_them() -> None:
+    ends = [1.0000001, 3]
+    speedups = sampler(speedups=None, speedup_range=ends).speedups
+    assert [speedups[0], speedups[-1]] == ends
+    assert all(speedup == float(f"{speedup:g}") for speedup in speedups[1:])
+    assert 1.2 in speedups
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
