@@ -152,13 +152,16 @@ class LengthsByPrompt:
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]], groups: int = PROMPT_GROUPS) -> "LengthsByPrompt":
         """Of (tokens of a prompt, tokens of its text) in at most so many groups, of about as many prompts each."""
-        ordered = sorted(pairs)
-        texts: dict[int, list[int]] = {}
-        for group in range(groups):
-            inside = ordered[group * len(ordered) // groups : (group + 1) * len(ordered) // groups]
-            if inside:  # prompts of one length stay together
-                texts.setdefault(inside[-1][0], []).extend(length for _, length in inside)
-        return cls(tuple((longest, Lengths.of(lengths, BINS_OF_A_GROUP)) for longest, lengths in texts.items()))
+        by_prompt: dict[int, list[int]] = {}
+        for prompt, text in pairs:
+            by_prompt.setdefault(prompt, []).append(text)
+        all_texts, before = sum(map(len, by_prompt.values())), 0
+        grouped: dict[int, tuple[int, list[int]]] = {}
+        for prompt, texts in sorted(by_prompt.items()):  # those of one length stay together, wherever their middle lies
+            group = groups * (2 * before + len(texts)) // (2 * all_texts)
+            grouped[group] = prompt, grouped.get(group, (0, []))[1] + texts
+            before += len(texts)
+        return cls(tuple((longest, Lengths.of(texts, BINS_OF_A_GROUP)) for longest, texts in grouped.values()))
 
     @classmethod
     def read(cls, values: Any) -> "LengthsByPrompt":

@@ -64,6 +64,19 @@ def test_prompts_of_one_length_are_of_one_group() -> None:
     assert lengths.groups[0][1] == Lengths.of([2, 9, 3])
 
 
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 12)), min_size=1, max_size=60), st.integers(5, 9))
+def test_a_cut_between_groups_parts_no_prompts_of_one_length(pairs: list[tuple[int, int]], groups: int) -> None:
+    found = LengthsByPrompt.of(pairs, groups)
+    bounds = [0, *(longest for longest, _ in found.groups)]
+    for below, (longest, texts) in zip(bounds, found.groups, strict=False):
+        assert texts == Lengths.of([text for prompt, text in pairs if below < prompt <= longest])
+
+
+def test_groups_are_of_about_as_many_prompts_each() -> None:
+    found = LengthsByPrompt.of([(n // 3 + 1, 4) for n in range(300)], groups=4)
+    assert [longest for longest, _ in found.groups] == [25, 50, 75, 100]
+
+
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=300))
 def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]) -> None:
     lengths = Lengths.of(texts)
