@@ -97,10 +97,7 @@ def solve_schedule(
         return target.schedule(cost.num_layers, cost.num_layers, prompt)
     reachable = target.reached_by(least)
     if speedup > reachable:
-        raise ConfigError(
-            f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
-            f"{math.floor(reachable * 100) / 100:.2f}; ask for less, or lower warmup_layers"
-        )
+        raise OutOfReachError(speedup, reachable, warmup_layers)
     target = replace(target, speedup=min(speedup * cost.margin, reachable))
     most = target.schedule(warmup_layers, warmup_layers, prompt).prompt_budget
     found = target.nearest(prompt)
@@ -108,6 +105,17 @@ def solve_schedule(
         found = target.with_fewer_prompt_layers(most)
     assert found is not None  # as the target can be reached
     return target.with_longer_horizon(found)
+
+
+class OutOfReachError(ConfigError):
+    """A target that no schedule reaches; `most` is the largest that one does, of two decimals."""
+
+    def __init__(self, speedup: float, reachable: float, warmup_layers: int) -> None:
+        self.most = f"{math.floor(reachable * 100) / 100:.2f}"
+        super().__init__(
+            f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
+            f"{self.most}; ask for less, or lower warmup_layers"
+        )
 
 
 @dataclass(frozen=True)

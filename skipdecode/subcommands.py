@@ -86,6 +86,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.decode import profile_for
     from skipdecode.families import text_config
     from skipdecode.profile import describe_clock
+    from skipdecode.solver import OutOfReachError
     from skipdecode.texts import price
 
     model = decoder.model
@@ -106,21 +107,29 @@ def info(options: argparse.Namespace) -> int:
     trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
     speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
-    prices = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
     headers = ["target", "layers", "prompt", "layers per token", "decoding", "whole", "cache MB", "trained for"]
-    rows = [
-        [
-            f"{found.speedup:g}x",
-            f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
-            str(found.schedule.prompt_depth),
-            f"{found.layers:.2f}",
-            f"{found.predicted:.2f}x",
-            f"{found.whole:.2f}x",
-            f"{found.cache_bytes / 1e6:.2f}",
-            "yes" if found.trained else "no",
-        ]
-        for found in prices
-    ]
+    rows = []
+    for speedup in speedups:
+        try:
+            (found,) = price(decoder, [speedup], over=options.over, **conditions, new_tokens=options.new_tokens)
+        except OutOfReachError as error:
+            if options.speedup:
+                raise
+            out_of_reach = f"out of reach: {error.most}x at most"
+            rows.append([f"{speedup:g}x", out_of_reach, *["-"] * 5, "yes"])
+            continue
+        rows.append(
+            [
+                f"{found.speedup:g}x",
+                f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
+                str(found.schedule.prompt_depth),
+                f"{found.layers:.2f}",
+                f"{found.predicted:.2f}x",
+                f"{found.whole:.2f}x",
+                f"{found.cache_bytes / 1e6:.2f}",
+                "yes" if found.trained else "no",
+            ]
+        )
     print()
     for line in _aligned([headers, *rows]):
         print(line)

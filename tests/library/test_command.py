@@ -21,7 +21,8 @@ from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
 from skipdecode.command import quick_imports
-from skipdecode.profile import Profile, profiles_folder
+from skipdecode.lean import usual_weights
+from skipdecode.profile import Profile, TimedBatch, profiles_folder, setting_of
 from skipdecode.texts import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
@@ -207,6 +208,27 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
         (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
         assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
         assert "speeds by this machine's clock, measured " in out[-1]
+    finally:
+        path.unlink()
+
+
+def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
+    checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
+    trained = str(shutil.copytree(checkpoint, tmp_path / "trained"))
+    speeds = {1.0: SkipSchedule.full_depth(6), 2.0: SkipSchedule(6, 3, 1), 4.0: SkipSchedule(6, 1, 1)}
+    SkipConfig(speeds, {"horizon": 8}).save(trained)
+    model, _ = skipdecode.load(trained)
+    sizes, times = skipdecode.CostModel.of(model), {1: 1.0, 6: 3.0}
+    batch = TimedBatch(1, 64, 72, times, times, dict.fromkeys(times, 0.0))
+    path = Profile(setting_of(model, sizes, usual_weights(model)), 6, (batch,), "2026-01-02").save()
+    try:
+        assert main(["info", trained]) == 0
+        out, _ = said(capsys)
+        assert [line.split()[:2] for line in out[-5:-2]] == [["1x", "6"], ["2x", "3"], ["4x", "out"]]
+        assert "out of reach: 3.00x at most" in out[-3]
+        assert main(["info", trained, "--speedup", "4"]) == 2
+        assert "this model reaches at most 3.00" in said(capsys)[1]
     finally:
         path.unlink()
 
