@@ -290,13 +290,15 @@ def lean_decoder(model: PreTrainedModel, weights: Weights | None = None, *, look
         looked: whether `why_not_lean` has just been asked, which looks at the modules too.
 
     Raises:
-        ConfigError: for kinds of weights that don't exist, or not on the model's device.
+        ConfigError: for kinds of weights that don't exist, or not on the model's device or in its type.
     """
     weights = choose_weights(model) if weights is None else weights
     if weights not in get_args(Weights):
         raise unknown("weights", str(weights), get_args(Weights))
     if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
         raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
+    if weights == "packed" and model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"weights='packed' is for float32 and bfloat16, and the model is of {model.dtype}")
     if "int4" in weights and kernels() is None:
         raise ConfigError(
             f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode anew "

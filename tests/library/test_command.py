@@ -367,6 +367,8 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "--speedup is 0.5"),
         (["generate", "CHECKPOINT", "a", "--speedup", "50"], "reaches at most"),
         (["generate", "CHECKPOINT", "a", "--batch-size", "0"], "--batch-size is 0"),
+        (["generate", "CHECKPOINT", "a", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
+        (["calibrate", "CHECKPOINT", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
         (["generate", "CHECKPOINT", "a", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "CHECKPOINT", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["generate", "CHECKPOINT", "a", "--device", "cuda:9"], "--device is 'cuda:9'"),

@@ -47,6 +47,15 @@ def test_packed_weights_are_the_models_own_in_another_layout(name: str, dtype: t
         model.float()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_of_a_type_without_a_packed_layout_are_refused(dtype: torch.dtype) -> None:
+    model = fresh("opt").to(dtype)
+    with pytest.raises(ConfigError, match=f"'packed' is for float32 and bfloat16, and the model is of {dtype}"):
+        generate(model, [3], SCHEDULES[0], weights="packed")
+    for weights in ("model", "int8"):
+        generate(model, [3], SCHEDULES[0], weights=weights)
+
+
 def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_opt("opt", 6, seed=12)
     size = sum(p.numel() * 4 for p in model.parameters())
