@@ -1,5 +1,6 @@
 """The memory of a checkpoint beside its weights: the schedules that it was trained under, and for which task."""
 
+import inspect
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from skipdecode.cost import Cost, CostModel
-from skipdecode.errors import ConfigError, first_line
+from skipdecode.errors import ConfigError, check_counts, first_line, unknown
 from skipdecode.files import write_whole
 from skipdecode.internals import FROM_MODEL_CONFIG
 from skipdecode.lengths import Lengths, LengthsByPrompt
@@ -26,6 +27,8 @@ DEFAULT_SPEEDUP = "default_speedup"  # of generation_config.json: for whoever as
 ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
 _FORMAT, _OLDEST_FORMAT = 3, 2  # 2 knew no lengths
 _CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size")
+_SOLVER = inspect.signature(solve_schedule).parameters.keys() - {"model", "speedup", "dtype", "machine"}
+_COUNTS = ("horizon", "warmup_layers", "prompt_length", "batch_size")
 _NEAR = 2  # times: prompts of such lengths are those that were trained on
 _MEASURED_PARTS = 8  # of a doubling: lengths of prompts that a measured clock tells apart
 
@@ -183,11 +186,19 @@ class SkipConfig:
                 allowed = f"this version reads {_OLDEST_FORMAT} to {_FORMAT}"
                 raise ConfigError(f"its format is {values['format']}: {allowed}")
             schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
+            solver, task = values["solver"], values["task"]
+            for name, section in (("solver", solver), ("task", task)):
+                if not isinstance(section, Mapping):
+                    raise ConfigError(f"{name} is {str(section)[:60]!r}: expected names and values")
+            for name in solver:
+                if name not in _SOLVER:
+                    raise unknown("solver setting", str(name), _SOLVER)
+            check_counts(**{name: solver[name] for name in _COUNTS if name in solver})
             for name in ("lengths", "prompt_lengths"):
-                if name in values["solver"]:
-                    Lengths.read(values["solver"][name])
+                if name in solver:
+                    Lengths.read(solver[name])
             texts = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
-            return cls(schedules, values["solver"], values["task"], values.get("base_model"), texts)
+            return cls(schedules, solver, task, values.get("base_model"), texts)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:

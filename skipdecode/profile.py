@@ -149,7 +149,14 @@ class Profile:
                 TimedBatch(**{**batch, **{name: _by_layers(batch[name], least) for name, least in _LEAST.items()}})
                 for batch in values.pop("batches")
             )
-            return cls(**values, batches=batches)
+            profile = cls(**values, batches=batches)
+            check_counts(num_layers=profile.num_layers)
+            depths = {tuple(sorted(times)) for b in batches for times in (b.step, b.prefill, b.start)}
+            if len(depths) != 1 or any((each[0], each[-1]) != (1, profile.num_layers) for each in depths):
+                raise ConfigError(f"its times aren't of the same depths, from 1 to {profile.num_layers}")
+            if not isinstance(profile.date, str):
+                raise ConfigError(f"its date is {profile.date!r}")
+            return profile
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"the profile {path} can't be read ({error}): remove it, and run skipdecode calibrate again"

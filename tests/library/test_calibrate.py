@@ -327,6 +327,8 @@ def test_a_damaged_profile_is_named(kept: None, content: str) -> None:
         ("prefill", {"6": 2}),
         ("stopped_share", 1.5),
         ("cold", -1),
+        ("step", {"1": 1, "3": 2, "6": 3}),
+        ("start", {"1": 1, "5": 2}),
     ],
 )
 def test_a_profile_with_a_damaged_value_is_named(kept: None, field: str, value: Any) -> None:
@@ -335,6 +337,16 @@ def test_a_profile_with_a_damaged_value_is_named(kept: None, field: str, value: 
     content = json.loads(path.read_text())
     content["batches"][1][field] = value
     path.write_text(json.dumps(content))
+    refuses(timed, path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("batches", []), ("num_layers", 7), ("num_layers", None), ("date", {}), ("setings", {})]
+)
+def test_a_profile_that_is_damaged_as_a_whole_is_named(kept: None, field: str, value: Any) -> None:
+    timed = profile(tiny_opt("opt", 6), "model")
+    path = timed.save()
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     refuses(timed, path)
 
 

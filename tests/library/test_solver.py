@@ -305,6 +305,26 @@ def test_a_damaged_distribution_of_lengths_is_named() -> None:
         SkipConfig.from_dict(values)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": None}, "task is 'None': expected names and values"),
+        ({"solver": []}, "solver is '.*': expected names and values"),
+        ({"solver": {"horizont": 3}}, "unknown solver setting 'horizont': did you mean 'horizon'"),
+        ({"solver": {"machine": None}}, "unknown solver setting 'machine'"),
+        ({"solver": {"horizon": "x"}}, "horizon is 'x': it must be an integer of at least 1"),
+        ({"solver": {"prompt_length": None}}, "prompt_length is None: it must be"),
+        ({"solver": {"batch_size": 0}}, "batch_size is 0: it must be"),
+        ({"schedules": []}, "is damaged"),
+    ],
+)
+def test_a_damaged_section_of_a_checkpoint_is_named(change: dict[str, Any], message: str) -> None:
+    values = SkipConfig(solver={"horizon": 8, "prompt_length": 16, "batch_size": 2}).to_dict()
+    assert SkipConfig.from_dict(values).horizon == 8
+    with pytest.raises(ConfigError, match=f"skipdecode.* {message}"):
+        SkipConfig.from_dict({**values, **change})
+
+
 def test_the_head_makes_a_target_dearer_than_layers_alone() -> None:
     schedule = solve_schedule(OPT_1_3B, 5, horizon=64)
     assert schedule.mean_budget(64) < 24 / 5 - 1
