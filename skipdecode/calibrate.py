@@ -2,6 +2,7 @@
 
 import datetime
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -51,12 +52,29 @@ def measure_cost(
         prompt_length: columns in the cache when decoding starts; fewer where the model hasn't the positions.
         weights: what decode steps compute with, as in `skip_generate`.
         repeats: of the generations, after one that warms up.
-        steps: that are timed, behind those of the short text.
+        steps: that are timed, behind those of the short text; fewer likewise.
 
     Raises:
-        ConfigError: for a family that isn't known, a model of one layer, and counts below 1.
+        ConfigError: for a family that isn't known, a model of one layer or of hardly any positions, and counts below 1.
     """
-    return _measure(model, [(batch_size, prompt_length)], weights, repeats, steps)[0]
+    check_counts(prompt_length=prompt_length, steps=steps)
+    steps, most = room_for(model, steps)
+    return _measure(model, [(batch_size, min(prompt_length, most))], weights, repeats, steps)[0]
+
+
+def room_for(model: nn.Module, steps: int = STEPS) -> tuple[int, int]:
+    """The steps that can be timed behind those of the short text, `steps` at most, and behind how many columns.
+
+    Raises ConfigError where the model hasn't the positions for a single one.
+    """
+    config: Any = unwrap(model).config
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    if positions is None:
+        return steps, sys.maxsize
+    if positions < SHORT + 2:
+        raise ConfigError(f"the model has {positions} positions: to time its steps takes {SHORT + 2} at least")
+    steps = min(steps, positions - SHORT - 1)
+    return steps, positions - SHORT - steps
 
 
 def _measure(
@@ -68,8 +86,8 @@ def _measure(
     advance: Callable[[], None] = lambda: None,
 ) -> list[MeasuredCost]:
     """The costs of batches, of rows and columns of their prompts, which take turns in each repeat."""
-    for rows, columns in batches:
-        check_counts(batch_size=rows, prompt_length=columns, repeats=repeats, steps=steps)
+    for rows, _ in batches:
+        check_counts(batch_size=rows, repeats=repeats)
     num_layers = len(decoder_layers(model))
     if num_layers < 2:
         raise ConfigError(f"the model has {num_layers} layer: there are no depths to time apart")
@@ -159,7 +177,6 @@ def _time_text(
     config = text_config(inner.config)
     positions, room = getattr(config, "max_position_embeddings", None), _ROOM
     if positions is not None:
-        columns = max(1, min(columns, positions - steps))
         room = min(room, positions - columns)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (rows, columns), generator=generator).to(inner.device)
@@ -211,7 +228,7 @@ def measure_profile(
     Args:
         model: as in `measure_cost`.
         batch_sizes: rows that decode together.
-        prompt_lengths: columns in the cache when decoding starts.
+        prompt_lengths: columns in the cache when decoding starts, likewise.
         weights: as in `measure_cost`.
         repeats: as in `measure_cost`.
         advance: called after each repeat, and after the one that warms up.
@@ -221,13 +238,17 @@ def measure_profile(
     """
     inner: Any = unwrap(model)
     weights = weights or usual_weights(inner)
-    sized = [(rows, columns) for columns in prompt_lengths for rows in batch_sizes]
-    costs = _measure(model, sized, weights, repeats, STEPS, advance)
+    for columns in prompt_lengths:
+        check_counts(prompt_length=columns)
+    steps, most = room_for(inner)
+    lengths = dict.fromkeys(min(columns, most) for columns in prompt_lengths)
+    sized = [(rows, columns) for columns in lengths for rows in dict.fromkeys(batch_sizes)]
+    costs = _measure(model, sized, weights, repeats, steps, advance)
     batches = [
         TimedBatch(
             rows,
             columns,
-            columns + (SHORT + STEPS) // 2,
+            columns + (SHORT + steps) // 2,
             cost.seconds_by_layers,
             cost.prefill,
             cost.start,

@@ -221,11 +221,18 @@ def export(options: argparse.Namespace) -> int:
 def calibrate(options: argparse.Namespace) -> int:
     """Measure this machine's clock, and keep it. Returns the exit status."""
     decoder = _decoder(options)
-    from skipdecode.calibrate import measure_profile
+    from skipdecode.calibrate import measure_profile, room_for
     from skipdecode.checkpoint import SkipConfig
 
     remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
-    sizes, lengths = options.batch_size, options.prompt_length or remembered.timed_lengths()
+    _, most = room_for(decoder.model)
+    for length in options.prompt_length or ():
+        if length > most:
+            raise ConfigError(
+                f"--prompt-length is {length}: the model has positions for {most} at most and the texts that are timed"
+            )
+    lengths = {min(length, most) for length in options.prompt_length or remembered.timed_lengths()}
+    sizes = set(options.batch_size)
     done = 0
 
     def advance() -> None:
@@ -235,8 +242,8 @@ def calibrate(options: argparse.Namespace) -> int:
 
     profile = measure_profile(
         decoder.model,
-        batch_sizes=sizes,
-        prompt_lengths=lengths,
+        batch_sizes=sorted(sizes),
+        prompt_lengths=sorted(lengths),
         weights=options.weights,
         repeats=options.repeats,
         advance=advance,

@@ -143,6 +143,33 @@ def test_what_decoding_takes_once_is_told_apart_behind_prompts_that_are_twice_as
     assert {batch.prompt_length: batch.step[3] for batch in found.batches} == pytest.approx({20: 3, 30: 3.5, 60: 3})
 
 
+def test_prompts_that_a_model_has_no_positions_for_are_neither_run_nor_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ran = tiny_opt("opt", 2), set()  # of 96 positions
+    generate = type(model).generate
+
+    def generating(self: Any, input_ids: torch.Tensor, **request: Any) -> Any:
+        ran.add(input_ids.shape[1])
+        return generate(self, input_ids=input_ids, **request)
+
+    monkeypatch.setattr(type(model), "generate", generating)
+    found = measure_profile(model, batch_sizes=[1, 1], prompt_lengths=[38, 76, 92, 95], repeats=1)
+    assert [(batch.batch_size, batch.prompt_length) for batch in found.batches] == [(1, 38), (1, 76)]
+    assert ran == {38, 76}
+
+
+def test_a_model_of_few_positions_is_measured_over_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_opt.__wrapped__("opt", 2)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 16)
+    assert measure_cost(model, repeats=1).num_layers == 2
+    (batch,) = measure_profile(model, batch_sizes=[1], prompt_lengths=[40], repeats=1).batches
+    assert (batch.prompt_length, batch.context) == (1, 8)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 5)
+    with pytest.raises(ConfigError, match="the model has 5 positions: to time its steps takes 6 at least"):
+        measure_cost(model, repeats=1)
+
+
 def test_what_another_batch_left_in_caches_counts_for_no_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two texts of a batch take ten times as long: their prompts, and their steps."""
     before: list[tuple[int, int]] = []

@@ -383,6 +383,10 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--over", "all"], "leave --speedup and --over"),
         (["calibrate", "CHECKPOINT", "--batch-size", "1", "0"], "--batch-size is 0"),
         (["calibrate", "CHECKPOINT", "--prompt-length", "-3"], "--prompt-length is -3"),
+        (
+            ["calibrate", "CHECKPOINT", "--prompt-length", "8", "109"],
+            "--prompt-length is 109: the model has positions for 108",
+        ),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
         (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
