@@ -156,7 +156,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     generate.add_argument("--json", action="store_true", help="read and write lines of JSON")
     generate.add_argument("--temperature", type=float, metavar="T", help="sample; greedy without")
     generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that make up P")
-    generate.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
+    generate.add_argument("--seed", type=int, metavar="N", help="of sampling (default 0)")
     generate.set_defaults(run=subcommands.generate)
 
     info = command("info", _INFO)
@@ -187,7 +187,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         "  skipdecode export outputs/prompt-max small --speedup 3\n"
         "  skipdecode export outputs/constant plain --speedup 3 --standalone",
     )
-    _add_checkpoint(export)
+    _add_checkpoint(export, weights="those whose calibrated clock the speed is solved for; they are saved as they are")
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
     export.add_argument("--standalone", action="store_true", help="a plain model of fewer layers, for any engine")
@@ -217,14 +217,19 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     }
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser, *, trusts: bool = True) -> None:
+def _add_checkpoint(
+    parser: argparse.ArgumentParser,
+    *,
+    weights: str = "what prompts and decode steps are computed with",
+    trusts: bool = True,
+) -> None:
     parser.add_argument("checkpoint", help="a folder, or a repository of the Hub")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
     parser.add_argument(
         "--weights",
         choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
-        help="what prompts and decode steps are computed with",
+        help=weights,
     )
     if trusts:
         parser.add_argument(

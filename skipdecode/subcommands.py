@@ -28,10 +28,15 @@ def generate(options: argparse.Namespace) -> int:
         raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
     if options.stream and options.json:
         raise ConfigError("--stream writes words as they come: leave --json out")
+    if options.lossless and options.over is not None and options.speedup == 1:
+        raise ConfigError(f"--over is {options.over}, of a --speedup that drafts: name one, or leave --over out")
     sampling: dict[str, Any] = {"lossless": options.lossless}
+    seed = options.seed or 0
     if options.temperature is not None or options.top_p is not None:
-        _check_sampling(options)
+        _check_sampling(options, seed)
         sampling |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    elif options.seed is not None:
+        raise ConfigError(f"--seed is {options.seed}, of sampling: name --temperature or --top-p, or leave it out")
     prompts = _prompts(options, as_json=options.json)
     from skipdecode.schedule import SkipSchedule
 
@@ -43,7 +48,7 @@ def generate(options: argparse.Namespace) -> int:
     if "do_sample" in sampling:
         import torch
 
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
     total: Decoded | None = None
     streamer = None
     if options.stream:
@@ -359,13 +364,13 @@ def _unescaped(prompt: str) -> str:
     return prompt.replace("\\n", "\n")
 
 
-def _check_sampling(options: argparse.Namespace) -> None:
+def _check_sampling(options: argparse.Namespace, seed: int) -> None:
     if options.temperature is not None and not 1e-4 <= options.temperature <= 1e4:  # float32 holds what it divides
         raise ConfigError(f"--temperature is {options.temperature}: it must lie between 0.0001 and 10000")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p is {options.top_p}: it must lie above 0 and at most at 1")
-    if not 0 <= options.seed < 2**63:
-        raise ConfigError(f"--seed is {options.seed}: it must lie between 0 and {2**63 - 1}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed is {seed}: it must lie between 0 and {2**63 - 1}")
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
