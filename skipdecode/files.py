@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -12,12 +13,14 @@ def replaced(path: Path) -> Iterator[Path]:
 
     Raises OSError, naming `path`, where the disk is full.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # of this writer alone
     try:
         yield partial
+        os.replace(partial, path)
     except OSError as error:  # which names no file where the disk is full
         raise OSError(error.errno, error.strerror, str(path)) from error
-    os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -158,9 +159,12 @@ def export(
 
     Raises:
         ConfigError: where no layer can go (`pruned_schedule`, `keep_in_config`), where tokens run different ones of a
-            standalone model's (`standalone_layers`), for adapters apart, and for a folder that holds something.
+            standalone model's (`standalone_layers`), for adapters apart, and for a folder that holds something or
+            has no name of its own.
     """
     folder = Path(folder)
+    if not folder.name:  # of "" and ".", which can't be replaced either
+        raise ConfigError(f"the folder is {str(folder)!r}: name a new folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} isn't empty: name a new folder")
     if hasattr(model, "peft_config"):
@@ -180,17 +184,19 @@ def export(
     remembered = SkipConfig.of(model.config) or SkipConfig()
     if standalone and hasattr(model.config, CONFIG_KEY):
         delattr(model.config, CONFIG_KEY)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    save_default_speedup(partial, None if standalone else speedup)
-    if not standalone:
-        # Without settings to solve others by: those would be over the full depth of this model, which is none.
-        replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
-        write_custom_generate(partial)
-    seal(partial)
-    if folder.exists():
-        folder.rmdir()
-    os.replace(partial, folder)
+    partial = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        save_default_speedup(partial, None if standalone else speedup)
+        if not standalone:
+            # Without settings to solve others by: those would be over the full depth of this model, which is none.
+            replace(remembered, schedules={speedup: smaller}, solver={}).save(partial)
+            write_custom_generate(partial)
+        seal(partial)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return Exported(len(kept), depth, count_parameters(model.parameters()), before, smaller)

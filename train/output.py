@@ -1,5 +1,6 @@
 """The folder that a run goes into: a new one, or that of a run which it continues."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output.dir {folder} is a file: {advice}")
     names = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    if names <= {LOCK, f"{RECIPE_FILE}.partial"}:  # of a run that was killed as it began
+    if all(name == LOCK or fnmatch(name, f"{RECIPE_FILE}.*partial") for name in names):  # killed as it began
         return
     unevaluated = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
     without_card = (folder / "config.json").exists() and not (folder / CARD).exists()

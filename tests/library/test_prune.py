@@ -100,7 +100,28 @@ def test_an_export_decodes_the_same_and_says_what_it_saved(checkpoint: Path, tmp
     assert (small / "custom_generate" / "generate.py").exists()
     assert main(["export", str(checkpoint), str(small), "--speedup", "2"]) == 2
     assert "isn't empty: name a new folder" in capsys.readouterr().err
-    assert not small.with_name("small.partial").exists()
+    assert list(tmp_path.iterdir()) == [small]
+
+
+def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fails(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "small.partial" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("not the export's")
+    words = ["export", str(checkpoint), str(tmp_path / "small"), "--speedup", "2"]
+    with monkeypatch.context() as patched:
+        patched.setattr("skipdecode.prune.seal", lambda folder: (folder / "no" / "such").touch())
+        assert main(words) != 0
+    assert list(tmp_path.iterdir()) == [own.parent]
+    assert main(words) == 0
+    assert own.read_text() == "not the export's"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for name in (".", ""):
+        capsys.readouterr()
+        assert main(["export", str(checkpoint), name, "--speedup", "2"]) == 2
+        assert "the folder is '.': name a new folder" in capsys.readouterr().err
 
 
 class NoTokenizer:

@@ -19,12 +19,13 @@ import train.cli
 from data import load_task
 from data.columns import ColumnCollator
 from data.rows import encode_task
-from skipdecode import CostModel, SkipSchedule, hub, skip_generate, skip_layers, solve_schedule
+from skipdecode import ConfigError, CostModel, SkipSchedule, hub, skip_generate, skip_layers, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.loading import load, load_tokenizer
 from train.build import build_model, build_task
 from train.finish import measure_texts
+from train.output import check_folder
 from train.recipe import Recipe, load_recipe
 from train.run import run
 
@@ -262,6 +263,16 @@ def test_an_output_folder_that_holds_a_run_is_left_alone(finished: Path, tmp_pat
     shutil.copy(finished / "recipe.yaml", other / "recipe.yaml")
     assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={other}", "train.seed=9"]) == 2
     assert "unfinished run of another recipe" in capsys.readouterr().err
+
+
+def test_what_a_run_that_was_killed_as_it_began_leaves_may_be_trained_in(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", [])
+    for name in (".lock", "recipe.yaml.partial", "recipe.yaml.1f0e22aa.partial"):
+        (tmp_path / name).touch()
+        check_folder(tmp_path, recipe)
+    (tmp_path / "recipe.yaml.bak").touch()
+    with pytest.raises(ConfigError, match="holds files that are no run's"):
+        check_folder(tmp_path, recipe)
 
 
 def test_the_commands_themselves_exit_with_2(tmp_path: Path) -> None:
