@@ -70,7 +70,7 @@ class Cost(ABC):
     def decode_seconds(self, schedule: SkipSchedule, steps: int | None = None) -> float:
         """The time of a batch's first `steps` decode steps under `schedule`, all rows alive; None: of whole texts."""
         whole = self.expected_steps if steps is None else None
-        count = len(whole) if whole is not None else steps or schedule.horizon
+        count = len(whole) if whole is not None else schedule.horizon if steps is None else steps
         budgets = [schedule.budget(i) for i in range(count)]
         if not budgets:
             return 0.0
@@ -123,7 +123,8 @@ class Cost(ABC):
         if key not in known:
             known[key] = self.seconds(SkipSchedule.full_depth(self.num_layers, schedule.horizon), steps, over=over)
         if not known[key]:
-            raise ConfigError("lengths are all of 1 token, which comes from the prompt: there is no decode step")
+            texts = "steps is 0" if steps == 0 else "lengths are all of 1 token, which comes from the prompt"
+            raise ConfigError(f"{texts}: there is no decode step")
         return known[key] / self.seconds(schedule, steps, over=over)
 
 

@@ -82,7 +82,7 @@ def solve_schedule(
             for a condition, or a dtype, beside a cost that has its own.
     """
     check_speedup(speedup)
-    if not 0 <= spread <= 1:
+    if not isinstance(spread, Real) or not 0 <= spread <= 1:
         raise ConfigError(f"spread is {spread!r}: it must lie between 0 (a constant budget) and 1")
     conditions = {"prompt_length": prompt_length, "batch_size": batch_size, "machine": machine}
     cost = _cost(model, dtype, lengths=lengths, prompt_lengths=prompt_lengths, **conditions)

@@ -283,7 +283,7 @@ def serve(options: argparse.Namespace) -> int:
             f"serving needs {error.name}, which isn't installed: pip install 'skipdecode[serve]'"
         ) from error
     settings = ServeSettings(
-        name=options.name or Path(options.checkpoint).name,
+        name=options.name or Path(os.path.abspath(options.checkpoint)).name,  # which "." has too
         speedup=options.speedup,
         over=options.over,
         new_tokens=min(options.max_new_tokens, options.most_new_tokens),

@@ -233,6 +233,16 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
         path.unlink()
 
 
+def test_a_server_in_the_checkpoints_own_folder_has_its_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi")
+    served: list[str] = []
+    monkeypatch.setattr("skipdecode.serve.run.run", lambda _, __, settings, *where: served.append(settings.name) or 0)
+    monkeypatch.chdir(checkpoint)
+    for name in (".", f"../{checkpoint.name}/"):
+        assert main(["serve", name]) == 0
+    assert served == [checkpoint.name] * 2
+
+
 def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: Any) -> None:
     assert main(["compare", str(checkpoint), TYPED[0], *SHORT, "--speedup", "2", "3", "--repeats", "1"]) == 0
     out, _ = said(capsys)

@@ -343,6 +343,15 @@ def test_a_constant_budget_is_one_number_and_the_largest_that_is_fast_enough(
         assert OPT_1_3B.at().speedup(SkipSchedule(24, layers + 1, layers + 1, horizon=horizon)) < speedup
 
 
+def test_no_steps_take_no_time_and_have_no_speed() -> None:
+    cost, schedule = OPT_1_3B.at(), SkipSchedule(24, 8, 4, prompt="max")
+    assert cost.decode_seconds(schedule, 0) == 0
+    with pytest.raises(ConfigError, match="steps is 0: there is no decode step"):
+        cost.speedup(schedule, 0)
+    full, fast = (cost.prompt_seconds(each) for each in (SkipSchedule.full_depth(24), schedule))
+    assert cost.speedup(schedule, 0, over="all") == pytest.approx(full / fast)
+
+
 def test_a_target_of_one_is_full_depth() -> None:
     assert solve_schedule(OPT_1_3B, 1, horizon=9) == SkipSchedule.full_depth(24, horizon=9)
 
@@ -363,6 +372,7 @@ def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
         ({"speedup": 0.5}, "speedup is 0.5"),
         ({"speedup": float("nan")}, "speedup is nan"),
         ({"speedup": 2, "spread": 1.5}, "spread is 1.5"),
+        ({"speedup": 2, "spread": "x"}, "spread is 'x'"),
         ({"speedup": 2, "prompt": 0}, "prompt is 0: it must be an integer of at least 1"),
         ({"speedup": 2, "prompt": True}, "prompt is True: it must be an integer of at least 1"),
         ({"speedup": 2, "prompt": 25}, "prompt is 25: it must lie between max_layers"),
