@@ -87,13 +87,16 @@ def load_model(
             model, info = _quietly(
                 name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
             )
+    remembers = path / ADAPTERS_FILE if looks_local else None
     if not looks_local:
+        if hasattr(model, "peft_config"):
+            remembers = _downloaded(name, ADAPTERS_FILE, kwargs)
         _check_download(name, kwargs)
     _check_weights(name, model, info)
     # With trust_remote_code transformers puts a checkpoint's custom_generate in its place: ours calls the class's own.
     model.__dict__.pop("generate", None)
-    if (path / ADAPTERS_FILE).is_file():  # the model that they adapt may have been trained for something else
-        remembered = SkipConfig.load(path)
+    if remembers is not None and remembers.is_file():  # the model that they adapt may be trained for something else
+        remembered = SkipConfig.load(remembers.parent)
         assert remembered is not None
         setattr(model.config, CONFIG_KEY, remembered.to_dict())
     return model
@@ -180,14 +183,19 @@ def _adapted(folder: Path) -> str:
     return base
 
 
+def _downloaded(name: str, file: str, where: Mapping[str, Any]) -> Path | None:
+    """A file of a Hub repository; None where there is none, or nobody is there to ask."""
+    try:
+        return Path(str(cached_file(name, file, **{key: where[key] for key in _WHERE if key in where})))
+    except OSError:
+        return None
+
+
 def _check_download(name: str, where: Mapping[str, Any]) -> None:
     """Check the files of a Hub repository that are here, where it is sealed."""
-    options = {key: where[key] for key in _WHERE if key in where}
-    try:
-        sealed = cached_file(name, SEAL, **options)
-    except OSError:  # there is none, or nobody is there to ask
-        return
-    check_seal(Path(str(sealed)).parent, partly_here=True)
+    sealed = _downloaded(name, SEAL, where)
+    if sealed is not None:
+        check_seal(sealed.parent, partly_here=True)
 
 
 def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:

@@ -114,6 +114,20 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
         load_model(str(folder))
 
 
+def test_adapters_of_a_repository_keep_their_schedules(apart: Path, tmp_path: Path) -> None:
+    """In the layout of the Hub's cache."""
+    repository = tmp_path / "models--me--adapters"
+    snapshot = shutil.copytree(apart, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
+    where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
+    assert SkipConfig.of(load_model("me/adapters", **where).config) == SkipConfig.load(apart)
+    flip(snapshot / "skipdecode.json")
+    with pytest.raises(ConfigError, match=r"skipdecode.json"):
+        load_model("me/adapters", **where)
+
+
 def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
     """What peft merges by its own means is the base and the adapters' product, layer by layer."""
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
