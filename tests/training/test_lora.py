@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval.cli
 import train.finish
-from skipdecode import ConfigError, skip_generate
+from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
-from skipdecode.seal import SEAL
+from skipdecode.seal import SEAL, seal
 
 LORA = (
     "lora.r=4",
@@ -122,9 +122,12 @@ def test_adapters_of_a_repository_keep_their_schedules(apart: Path, tmp_path: Pa
     (repository / "refs" / "main").write_text("0" * 40)
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
     where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
-    assert SkipConfig.of(load_model("me/adapters", **where).config) == SkipConfig.load(apart)
+    own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the model that they adapt has others
+    own.save(snapshot)
+    seal(snapshot)
+    assert SkipConfig.of(load_model("me/adapters", **where).config) == own
     flip(snapshot / "skipdecode.json")
-    with pytest.raises(ConfigError, match=r"skipdecode.json"):
+    with pytest.raises(ConfigError, match=r"skipdecode\.json has changed"):
         load_model("me/adapters", **where)
 
 
