@@ -86,6 +86,8 @@ class SkipConfig:
     ) -> SkipSchedule:
         """The schedule of a speedup: the one trained under where there is one, else one solved the same way.
 
+        Where a single speed was trained, beside full depth, its schedule stays whatever the batch and the clock.
+
         Args:
             cost: of the model; a CostModel is taken under this checkpoint's conditions.
             speedup: on the wall clock, at least 1.
@@ -98,6 +100,8 @@ class SkipConfig:
         over = self.over if over is None else over
         # Without settings it is an exported checkpoint, whose schedule is the only one that it has.
         trained = not self.solver or (over == self.over and conditions == self.conditions and profile is None)
+        # Who learnt one schedule alone knows none that a batch or a clock would have in its place.
+        trained |= over == self.over and {float(speedup)} == set(self.schedules) - {1.0}
         if float(speedup) in self.schedules and (trained or speedup == 1):
             return self.schedules[float(speedup)]
         if isinstance(cost, CostModel):

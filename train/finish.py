@@ -84,20 +84,19 @@ def measure_texts(
     *,
     trust_remote_code: bool = False,
 ) -> LengthsByPrompt | None:
-    """How long the texts are that a checkpoint writes at full depth behind prompts, token ids.
+    """How long the texts are that a checkpoint writes behind prompts, token ids, at the slowest speed that was trained.
 
-    None, which is said, where the memory doesn't suffice.
+    Full depth's are noise where it wasn't among those. None, which is said, where the memory doesn't suffice.
     """
     release_memory()
     pairs: list[tuple[int, int]] = []
     try:
         model, tokenizer = load(str(folder), trust_remote_code=trust_remote_code)
         model.to(resolve_device(None))  # type: ignore[arg-type]
-        system = SkipSystem(
-            "1x",
-            Checkpoint(folder.name, model, tokenizer, usual_weights(model)),
-            SkipSchedule.full_depth(len(decoder_layers(model))),
-        )
+        config = SkipConfig.load(folder) or SkipConfig()
+        schedules = config.schedules or {1.0: SkipSchedule.full_depth(len(decoder_layers(model)))}
+        checkpoint = Checkpoint(folder.name, model, tokenizer, usual_weights(model))
+        system = SkipSystem("slowest", checkpoint, schedules[min(schedules)])
         positions = getattr(text_config(model.config), "max_position_embeddings", None) or 2**31
         with Progress(console=console, transient=True) as progress:
             for start in progress.track(range(0, len(prompts), ROWS), description="lengths of its texts"):

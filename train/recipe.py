@@ -104,8 +104,8 @@ class ScheduleSection(Section):
     texts: int = Field(
         256,
         ge=0,
-        description="training prompts that the finished checkpoint continues at full depth, to know how long its texts "
-        "are; 0: it takes them to be as long as those of the training",
+        description="training prompts that the finished checkpoint continues, at the slowest speed that is trained, to "
+        "know how long its texts are; 0: it takes them to be as long as those of the training",
     )
 
 

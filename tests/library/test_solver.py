@@ -253,7 +253,8 @@ def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> 
     texts, prompts = [[12, 5], [30, 5], [60, 1]], [[40, 9]]
     solver = {"horizon": 40, "batch_size": 8, "lengths": texts, "prompt_lengths": prompts}
     trained = solve_schedule(OPT_1_3B, 3, **solver)
-    config = SkipConfig.from_dict(SkipConfig(schedules={3.0: trained}, solver=solver).to_dict())
+    both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
+    config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver).to_dict())
     assert config.schedule_for(OPT_1_3B, 3) == trained
     assert config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 8]) == trained
     alone = config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1])
@@ -264,15 +265,22 @@ def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> 
     assert whole == solve_schedule(OPT_1_3B, 3, **solver, over="all")
     assert len({trained, alone, behind}) == 3, "the conditions matter here"
     # One of before doesn't know how long its texts are: it decodes as it was trained.
-    before = SkipConfig(schedules={3.0: trained}, solver={"horizon": 40, "batch_size": 8})
+    before = SkipConfig(schedules=both, solver={"horizon": 40, "batch_size": 8})
     assert before.schedule_for(OPT_1_3B, 3, prompts=[[1100] * 1]) == trained
+    # What learnt one schedule alone, beside full depth, knows no other; a speed of another kind is still solved.
+    full = SkipSchedule.full_depth(24)
+    for schedules in ({3.0: trained}, {1.0: full, 3.0: trained}):
+        single = SkipConfig(schedules=schedules, solver=solver)
+        assert single.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1]) == trained
+        assert single.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]) == behind
 
 
 def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prompts_at_hand() -> None:
     solver = {"horizon": 40, "lengths": [[30, 1]], "prompt_lengths": [[40, 1]]}
     texts = LengthsByPrompt.of([(n, n) for n in range(20, 61)])
     trained = solve_schedule(OPT_1_3B, 3, **solver)
-    config = SkipConfig.from_dict(SkipConfig(schedules={3.0: trained}, solver=solver, texts=texts).to_dict())
+    both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
+    config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver, texts=texts).to_dict())
     assert config.schedule_for(OPT_1_3B, 3) == trained
     found = {}
     for batches in ([[20]], [[60]], [[20, 60]], [[60, 20]], [[20, 20]], [[20], [60]]):

@@ -95,15 +95,23 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 
 
-def test_the_lengths_of_its_texts_are_those_that_transformers_generates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [[1.0, 2.0], [2.0, 3.0], []], ids=str)
+def test_the_lengths_of_its_texts_are_those_of_the_slowest_speed_that_was_trained(
+    trained: list[float], tmp_path: Path
+) -> None:
     model, tokenizer = load(str(save_checkpoint(tmp_path / "random", 3)))
     with torch.no_grad():  # an end token that is likely now and then
         model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 3
     model.save_pretrained(tmp_path / "random")
     prompts = [[5 + (n * step) % 60 for step in range(1, 3 + n % 40)] for n in range(150)]  # more than one batch
+    schedules = {1.0: SkipSchedule.full_depth(3), 2.0: SkipSchedule(3, 2, 1, horizon=6), 3.0: SkipSchedule(3, 1, 1)}
+    SkipConfig({speedup: schedules[speedup] for speedup in trained}).save(tmp_path / "random")
+    asked: dict[str, Any] = {}
+    if 1.0 not in trained and trained:  # texts of a full depth that never trained may be noise
+        asked = {"custom_generate": skip_generate, "schedule": schedules[2.0]}
     pairs = []
     for ids in prompts:
-        text = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30)[0, len(ids) :]
+        text = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30, **asked)[0, len(ids) :]
         pairs.append((len(ids), len(text)))
     assert len({length for _, length in pairs}) > 5, "else an order of the rows could not be told from another"
     found = measure_texts(tmp_path / "random", prompts, 30, Console(quiet=True))
