@@ -21,9 +21,12 @@ def agreeing_tokens(
         prompts: token ids, not empty.
         texts: token ids that were generated behind them.
     """
-    found = []
+    found: list[list[bool]] = []
     for prompt, text in zip(prompts, texts, strict=True):
+        if not text:
+            found.append([])
+            continue
         ids = torch.tensor([[*prompt, *text]], device=model.device)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]  # [tokens, vocabulary]
-        found.append((logits.argmax(dim=-1) == ids[0, len(prompt) :]).tolist() if text else [])
+        found.append((logits.argmax(dim=-1) == ids[0, len(prompt) :]).tolist())
     return found

@@ -109,6 +109,7 @@ class Engine:
         ConfigError: for a model whose steps can't be lean, with the reason, and for numbers out of range.
     """
 
+    @torch.inference_mode(mode=False)  # its thread is outside of the caller's
     def __init__(
         self,
         model: GenerativeModel,
@@ -167,6 +168,7 @@ class Engine:
 
     # ---- requests
 
+    @torch.inference_mode(mode=False)
     def submit(
         self,
         prompt: Sequence[int],

@@ -163,12 +163,13 @@ class StepGraphs:
 
     Attributes:
         key: the shape, which a later call must share to use them again; None where none may.
+        decoder: of the model; None while a decoder keeps them, which is freed with its last user then.
     """
 
     def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
         self.key: Any = None
-        self._decoder = decoder
+        self.decoder: LeanDecoder | None = decoder
         self._steps = steps
         self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
         self._prompt = 0  # columns, of the prompt at hand
@@ -188,11 +189,16 @@ class StepGraphs:
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
             chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
             self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
-            inputs = StaticInputs.like(prepared, self._columns, self._decoder, logits)
+            assert self.decoder is not None
+            inputs = StaticInputs.like(prepared, self._columns, self.decoder, logits)
             self._buffers = (tokens, chosen, inputs)
         self._tokens, self._chosen, self._inputs = self._buffers
         self._inputs.take_over(prepared)
         self._prompt = prepared.prompt_columns
+        # Steps attend to whole buffers, to what isn't written at weight 0: an earlier text must not leave NaN there.
+        layers: list[Any] = self.cache.layers
+        for buffer in (buffer for layer in layers if layer.is_initialized for buffer in layer.buffers):
+            buffer[:, :, self._prompt :].zero_()
 
     def run(self, i: int, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         """Run generated token i of each row, `tokens` [rows], through `layers`.
@@ -309,17 +315,20 @@ class StepGraphs:
     def _capture(
         self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
     ) -> tuple[Replay, list[torch.Tensor]]:
-        """A function that runs a step of `layers`, and the list that it leaves the logits in."""
+        """A function that runs a step of `layers`, and the list with its logits, empty where it chooses tokens."""
         result: list[torch.Tensor] = []
         tokens, chosen, inputs = self._tokens, self._chosen, self._inputs
 
         def forward() -> None:
+            assert self.decoder is not None
             inputs.look_up(len(tokens))
-            result[:] = [self._decoder(tokens, layers, self.cache, inputs)]
-            if choosing:
-                tokens.copy_(result[0].argmax(dim=-1))
+            logits = self.decoder(tokens, layers, self.cache, inputs)
+            if choosing:  # the next graph may have the memory of the logits
+                tokens.copy_(logits.argmax(dim=-1))
                 chosen.index_copy_(0, inputs.step_at, tokens[None])
                 inputs.advance()
+            else:
+                result[:] = [logits]
 
         if tokens.device.type != "cuda":
             return forward, result
@@ -376,7 +385,8 @@ def step_graphs(
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    key = (schedule, steps, rows, columns, full)
+    # Buffers that were made in inference mode can't be written to outside of it.
+    key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled())
     with _KEEPING:
         found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
         if found is None:
@@ -384,6 +394,7 @@ def step_graphs(
     if found is None:
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
+    found.decoder = decoder
     found.cache.reset()
     return found
 
@@ -391,8 +402,10 @@ def step_graphs(
 def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
     """Let the next call of the same shape have them, once a generation has ended well."""
     if graphs.key is not None:
+        graphs.decoder = None
         with _KEEPING:
             decoder.kept_graphs[graphs.key] = graphs
+            decoder.kept_graphs.move_to_end(graphs.key)
             _forget_all_but(decoder.kept_graphs, KEPT)
 
 

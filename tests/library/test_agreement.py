@@ -7,7 +7,7 @@ from lean_cases import tiny
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.agreement import agreeing_tokens
 
-PROMPTS = [[5, 9, 11, 4, 17], [6], [8, 8, 30]]
+PROMPTS = [[5], [6], [8, 8, 30]]
 
 
 def next_token(model, ids: list[int]) -> int:

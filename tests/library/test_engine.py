@@ -241,6 +241,17 @@ def test_a_text_ends_by_length_where_nothing_else_ends_it() -> None:
     assert [len(each) for each in tokens[2:]] == [4, 5, 5, 3]
 
 
+@pytest.mark.parametrize(("made", "submitted"), [(True, True), (True, False), (False, True)])
+def test_an_engine_of_a_caller_in_inference_mode_decodes(made: bool, submitted: bool) -> None:
+    expected = tiny("opt").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with torch.inference_mode(made):
+        engine = Engine(tiny("opt"))
+    with engine, torch.inference_mode(submitted):
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        answer = engine.submit([5, 6, 7], schedule=SkipSchedule.full_depth(6), **settings)
+        assert list(answer.result(30).tokens) == expected[0, 3:].tolist()
+
+
 def test_an_answer_gives_its_tokens_to_each_who_iterates() -> None:
     engine = Engine(tiny("opt"))
     how: Any = {"schedule": FULL, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}

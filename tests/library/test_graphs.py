@@ -29,6 +29,26 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_in_inference_mode_and_outside_of_it_steps_are_the_same(name: str) -> None:
+    model = fresh(name)
+    expected = generate(model, [5, 3], SCHEDULES[0], max_new_tokens=10)
+    for mode in (True, False, True, False, False):
+        with torch.inference_mode(mode):
+            assert torch.equal(generate(model, [5, 3], SCHEDULES[0], cuda_graphs=True, max_new_tokens=10), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_a_text_of_nan_leaves_nothing_behind(name: str) -> None:
+    """Whole buffers are attended to, and what isn't written at weight 0, which makes NaN of NaN."""
+    model: Any = fresh(name)
+    expected = generate(model, [9], SCHEDULES[0], max_new_tokens=10)
+    spoilt = torch.full((1, 42, model.config.hidden_size), torch.nan)
+    request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "cuda_graphs": True, "do_sample": False}
+    model.generate(inputs_embeds=spoilt, max_new_tokens=10, eos_token_id=None, **request)
+    assert torch.equal(generate(model, [9], SCHEDULES[0], cuda_graphs=True, max_new_tokens=10), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
 def test_rows_of_one_length_and_of_several_share_buffers(name: str) -> None:
     model: Any = tiny(name)
     ids = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(3))
@@ -84,6 +104,20 @@ def test_graphs_are_freed_with_their_model() -> None:
     for _ in range(2):
         gc.collect()
     assert decoder() is None
+
+
+def test_copies_and_graphs_of_weights_that_have_changed_are_freed_before_others_are_made() -> None:
+    model: Any = fresh("llama")
+    gc.disable()  # which would find them later
+    try:
+        generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
+        decoder = weakref.ref(lean_decoder(model))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
+        assert decoder() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_keep_and_take_graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
