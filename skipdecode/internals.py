@@ -39,6 +39,12 @@ def padding_token(generation_config: Any) -> torch.Tensor:
     return token
 
 
+def allowed_tokens(processor: Any) -> Callable[[int, torch.Tensor], Any]:
+    """The `prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`, of a row's number and its text."""
+    found: Callable[[int, torch.Tensor], Any] = processor._prefix_allowed_tokens_fn
+    return found
+
+
 def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
     """True while this process, or under `synced_gpus` any of those that share the model, has a row to finish.
 

@@ -30,7 +30,7 @@ from skipdecode.acceptance import accept_chosen, accept_sampled
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength
 from skipdecode.endings import Endings
 from skipdecode.graphs import MOST_AHEAD
-from skipdecode.internals import padding_token
+from skipdecode.internals import allowed_tokens, padding_token
 from skipdecode.native_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.rows import rows_to_keep
 from skipdecode.runners import ColumnsRunner
@@ -119,7 +119,7 @@ class LosslessLoop:
         """A processor; one that calls a function for each row calls it for those alone whose text is looked at."""
         if not isinstance(processor, PrefixConstrainedLogitsProcessor):
             return processor
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed = allowed_tokens(processor)
         return PrefixConstrainedLogitsProcessor(
             lambda row, text: allowed(row, text) if row in self._asked else [self.pad], num_beams=1
         )
