@@ -43,9 +43,8 @@ def main() -> int:
     parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="that are evaluated")
     options = parser.parse_intermixed_args()
     by_seed = [word for word in options.overrides if SEED in word]
-    options.overrides = [
-        word.replace(SEED, str(options.seeds[0])) for word in options.overrides
-    ]  # of the recipe itself
+    # The recipe itself, which all are held against, has a model of its own too: the first seed's.
+    options.overrides = [word.replace(SEED, str(options.seeds[0])) for word in options.overrides]
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
     overrides = {
         name: (*each.split(), *(word.replace(SEED, str(seed)) for word in by_seed), f"train.seed={seed}")

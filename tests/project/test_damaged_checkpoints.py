@@ -10,7 +10,7 @@ import pytest
 import torch
 from opening_commands import opening_commands
 from safetensors.torch import load_file, save_file
-from small_checkpoints import flip, save_checkpoint
+from small_checkpoints import flip, in_hub_cache, save_checkpoint
 from small_runs import train_small
 
 import skipdecode
@@ -133,10 +133,7 @@ def test_shards_lie_in_the_folder_itself(checkpoint: Path, tmp_path: Path) -> No
 
 def test_a_download_of_a_sealed_checkpoint_is_checked(sealed: Path, tmp_path: Path) -> None:
     """In the layout of the Hub's cache, which holds what has been asked for alone."""
-    repository = tmp_path / "models--me--small"
-    snapshot = shutil.copytree(sealed, repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = in_hub_cache(sealed, tmp_path, "me/small")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
     (snapshot / "tokenizer.json").rename(tmp_path / "later")
     load_model("me/small", **where)

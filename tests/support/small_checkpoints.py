@@ -1,5 +1,6 @@
 """Folders of tiny random models with a tokenizer and a task, as a finished run leaves them, in no time."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def save_checkpoint(folder: Path, num_layers: int, *, vocab_size: int = 320, see
     tokenizer.save_pretrained(folder)
     SkipConfig(solver={"horizon": 8}, task={"name": "departures", "options": TASK}).save(folder)
     return folder
+
+
+def in_hub_cache(folder: Path, cache: Path, name: str) -> Path:
+    """A copy of a folder where the Hub's cache would hold it as a repository; returns its snapshot."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = Path(shutil.copytree(folder, repository / "snapshots" / ("0" * 40)))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    return snapshot
 
 
 def flip(file: Path, at: float = 0.5) -> None:

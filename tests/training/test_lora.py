@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_checkpoints import flip
+from small_checkpoints import flip, in_hub_cache
 from small_runs import train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,11 +115,7 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
 
 
 def test_adapters_of_a_repository_keep_their_schedules(apart: Path, tmp_path: Path) -> None:
-    """In the layout of the Hub's cache."""
-    repository = tmp_path / "models--me--adapters"
-    snapshot = shutil.copytree(apart, repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = in_hub_cache(apart, tmp_path, "me/adapters")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
     where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
     own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the model that they adapt has others
