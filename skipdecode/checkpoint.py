@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.utils import cached_file
 
 from skipdecode.cost import Cost, CostModel
 from skipdecode.errors import ConfigError, check_counts, first_line, unknown
@@ -19,6 +20,7 @@ from skipdecode.files import write_whole
 from skipdecode.internals import FROM_MODEL_CONFIG
 from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.profile import Profile
+from skipdecode.reach import without_network
 from skipdecode.schedule import Over, SkipSchedule
 from skipdecode.solver import solve_schedule
 
@@ -244,10 +246,16 @@ class SkipConfig:
                 return cls.from_dict(values[CONFIG_KEY], f"{CONFIG_KEY} in {path}") if CONFIG_KEY in values else None
         if folder.is_dir():
             return None
+        where = without_network(str(name))
         try:
-            values, _ = PretrainedConfig.get_config_dict(str(name))  # the file alone: no code of the repository's
+            values, _ = PretrainedConfig.get_config_dict(
+                str(name), **where
+            )  # the file alone: no code of the repository's
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(name)!r} is no checkpoint: {first_line(error)}") from error
+            try:
+                return cls.load(Path(str(cached_file(str(name), ADAPTERS_FILE, **where))).parent)
+            except OSError:
+                raise ConfigError(f"{str(name)!r} is no checkpoint: {first_line(error)}") from error
         return cls.from_dict(values[CONFIG_KEY], f"{CONFIG_KEY} of {name}") if CONFIG_KEY in values else None
 
 

@@ -108,7 +108,8 @@ def skip_generate(
             depth, or a speedup of a model that wasn't trained to skip; for beam search and the other ways of decoding
             that aren't greedy or sampling, `use_cache=False`, a cache that already holds tokens or is offloaded,
             attention or hidden state outputs, prompt tuning, more tokens than the model has positions, or weights that
-            are copies where steps can't be lean; for `lossless` too where they can't, and together with CUDA graphs.
+            are copies or CUDA graphs where steps can't be lean; for `lossless` too where they can't; for CUDA graphs
+            with a sliding window or with `lossless`.
     """
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)

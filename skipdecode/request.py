@@ -1,6 +1,7 @@
 """What a request of an engine asks for, prepared by transformers' own `generate`; and its answer, token by token."""
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ class Prepared:
 # Processors and criteria that keep nothing of a text, and of a prompt know its length alone.
 _BY_LENGTH = {MaxLengthCriteria, EosTokenCriteria, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper}
 _FIRST_DRAFTS, _MOST_AHEAD = 4, 8  # tokens that are drafted before they are verified
+LEAST_TEMPERATURE = 1e-5  # below it scores overflow, and the likeliest token is all that is left anyway
 MOST_KNOWN = 4096  # kinds of requests that are kept prepared
 # Arguments of `generate` that are no settings of it.
 _NOT_SETTINGS = (
@@ -128,6 +130,9 @@ class Preparer:
             raise
         except ValueError as error:  # generate's own, for values and names that it doesn't take
             raise ConfigError(f"generate refuses these settings: {first_line(error)}") from error
+        temperature = found.config.temperature
+        if found.config.do_sample and temperature is not None and not LEAST_TEMPERATURE <= temperature < math.inf:
+            raise ConfigError(f"temperature is {temperature}: it must be at least {LEAST_TEMPERATURE:g} to sample")
         return found
 
 

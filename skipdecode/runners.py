@@ -186,7 +186,8 @@ def make_runner(
     """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `why_not_lean` says. Layers
     are `gated` where the model's own forward pass runs them.
 
-    Raises ConfigError for weights that are copies where steps can't be lean.
+    Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
+    window too.
     """
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     if reason is None:
@@ -196,11 +197,15 @@ def make_runner(
     if reason is not None:
         if weights not in (None, "model"):
             raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
+        if cuda_graphs:
+            raise ConfigError(f"cuda_graphs is True, which this model can't decode with: {reason}")
         return ForwardRunner(model, gated(), schedule, model_kwargs)
     decoder = lean_decoder(unwrap(model), weights, looked=True)  # `not_lean` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
     lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
+    if decoder.windowed and cuda_graphs:
+        raise ConfigError("cuda_graphs is True: steps of attention with a sliding window have no CUDA graphs")
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
         return LeanRunner(schedule, model_kwargs, **lean)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions

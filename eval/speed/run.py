@@ -6,7 +6,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ def _benchmark(request: SpeedRequest) -> None:
         entries = [*_entries(model, plan), *(Entry(peer) for peer in peers)]
         ids = _prompts(model, request, batch_size)
         copies += _take_turns(entries, ids, request, journal)
-        rows += _rows(entries, CostModel.of(model), ids, request, statistics.median(copies))
-        report = SpeedReport(_conditions(request, model, unreachable, statistics.median(copies)), rows)
+        rows += _rows(entries, CostModel.of(model), ids, request)
+        copy = statistics.median(copies)
+        beside_copy = [replace(row, bandwidth_share=row.bandwidth_share / copy) for row in rows]
+        report = SpeedReport(_conditions(request, model, unreachable, copy), beside_copy)
         _write(request.output, report)  # after each batch size: what was measured is there, wherever it is cut off
         if batch_size == request.batch_sizes[0]:
             own = [entry.decoder for entry in entries if entry.weights == plan["weights"][0]]
@@ -261,10 +263,11 @@ def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedReque
     return copies
 
 
-def _rows(
-    entries: Sequence[Entry], cost: CostModel, ids: torch.Tensor, request: SpeedRequest, bytes_per_second: float
-) -> list[SpeedRow]:
-    """A row for each of this library's decoders, beside the peers that took turns with it."""
+def _rows(entries: Sequence[Entry], cost: CostModel, ids: torch.Tensor, request: SpeedRequest) -> list[SpeedRow]:
+    """A row for each of this library's decoders, beside the peers that took turns with it.
+
+    Their `bandwidth_share` is in bytes per second: those of a copy are known when all batch sizes are measured.
+    """
     batch_size, steps = ids.shape[0], request.new_tokens - 1
     own = [entry for entry in entries if entry.schedule is not None]
     peers = [entry for entry in entries if entry.schedule is None]
@@ -274,9 +277,8 @@ def _rows(
         assert entry.schedule is not None  # as in all of `own`
         assert full.schedule is not None
         read = cost.stored_as(entry.weights)
-        bound, full_bound = (
+        moved, full_moved = (
             sum(read.step_bytes(schedule.budget(i), request.prompt_length + i, batch_size) for i in range(steps))
-            / bytes_per_second
             for schedule in (entry.schedule, full.schedule)
         )
         decode = statistics.median(entry.decode)
@@ -300,8 +302,8 @@ def _rows(
                 prefill_over_peers={peer.decoder.name: Ratio.of(peer.prefill, entry.prefill) for peer in peers},
                 peer_decode_seconds={peer.decoder.name: statistics.median(peer.decode) for peer in peers},
                 peer_prefill_seconds={peer.decoder.name: statistics.median(peer.prefill) for peer in peers},
-                bound_speedup=full_bound / bound,
-                bandwidth_share=bound / decode,
+                bound_speedup=full_moved / moved,
+                bandwidth_share=moved / decode,
                 cache_bytes=cost.cache_bytes(entry.schedule, request.prompt_length, steps, batch_size),
                 full_depth_cache_bytes=cost.cache_bytes(full.schedule, request.prompt_length, steps, batch_size),
             )

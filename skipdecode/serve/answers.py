@@ -87,7 +87,7 @@ def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Se
     """Probabilities of the tokens at these places of a text, as each kind of request has them."""
     if not places:
         return None
-    first = spelling.first([each.token for each in choice.logprobs])
+    first = spelling.first(each.token for each in choice.logprobs)
 
     def value(place: int, token: int, logprob: float | None) -> dict[str, Any]:
         raw = spelling.raw(token, first=place <= first)

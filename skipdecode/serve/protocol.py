@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from skipdecode.errors import ConfigError
+from skipdecode.request import LEAST_TEMPERATURE
 
 Strings = Annotated[list[str], Field(max_length=16)]
 Tokens = list[Annotated[int, Field(ge=0)]]
-LEAST_TEMPERATURE = 1e-5  # below it scores overflow, and the likeliest token is all that is left anyway
 
 
 class StreamOptions(BaseModel):

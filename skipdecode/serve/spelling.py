@@ -1,7 +1,8 @@
 """What a token stands for in a text: its bytes, and a name for it."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -37,9 +38,9 @@ class Spelling:
         except UnicodeDecodeError:
             return f"bytes:{str(raw)[2:-1]}"
 
-    def first(self, tokens: Sequence[int]) -> int:
-        """Where the first one stands that isn't special."""
-        return next((place for place, token in enumerate(tokens) if self.raw(token)), len(tokens))
+    def first(self, tokens: Iterable[int]) -> float:
+        """Where the first one stands that isn't special; behind all where there is none."""
+        return next((place for place, token in enumerate(tokens) if self.raw(token)), math.inf)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import eval.speed.run
+from configs.shapes import random_model, read_shape
 from eval.speed.cli import main
 from eval.speed.peers import Transformers
-from skipdecode import SkipSchedule
+from skipdecode import CostModel, SkipSchedule
 from skipdecode.ratio import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
@@ -82,6 +83,21 @@ def test_a_target_of_the_whole_takes_layers_from_long_prompts(shape: str, tmp_pa
         rows[over] = json.loads(output.read_text())["rows"][1]
     assert rows["decode"]["schedule"]["prompt"] == "full"
     assert SkipSchedule.from_dict(rows["all"]["schedule"]).prompt_budget < 4
+
+
+def test_every_batch_size_stands_beside_the_copy_that_is_named(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = iter([1e9, 1e9, 4e9, 4e9])  # of two repeats at each batch size
+    monkeypatch.setattr(eval.speed.run, "copy_bytes_per_second", lambda device: next(copies))
+    output = tmp_path / "speed.json"
+    assert main([*arguments(shape, output, **{"--speedup": "1", "--peers": ""}), "--predict"]) == 0
+    report = json.loads(output.read_text())
+    assert report["copy_bytes_per_second"] == 2.5e9
+    cost = CostModel.of(random_model(read_shape(shape, "--model"), torch.float32)).stored_as("packed")
+    for row in report["rows"]:
+        read = sum(cost.step_bytes(4, 6 + step, row["batch_size"]) for step in range(7))
+        assert row["bandwidth_share"] * row["decode_seconds"] == pytest.approx(read / 2.5e9)
 
 
 @pytest.mark.parametrize("cut_off_at", [0, 4, 6, 11])

@@ -341,6 +341,10 @@ def test_probabilities_are_the_models_own() -> None:
         ({"schedule": FULL, "logprobs": VOCABULARY + 1}, f"logprobs is {VOCABULARY + 1}"),
         ({"schedule": FULL, "lossless": "no"}, "lossless is 'no'"),
         ({"schedule": FULL, "position_ids": torch.zeros(1, 4)}, "position_ids is given"),
+        (
+            {"schedule": FULL, "do_sample": True, "temperature": 1e-300},
+            "temperature is 1e-300: it must be at least 1e-05",
+        ),
         ({"schedule": FULL, "foo": 1}, "generate refuses these settings: .*'foo'"),
         ({"schedule": FULL, "stop_strings": "a"}, "generate refuses these settings: .*stop strings"),
         ({"schedule": FULL, "sequence_bias": {(-1,): 5.0}}, "generate refuses these settings: .*-1"),

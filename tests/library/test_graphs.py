@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from lean_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode import SkipSchedule, graphs, skip_generate
+from skipdecode import ConfigError, SkipSchedule, graphs, skip_generate
 from skipdecode.lean import lean_decoder
 
-WINDOWED = {"mistral"}
 
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted({*MODELS} - WINDOWED))
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
 def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: SkipSchedule) -> None:
     model = tiny(name)
@@ -25,7 +23,20 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
     for lengths in ([3, 12, 5], [9], [2, 4, 6], [40], [3, 12, 5], [6, 6]):
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
-    assert bool(lean_decoder(model).kept_graphs) == (name not in WINDOWED)
+    assert lean_decoder(model).kept_graphs
+
+
+@pytest.mark.parametrize("name", sorted(WINDOWED))
+def test_a_sliding_window_has_no_graphs(name: str) -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs is True: steps of attention with a sliding window have no"):
+        generate(tiny(name), [4, 6], SCHEDULES[0], cuda_graphs=True)
+
+
+def test_a_forward_pass_has_no_graphs() -> None:
+    model = fresh("llama")
+    model.model.layers[2].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"cuda_graphs is True, which this model can't decode with: .*hook"):
+        generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])

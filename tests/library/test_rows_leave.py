@@ -1,5 +1,6 @@
 """Rows whose texts have ended leave the decode steps: fewer rows run, and nobody sees another text, token or call."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -105,8 +106,7 @@ class Calls(StoppingCriteria, BaseStreamer):
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
-@pytest.mark.parametrize("name", ["opt", "llama", "bloom", "mistral"])
+@pytest.mark.parametrize(("name", "graphs"), [*product(["opt", "llama", "bloom"], [False, True]), ("mistral", False)])
 def test_what_looks_on_sees_what_it_saw_when_no_row_left(
     name: str, graphs: bool, sampled: bool, rows_run: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from lean_cases import fresh
+from lean_cases import WINDOWED, fresh
 from naive_opt import tokens_by_layers
 from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised
 from torch import nn
@@ -39,6 +39,7 @@ _TYPES = {"s": "sliding_attention", "f": "full_attention"}
 _TURNS = {"slides first": "sfsfsf", "slides next": "fsfsfs", "slides on top": "fffsss", "slides below": "ffsffs"}
 MIXED = {f"{family}, {turns}": (family, turns) for family in ("qwen2", "qwen3") for turns in _TURNS}
 MODELS = [*sorted(TINY_FAMILIES), *OPT_KINDS, *MIXED]
+WITHOUT_GRAPHS = {*WINDOWED, *MIXED}
 CACHES = ["planned", "dynamic", "static", "DynamicCache", "DynamicCache of the config", "StaticCache"]
 
 
@@ -62,7 +63,7 @@ class Case:
         embeds: whether the prompt is given as embeddings.
         update: a name in UPDATES; None for one generation.
         only: the number of the one parameter that the update changes, modulo how many there are; None for all.
-        cuda_graphs: whether steps run on buffers that stay.
+        cuda_graphs: whether steps run on buffers that stay, where there can be such.
     """
 
     model: str
@@ -110,11 +111,12 @@ def cases(draw: st.DrawFn) -> Case:
     padded = len(set(lengths)) > 1
     embeds = draw(st.booleans())
     held = draw(st.sampled_from(["planned", "planned", *CACHES]))
+    model = draw(st.sampled_from(MODELS))
     sampling = st.builds(
         Sampling, st.sampled_from([0.7, 1.0, 1.5]), st.sampled_from([0, 2, 20]), st.sampled_from([0.5, 0.9, 1.0])
     )
     return Case(
-        model=draw(st.sampled_from(MODELS)),
+        model=model,
         schedule=draw(schedules()),
         lengths=tuple(lengths),
         seed=draw(st.integers(0, 999)),
@@ -129,7 +131,7 @@ def cases(draw: st.DrawFn) -> Case:
         sampling=draw(st.none() | sampling),
         update=draw(st.none() | st.sampled_from(sorted(UPDATES))),
         only=draw(st.none() | st.integers(0, 199)),
-        cuda_graphs=draw(st.booleans()),
+        cuda_graphs=draw(st.booleans()) if held == "planned" and model not in WITHOUT_GRAPHS else False,
     )
 
 

@@ -13,6 +13,7 @@ from decoding_cases import (
     LAYERS,
     MOST_NEW_TOKENS,
     ROUNDED,
+    WITHOUT_GRAPHS,
     Case,
     check,
     check_rounded,
@@ -86,7 +87,7 @@ def _draw(draw: random.Random, model_name: str, schedule: SkipSchedule | None) -
         sampling=None,
         update=None,
         only=None,
-        cuda_graphs=draw.random() < 0.2,
+        cuda_graphs=draw.random() < 0.2 and cache == "planned" and model_name not in WITHOUT_GRAPHS,
     )
 
 

@@ -114,7 +114,9 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
         load_model(str(folder))
 
 
-def test_adapters_of_a_repository_keep_their_schedules(apart: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_repository_keep_their_schedules(
+    apart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = in_hub_cache(apart, tmp_path, "me/adapters")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
     where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
@@ -122,6 +124,11 @@ def test_adapters_of_a_repository_keep_their_schedules(apart: Path, tmp_path: Pa
     own.save(snapshot)
     seal(snapshot)
     assert SkipConfig.of(load_model("me/adapters", **where).config) == own
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("skipdecode.reach._answers", lambda address: False)
+    assert SkipConfig.load("me/adapters") == own
+    with pytest.raises(ConfigError, match="'me/others' is no folder, there is no copy of it in the cache"):
+        SkipConfig.load("me/others")
     flip(snapshot / "skipdecode.json")
     with pytest.raises(ConfigError, match=r"skipdecode\.json has changed"):
         load_model("me/adapters", **where)
