@@ -72,9 +72,11 @@ class E2E(Task):
     def stream(self, split: Split) -> Iterator[Example]:
         """A split as one example per meaning representation, in the order of their first rows.
 
-        Its rows are all read first, since those of one meaning representation needn't follow each other.
+        Its rows are all read first, since those of one meaning representation needn't follow each other, nor name its
+        slots in one order.
         """
-        grouped = by_meaning(self._hub_rows(split) if self.path is None else csv_pairs(self._file(split), parse_mr))
+        rows = self._hub_rows(split) if self.path is None else csv_pairs(self._file(split), parse_mr)
+        grouped = by_meaning((_written(parse_mr(mr)), text) for mr, text in rows)
         if split != "test" and self._holds_out():
             if self.holdout >= len(grouped):
                 raise ConfigError(f"holdout is {self.holdout}: devset.csv has {len(grouped)} meaning representations")
@@ -109,7 +111,7 @@ class E2E(Task):
             references=tuple(references),
             targets=tuple(targets),
             substitutions=tuple((placeholder(slot), value) for slot, value in hidden.items()),
-            meaning=", ".join(f"{slot}[{value}]" for slot, value in slots.items()),
+            meaning=_written(slots),
         )
 
     def _file(self, split: Split) -> Path:
@@ -155,6 +157,11 @@ def parse_mr(mr: str) -> dict[str, str]:
     if not found:
         raise ConfigError("an empty meaning representation")
     return {slot: found[slot] for slot in SLOTS if slot in found}
+
+
+def _written(slots: dict[str, str]) -> str:
+    """Slots as a meaning representation, in their order."""
+    return ", ".join(f"{slot}[{value}]" for slot, value in slots.items())
 
 
 def read_meaning(text: str) -> dict[str, str]:

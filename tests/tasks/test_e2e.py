@@ -49,6 +49,19 @@ def test_rows_of_one_mr_are_one_example_with_all_references(tmp_path: Path) -> N
     assert second.prompt == "name: Xname | area: riverside\n"
 
 
+def test_rows_of_one_mr_are_one_example_whatever_the_order_of_its_slots(tmp_path: Path) -> None:
+    rows = (
+        '"name[Aromi], area[riverside]","Aromi is by the river."\n'
+        '"name[Zizzi], area[riverside]","Zizzi is by the river."\n'
+        '"area[riverside],  name[Aromi]","By the river is Aromi."\n'
+    )
+    folder_with(tmp_path, HEADER + rows)
+    held_out = E2E(str(tmp_path), holdout=1)
+    (held,), (trained,) = held_out.load("validation"), held_out.load("train")
+    assert held.references == ("Aromi is by the river.", "By the river is Aromi.")
+    assert trained.references == ("Zizzi is by the river.",)
+
+
 def test_restoring_puts_words_articles_and_capitals_right(tmp_path: Path) -> None:
     rows = '"name[aromi], eatType[pub], food[Italian], near[The Mill]","aromi Italian pub The Mill"\n'
     (example,) = folder_with(tmp_path, HEADER + rows).load("test")
