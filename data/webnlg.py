@@ -170,7 +170,7 @@ def read_entries(file: Path) -> Iterator[Entry]:
     """The entries of one of the challenge's XML files. Raises ConfigError that names the file and the entry."""
     try:
         root = ElementTree.parse(file).getroot()
-    except (ElementTree.ParseError, OSError, UnicodeDecodeError) as error:
+    except (ElementTree.ParseError, OSError, ValueError, LookupError) as error:  # two of encodings that it can't read
         raise ConfigError(f"{file}: not XML ({error})") from error
     entries = list(root.iter("entry"))
     if not entries:

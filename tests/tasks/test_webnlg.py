@@ -152,6 +152,8 @@ def test_properties_are_words() -> None:
     ("content", "message"),
     [
         ("no xml", "a.xml: not XML"),
+        ('<?xml version="1.0" encoding="none"?><benchmark/>', r"a\.xml: not XML \(unknown encoding: none"),
+        ('<?xml version="1.0" encoding="gb2312"?><benchmark/>', r"a\.xml: not XML \(multi-byte encodings"),
         ("<benchmark/>", r"a\.xml has no entries"),
         (entry("Food", ("a | b",), {"text": "good"}), r"a\.xml, entry Id1: expected triples"),
         (entry("Food", ("a | b | ",), {"text": "good"}), "expected triples"),
