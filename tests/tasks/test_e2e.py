@@ -195,6 +195,19 @@ def test_without_a_folder_the_hubs_parquet_is_read_by_its_own_columns(monkeypatc
         E2E().load("test")
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mr": "name[Aromi]"}, "no column 'meaning_representation', only mr"),
+        ({"meaning_representation": "name[Aromi]", "human_reference": None}, "human_reference must not be empty"),
+    ],
+)
+def test_a_bad_row_of_the_hub_is_named(values: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda repository, **options: [values])
+    with pytest.raises(ConfigError, match=f"tuetschek/e2e_nlg, train, row 1: {message}"):
+        E2E().load("train")
+
+
 FACTS = {
     "priceRange": ("more than £30", ["over £30", "expensive", "a high price range", "costs a lot"]),
     "customer rating": ("3 out of 5", ["3 out of 5", "three stars", "an average customer rating", "well rated"]),

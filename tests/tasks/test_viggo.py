@@ -98,6 +98,12 @@ def test_without_a_folder_the_hubs_rows_are_read_by_their_own_columns(monkeypatc
     assert asked == [("GEM/viggo", {"revision": "refs/convert/parquet", "split": "validation"})]
 
 
+def test_a_bad_row_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda repository, **options: [{"meaning_representation": MR}])
+    with pytest.raises(ConfigError, match="GEM/viggo, train, row 1: no column 'target', only meaning_representation"):
+        ViGGO().load("train")
+
+
 def test_the_real_data_has_its_known_sizes(shared_data: Path) -> None:
     task = ViGGO(str(shared_data / "viggo"), delexicalise=["name", "developer"])
     sizes = [sum(len(example.references) for example in task.load(split)) for split in ("train", "validation", "test")]
