@@ -20,8 +20,8 @@ class OwnText(TextToText):
         completion_column: the column with what a model is to write.
         instruction: a text put behind each prompt, such as "\\n\\nTL;DR:". A prompt that is too long loses its end
             right before it; without one it is refused, and a newline ends the prompt.
-        references_column: a column with the texts that predictions are compared with in the test split, a list (in a
-            CSV a JSON list) or one text; None: the completion.
+        references_column: a column, of every file, with the texts that predictions are compared with, a list (in a CSV
+            a JSON list) or one text; None: the completion.
         holdout: rows that are held out of the training file for each split without a file.
     """
 
