@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from skipdecode.errors import ConfigError, unknown
 
+_WANTS_AN = re.compile(r"(?!uni|eu)[aeiou]", re.IGNORECASE)  # "a United States senator", "a European"
+
 
 def check_slots(delexicalise: Sequence[str], slots: Sequence[str]) -> tuple[str, ...]:
     """The option `delexicalise` of a task that has these slots. Raises ConfigError for another, or one named twice."""
@@ -31,7 +33,7 @@ def hide(text: str, values: Mapping[str, str]) -> str:
 def put_back(text: str, substitutions: Sequence[tuple[str, str]]) -> str:
     """The words that placeholders stand for, with a/an set right."""
     for hidden, value in substitutions:
-        article = "an" if value[:1].lower() in "aeiou" else "a"
+        article = "an" if _WANTS_AN.match(value) else "a"
         text = re.sub(rf"\b([Aa])n? (?={hidden})", rf"\g<1>{article[1:]} ", text)
         text = text.replace(hidden, value)
     return text

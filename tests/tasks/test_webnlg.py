@@ -105,6 +105,11 @@ def test_what_people_call_a_name_is_hidden_too(name: str, text: str, hidden: int
     assert put_back(found, [("Xqa", said(name))]).count(said(name)) >= hidden
 
 
+def test_the_article_before_a_name_goes_by_its_sound() -> None:
+    names = [("Xqa", "United States"), ("Xqb", "Italy"), ("Xqc", "Eureka"), ("Xqd", "Japan")]
+    assert put_back("a Xqa or an Xqb, an Xqc, an Xqd", names) == "a United States or an Italy, a Eureka, a Japan"
+
+
 def test_what_is_short_for_one_name_and_all_of_another_is_the_other() -> None:
     letters = {"Aarhus,_Denmark": "qa", "Aarhus": "qb", "Denmark": "qc"}
     assert hide_names("Aarhus, Denmark, or Denmark or Aarhus", letters) == "Xqa, or Xqc or Xqb"
