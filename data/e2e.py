@@ -87,7 +87,10 @@ class E2E(Task):
             yield self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
 
     def files(self, split: Split) -> tuple[Path, ...]:
-        return () if self.path is None else (self._file(split),)
+        """The file of the split, behind the training file where that says what of it is held out."""
+        if self.path is None:
+            return ()
+        return (self._file("train"), self._file(split)) if split == "validation" else (self._file(split),)
 
     def restore(self, example: Example, text: str) -> str:
         """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""

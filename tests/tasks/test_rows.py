@@ -167,6 +167,16 @@ def test_whatever_the_rows_depend_on_makes_them_again(
     assert len(tokenised) > before
 
 
+def test_a_training_set_that_appears_makes_what_was_held_out_again(tokenizer: Any, tmp_path: Path) -> None:
+    rows = "mr,ref\n" + "".join(f"name[{name}],It is {name}.\n" for name in ("Aromi", "Zizzi", "Cotto"))
+    (tmp_path / "devset.csv").write_text(rows)
+    task = load_task("e2e", path=str(tmp_path), holdout=1)
+    limits = {**LIMITS, "cache_dir": str(tmp_path / "cache")}
+    assert len(encode_task(task, tokenizer, "validation", **limits).rows) == 1
+    (tmp_path / "trainset.csv").write_text(rows)
+    assert len(encode_task(task, tokenizer, "validation", **limits).rows) == 3
+
+
 def test_two_processes_make_the_rows_of_one(folder: Path, tokenizer: Any) -> None:
     one = encode(folder, tokenizer)
     two = encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2)
