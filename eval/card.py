@@ -76,6 +76,7 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
         "example": json.dumps(remembered.task.get("example", "Your prompt"), ensure_ascii=False),
         "prompt_layers": _prompt_layers(remembered),
         "data": _DATA.get(task, (f"The task {task}.", None))[0],
+        "over": _over(report),
         **texts,
         **(_frontier(report, folder) if report is not None else {"rows": []}),
     }
@@ -84,6 +85,13 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
     )
     write_whole(path, str(card).strip() + "\n")
     return path
+
+
+def _over(report: Report | None) -> str:
+    """The model whose full depth the speeds are over."""
+    if report is None or report.reference is None:
+        return "the same model"
+    return f"another model, {Path(report.reference).resolve().name}, which the row 1x is of,"
 
 
 def _prompt_layers(remembered: SkipConfig) -> str:
@@ -174,14 +182,16 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
 def _metadata(task: str, remembered: SkipConfig, report: Report | None, repository: str) -> ModelCardData:
     dataset = _DATA.get(task, ("", None))[1]
     results = []
-    over = report.over if report is not None else "decode"
-    for row in report.rows if report is not None else []:
+    over, measured = (report.over, report.task) if report is not None else ("decode", task)
+    # A reference's row says nothing of this model.
+    own = [row for row in report.rows if row.checkpoint == report.checkpoint] if report is not None else []
+    for row in own:
         metric = headline(row.scores)
         results.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=dataset or task,
-                dataset_name=task,
+                dataset_type=_DATA.get(measured, ("", None))[1] or measured,
+                dataset_name=measured,
                 metric_type=metric.name,
                 metric_value=round(row.scores[metric.name], 2),
                 metric_name=f"{metric.label} at {row.label} (measured {SPEEDS[over]}: {row.speed(over).median:.2f}x)",

@@ -3,8 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from small_runs import train_small
 
 import eval.cli
@@ -24,9 +26,13 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def evaluate(run: Path, output: Path) -> int:
+def evaluate(run: Path, output: Path, *more: str) -> int:
     small = ["--speedup", "1", "3", "--limit", "3", "--max-new-tokens", "6"]
-    return eval.cli.main(["--checkpoint", str(run), *small, "--output", str(output)])
+    return eval.cli.main(["--checkpoint", str(run), *small, *more, "--output", str(output)])
+
+
+def results(run: Path) -> list[Any]:
+    return list(ModelCard.load(run / CARD).data.eval_results or [])
 
 
 def test_an_evaluation_into_a_finished_run_updates_its_card(run: Path) -> None:
@@ -53,6 +59,20 @@ def test_a_checkpoint_whose_prompts_stop_says_so_and_is_evaluated_so(tmp_path: P
     assert evaluate(run, run / "eval") == 0
     rows = json.loads((run / "eval" / "report.json").read_text())["rows"]
     assert [row["schedule"].get("prompt_stop") for row in rows] == [None, 2]
+
+
+def test_results_are_of_the_checkpoint_and_speeds_over_the_reference_that_is_named(run: Path, tmp_path: Path) -> None:
+    assert "Speeds are over the same model at full depth" in (run / CARD).read_text()
+    reference = shutil.copytree(run, tmp_path / "deeper")
+    assert evaluate(run, run / "eval", "--reference", str(reference)) == 0
+    assert [result.metric_name.partition(" (")[0] for result in results(run)] == ["BLEU at full-depth", "BLEU at 3x"]
+    assert "Speeds are over another model, deeper, which the row 1x is of, at full depth" in (run / CARD).read_text()
+
+
+def test_results_are_of_the_task_that_was_evaluated(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "testset_w_refs.csv").write_text("mr,ref\nname[Aromi],Aromi is here.\n")
+    assert evaluate(run, run / "eval", "--task", "e2e", "--data-dir", str(tmp_path)) == 0
+    assert {(result.dataset_name, result.dataset_type) for result in results(run)} == {("e2e", "tuetschek/e2e_nlg")}
 
 
 def test_an_evaluation_elsewhere_leaves_the_card_alone(run: Path, tmp_path: Path) -> None:
