@@ -91,6 +91,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
 
     prompts = encode(checkpoint, examples)
     if reference is not None:
+        _check_same_dtype(checkpoint, reference)
         _check_same_tokenizer(checkpoint, reference)
         try:
             same = encode(reference, examples) == prompts
@@ -193,6 +194,15 @@ def validation_examples(task: Task, limit: int | None, advice: str) -> list[Exam
     if not examples:
         raise ConfigError(f"no validation data: the validation split of task {task.name!r} is empty here; {advice}")
     return examples
+
+
+def _check_same_dtype(checkpoint: Checkpoint, reference: Checkpoint) -> None:
+    one, other = (str(each.model.dtype).removeprefix("torch.") for each in (checkpoint, reference))
+    if one != other:
+        raise ConfigError(
+            f"--reference {reference.name} is in {other} and --checkpoint {checkpoint.name} in {one}: their clocks "
+            "wouldn't compare; name one for both with --dtype"
+        )
 
 
 def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 import statistics
 import time
@@ -249,6 +250,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--reference", "SHALLOW", "--speedup", "1", "2"], "is of another shape: leave --speedup out"),
         (["--reference", "FULL"], "that is the checkpoint itself"),
         (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
+        (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
         (["--calm-threshold", "0.5"], "--calm-threshold is for --system calm"),
@@ -295,6 +297,9 @@ def test_a_bad_request_is_one_line_and_writes_nothing(
         Path("E2E", name).write_text("mr,ref\nname[Aromi],Aromi.\n")
     if "OTHERWORDS" in words:
         save_checkpoint(Path("OTHERWORDS"), 2, vocab_size=300)
+    if "HALF" in words:
+        shutil.copytree(full, "HALF")
+        load(str(full))[0].bfloat16().save_pretrained("HALF")
     if "SHORT" in words:
         save_checkpoint(Path("SHORT"), 2, max_position_embeddings=24)
     named = {"SHALLOW": str(shallow), "FULL": str(full)}
