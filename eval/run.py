@@ -147,6 +147,8 @@ def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], oth
         raise ConfigError(f"none of the metrics can be computed: {reasons}")
     metric = headline(scores.values).name
     for name, other in others.items():
+        if other.task != loaded.task.name:
+            raise ConfigError(f"--compare {name}: that report is of the task {other.task}, not of {loaded.task.name}")
         if any(metric not in row.scores for row in other.rows):
             raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
 

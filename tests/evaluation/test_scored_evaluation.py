@@ -117,10 +117,12 @@ def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_p
     without = Report.load(output / "report.json")
     assert without.rows[0].intervals.keys() == {"rouge2"}
     compare = ["--compare", f"other={output / 'report.json'}"]
+    replace(Report.load(evaluated / "report.json"), task="viggo").save(tmp_path)
     for wrong, message in (
         (["--metrics", "blue"], "unknown metric 'blue'"),
         (["--bertscore-model", str(tmp_path / "nowhere")], "can't be loaded"),
         (compare, "--compare other: reports are compared by bleu, and that one has none"),
+        (["--compare", f"a={tmp_path / 'report.json'}"], "--compare a: that report is of the task viggo, not of e2e"),
         (["--metrics", "bertscore"], "bertscore is among the metrics and has no model"),
     ):
         assert eval.cli.main([*arguments, *wrong, "--output", str(tmp_path / "none")]) == 2
