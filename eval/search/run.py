@@ -40,7 +40,7 @@ from skipdecode.errors import first_line
 
 PICTURE, TRIALS = "search.png", "trials.jsonl"
 HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none are named
-_PLAN = ("plan",)
+_PLAN, _WEIGHTS = ("plan",), ("weights",)
 
 
 def search(request: SearchRequest) -> SearchReport:
@@ -79,6 +79,9 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
         predicted = [budget.predicted(schedule) for schedule in schedules]
         journal.add(_PLAN, [budget.steps, [schedule.to_dict() for schedule in schedules], predicted])
     steps, fields, predicted = journal[_PLAN]
+    # By itself it would choose by the memory that is free, of which there may be less when it goes on.
+    weights = journal.get_or_add(_WEIGHTS, lambda: data.checkpoint.weights)
+    data = replace(data, checkpoint=replace(data.checkpoint, weights=weights))
     schedules = [SkipSchedule.from_dict(values) for values in fields]
     batches = run_trials(schedules, data, journal, request.seed)
     rows = make_rows(schedules, predicted, batches, request.metric)

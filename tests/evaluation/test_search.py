@@ -13,6 +13,7 @@ import torch
 from small_runs import train_small
 
 import eval.cli
+import eval.lineup
 import eval.search.trials
 from data import load_task
 from eval.decoding import decode_test_set
@@ -20,6 +21,7 @@ from eval.score.scores import score
 from eval.search.cli import main
 from eval.search.report import choose_winner, critical_value, make_rows
 from eval.search.trials import FULL_DEPTH, Batch, TrialResult, better_half, plan_rungs
+from eval.systems.base import Checkpoint
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model, load_tokenizer
@@ -146,6 +148,26 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
         {k: v for k, v in row.items() if k not in timed} for row in after["trials"]
     ]
     assert len(decoded) == len(set(decoded)) == sum(row["prompts"] for row in after["trials"]) + VALIDATION
+
+
+def test_a_search_goes_on_with_its_weights_whatever_memory_is_free(
+    checkpoint: Path, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(found, tmp_path / "copy")
+    lines = (copy / "trials.jsonl").read_text().splitlines(keepends=True)
+    (copy / "trials.jsonl").write_text("".join(lines[:-1]))
+    chosen: list[str] = []
+
+    def noted(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        chosen.append(checkpoint.weights)
+        return decode_test_set(checkpoint, *args, **kwargs)
+
+    monkeypatch.setattr(eval.search.trials, "decode_test_set", noted)
+    before = report_of(found)["weights"]
+    other = "model" if before == "packed" else "packed"
+    monkeypatch.setattr(eval.lineup, "choose_weights", lambda model: other)
+    assert main(arguments(checkpoint, copy)) == 0
+    assert [*chosen, report_of(copy)["weights"]] == [before] * 2
 
 
 def test_the_winner_is_a_schedule_that_recipes_and_the_evaluation_take(
