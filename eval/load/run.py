@@ -21,7 +21,7 @@ from eval.load.report import LoadConditions, LoadReport, draw_load, row_of
 from eval.load.request import LoadRequest
 from eval.load.systems import served
 from eval.loading import file_identity, fingerprint, task_options
-from eval.machine import describe_machine, versions
+from eval.machine import describe_machine, machine_identity, versions
 from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
@@ -126,14 +126,13 @@ def _play(
 def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> dict[str, Any]:
     """All that the times depend on, as plain values."""
     options = {key: value for key, value in asdict(request).items() if key != "output"}
-    machine = describe_machine(torch.device("cpu"))
     return {
         **options,
         "rates": [f"{rate:g}" for rate in request.rates],
         "max_new_tokens": max_new_tokens,
         "prompts": fingerprint(prompts),
         "files": {name: file_identity(Path(options[name])) for name in ("checkpoint", "standalone") if options[name]},
-        "machine": {name: machine[name] for name in ("processor", "cores")},
+        "machine": machine_identity(torch.device("cpu")),
         "versions": versions(),
     }
 

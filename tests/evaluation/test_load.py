@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_checkpoints import save_checkpoint
 
 import eval.load.run
@@ -275,6 +276,10 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
         patched.setattr(eval.load.run, "load_task", lambda *_, **__: other)
         assert main(words) == 2
     assert "load.journal.jsonl is of another benchmark (prompts was " in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 99)
+        assert main(words) == 2
+    assert "load.journal.jsonl is of another benchmark (machine.threads was " in capsys.readouterr().err
     assert main(words) == 0
     assert len(played) == 8
     # Both systems got the same requests at the same times, each round others, and each came first in one.
