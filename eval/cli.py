@@ -39,7 +39,7 @@ def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
     named = {}
     for pair in pairs:
         name, equals, path = pair.partition("=")
-        if not equals:
+        if not equals or not name:
             raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
         if name in named:
             raise ConfigError(f"--compare names {name!r} twice: give each report a name of its own")

@@ -147,13 +147,14 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         axes = figure.add_subplot()
         for number, (name, report) in enumerate(reports.items()):
             own = [row for row in report.rows if row.checkpoint == report.checkpoint]
-            draw_quality(axes, number, name, sorted(own, key=lambda row: row.speed(over).median), metric, over)
+            rows = sorted(own, key=lambda row: row.speed(over).median)
+            draw_quality(axes, number, f" {name}", rows, metric, over)  # a legend leaves out names that start with _
             if number == 0 and few:
                 for row in own:
                     _annotate(axes, row, metric, over)
         axes.axhline(full.scores[metric.name], color=MUTED, lw=0.9, ls=":", zorder=0)
         if first.reference is not None:
-            reference = f"{Path(first.reference).name} at full depth"
+            reference = f" {Path(first.reference).name} at full depth"
             axes.plot(1.0, full.scores[metric.name], "o", color=MUTED, markersize=6, ls="", label=reference)
         values = [row.scores[metric.name] for report in reports.values() for row in report.rows]
         leave_room(axes, values, above=1.2)  # for the labels

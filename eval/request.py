@@ -68,7 +68,7 @@ class Request:
         if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
             asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
-        if (name := Path(self.checkpoint).name) in (self.compare or {}):
+        if (name := Path(self.checkpoint).resolve().name) in (self.compare or {}):
             raise ConfigError(f"--compare names {name!r}, as the checkpoint's own line is called: name it otherwise")
         self._check_system()
         self._check_placing()

@@ -341,7 +341,7 @@ def _write(
             for e, text in zip(examples, result.predictions, strict=True)
         ]
         write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)
-    name = Path(report.checkpoint).name
+    name = Path(report.checkpoint).resolve().name  # which "." has, too
     draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
     report.save(folder)
 

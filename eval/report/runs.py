@@ -58,7 +58,9 @@ def read_run(argument: str) -> Run:
     predictions = tuple(_predictions(folder, report, row) for row in report.rows)
     _check_prompts(folder, predictions)
     own = folder.resolve().name
-    return Run(name or (Path(report.checkpoint).name if own == "eval" else own), report, predictions)
+    # A checkpoint that was evaluated where it lies is called "." and has its evaluation within.
+    known = Path(report.checkpoint).name or folder.resolve().parent.name
+    return Run(name or (known if own == "eval" else own), report, predictions)
 
 
 def _check(report: Report, path: Path) -> None:

@@ -16,7 +16,9 @@ from forked_python import start_python
 from small_checkpoints import TASK, save_checkpoint
 
 import eval.cli
+import eval.drawing
 from data import load_task
+from eval.drawing import save_png
 from eval.journal import FILE_NAME
 from eval.results import Report
 from eval.systems.base import System
@@ -237,6 +239,24 @@ def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the
         assert timing.speedup.median == statistics.median(map(truediv, full_seconds, seconds))
 
 
+def test_the_picture_names_each_report_whatever_its_name_starts_with_and_a_checkpoint_that_is_called_a_dot(
+    full: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    named: list[str] = []
+
+    def noted(path: Path, figure: Any) -> None:
+        legend = figure.axes[0].get_legend()
+        named.extend(text.get_text().strip() for text in legend.get_texts())
+        save_png(path, figure)
+
+    evaluate(tmp_path / "one", "--checkpoint", full, "--speedup", "1")
+    monkeypatch.setattr(eval.drawing, "save_png", noted)
+    monkeypatch.chdir(full)
+    report = tmp_path / "one" / "report.json"
+    evaluate(tmp_path / "two", "--checkpoint", ".", "--speedup", "1", "--compare", f"_other={report}")
+    assert named == ["full", "_other"]
+
+
 def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test_set(
     full: Path, tmp_path: Path
 ) -> None:
@@ -280,6 +300,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference takes no exits by itself"),
         (["--speedup", "1", "--lossless", "auto"], "--lossless is auto: the checkpoint names no speed above 1"),
         (["--compare", "nothing"], "expected NAME=PATH"),
+        (["--compare", "=report.json"], "expected NAME=PATH"),
         (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
         (["--compare", "full=x"], "--compare names 'full', as the checkpoint's own line is called"),
         (["--compare", "other=E2E/devset.csv"], "is no report"),

@@ -337,6 +337,12 @@ def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:
     assert all(line["full_depth"]["checkpoint"] == "outputs/reference" for line in values["lines"])
 
 
+def test_an_evaluation_within_a_checkpoint_that_was_called_a_dot_has_its_folders_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "e2e-tiny" / "eval", checkpoint=".")
+    _, _, values = build(tmp_path, str(tmp_path / "e2e-tiny" / "eval"))
+    assert [line["name"] for line in values["lines"]] == ["e2e-tiny"]
+
+
 def benchmark() -> SpeedReport:
     ratio = Ratio(2.125, 1.875, 2.5)
     row = SpeedRow(
