@@ -63,11 +63,15 @@ def matched(found: Mapping[str, Prediction], other: Mapping[str, Prediction]) ->
     for one, two in ((found, other), (other, found)):
         for name, line in one.items():
             if name not in two:
-                file = next(iter(two.values())).where.rpartition(", line ")[0]
+                file = next(iter(two.values())).where.rpartition(", ")[0]
                 raise ConfigError(f"{line.where}: {file} has no prediction of {name!r}: both must be of the same items")
     for name, line in other.items():
-        if line.references != found[name].references:
-            raise ConfigError(f"{line.where}: the references of {name!r} aren't those of {found[name].where}")
+        own = found[name]
+        if line.references != own.references:
+            raise ConfigError(f"{line.where}: the references of {name!r} aren't those of {own.where}")
+        for field, here, there in (("meaning", line.meaning, own.meaning), ("part", line.part, own.part)):
+            if here and there and here != there:
+                raise ConfigError(f"{line.where}: the {field} of {name!r} isn't that of {own.where}")
     return [other[name] for name in found]
 
 

@@ -142,5 +142,9 @@ def test_options_that_cannot_be_met_are_refused(tmp_path: Path, capsys: Any) -> 
     assert "system.jsonl has no prediction of '4'" in message("--against", str(more))
     other = write(tmp_path / "other.jsonl", changed(references=["another"]))
     assert "the references of '2' aren't those of" in message("--against", str(other))
+    for field, one, two in (("meaning", "name[Aromi]", "name[Zizzi]"), ("part", "seen", "unseen")):
+        other = write(tmp_path / f"{field}.jsonl", changed(**{field: two}))
+        error = message("--against", str(other), lines=changed(**{field: one}))
+        assert f"{field}.jsonl, line 2: the {field} of '2' isn't that of " in error
     (tmp_path / "scores.json").touch()
     assert "is there already" in message()

@@ -134,6 +134,11 @@ def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, 
     first, second = scored(lines, tmp_path / "1.json", *options), scored(table, tmp_path / "2.json", *options)
     assert first["slot_error_rate"] == second["slot_error_rate"] == pytest.approx(100 / 3)  # a price is added
     assert first["rougeL"] == second["rougeL"] == pytest.approx(100 * (1 + 0.5) / 2)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "1", "prompt": "name[Zizzi]", "prediction": "", "references": ["Zizzi."]}\n', "utf-8")
+    beside = ["--predictions", str(other), "--against", str(lines), "--output", str(tmp_path / "3.json")]
+    assert main([*beside, *options]) == 2
+    assert f"line 1: {lines} has no prediction of '1'" in " ".join(capsys.readouterr().err.split())
     for file, text, message in (
         (lines, "one\n", "has 1 texts, the test split of e2e 2 examples"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "text 1 is of 'name\\[Zizzi\\]'"),
