@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import rich.table
+from rich.console import JustifyMethod
 
 Item = TypeVar("Item")
 Column: TypeAlias = tuple[str, Callable[[Item], str]]  # a header, and an item's cell below it
@@ -44,7 +45,8 @@ class Table:
         table = rich.table.Table(title=self.title, title_justify="left")
         table.collapse_padding = len(self.headers) > 11  # more don't fit on 160 columns with a blank on either side
         for number, header in enumerate(self.headers):
-            table.add_column(header, justify="left" if number < self.left else "right")
+            justify: JustifyMethod = "left" if number < self.left else "right"
+            table.add_column(header, justify=justify, overflow="fold")  # what is cut off tells nothing apart
         for number, cells in enumerate(self.rows):
             table.add_row(*cells, style="bold" if number in self.bold else None)
         return table

@@ -88,6 +88,14 @@ def test_metrics_can_be_named_without_a_task(tmp_path: Path) -> None:
     assert {"nist", "rouge2"} == set(scores["metrics"])
 
 
+def test_a_narrow_terminal_shows_whole_names_and_figures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = [{**line, "part": "unseen"} for line in LINES]
+    against = write(tmp_path / "other.jsonl", lines)
+    assert run(tmp_path, "--against", str(against), lines=lines) == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_a_prompt_that_says_no_slots_costs_the_slot_error_rate_alone(tmp_path: Path) -> None:
     assert run(tmp_path, lines=changed(prompt="Describe Zizzi.")) == 0
     scores = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
