@@ -211,10 +211,12 @@ def _rivals(lines: Sequence[Line], over: Over) -> list[Nearest]:
 
 
 def _shared_ids(runs: Sequence[Run]) -> list[str]:
-    """The prompts that all runs decoded, in the first run's order."""
-    ids = [[line.id for line in run.predictions[0]] for run in runs]
-    others = [set(several) for several in ids[1:]]
-    return [name for name in dict.fromkeys(ids[0]) if all(name in several for several in others)]
+    """The prompts that all runs decoded, in the first run's order.
+
+    Ids are numbers that other data has too: it is the references that say whether two runs have a prompt in common.
+    """
+    known = [{line.id: line.references for line in run.predictions[0]} for run in runs]
+    return [name for name, texts in known[0].items() if all(other.get(name) == texts for other in known)]
 
 
 def _samples(runs: Sequence[Run], ids: Sequence[str]) -> list[Sample]:

@@ -197,6 +197,14 @@ def test_samples_are_the_same_prompts_for_all_runs_evenly_spread(tmp_path: Path)
     assert html.count("<article") == 4
 
 
+def test_prompts_of_other_data_are_not_shared_though_their_ids_are_alike(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1, data=1)
+    page, _, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (values["shared_prompts"], values["samples"]) == (0, [])
+    assert "b decoded 30 prompts, of which all runs share\n0: scores of different" in "".join(page.text)
+
+
 def test_rivals_are_the_nearest_rows_by_measured_speed(built: Built) -> None:
     values = built.values
     assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]

@@ -97,10 +97,13 @@ def write_run(
     examples: int = 30,
     seed: int = 0,
     text: str = "",
+    data: int = 0,
     rows: Sequence[Row] | None = None,
     **changes: Any,
 ) -> Report:
     """A report and its predictions; `text` stands in each of these, and in each reference and prompt.
+
+    References are those of a test set by its number, `data`, whatever the seed of the rest is.
 
     `rows` stand in place of those of the targets.
     """
@@ -122,11 +125,12 @@ def write_run(
     )
     report = replace(report, **changes)
     (folder / "predictions").mkdir(parents=True)
+    test_set = random.Random(data)
     prompts = [
         {
             "id": f"test-{n}",
             "prompt": f"name: {n}{text}\n",
-            "references": [sentence(generator) + text for _ in range(3)],
+            "references": [sentence(test_set) + text for _ in range(3)],
         }
         for n in range(examples)
     ]
