@@ -15,7 +15,7 @@ from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
 from skipdecode.schedule import Over
 
-_ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over")
+_ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over", "calibrated", "prompt_stop")
 _MACHINE = ("processor", "cores", "threads")
 
 Value = TypeVar("Value")
@@ -47,9 +47,13 @@ class MergedReport:
     runs: tuple[SpeedReport, ...]
 
     def check(self, names: Sequence[Path]) -> None:
-        """Raises ConfigError where a run differs from the first in what its figures depend on."""
-        known = [{**asdict(run.conditions), **run.conditions.machine} for run in self.runs]
-        for name, values in zip(names, known, strict=True):
+        """Raises ConfigError where a run differs from the first in what its figures depend on, or is there twice."""
+        known = [
+            {**asdict(run.conditions), **run.conditions.machine, "prompt_stop": _prompt_stop(run)} for run in self.runs
+        ]
+        for name, values, run in zip(names, known, self.runs, strict=True):
+            if self.runs.count(run) > 1:
+                raise ConfigError(f"--merge: {name} is the same run as another of these reports: name each run once")
             for key in (*_ALIKE, *_MACHINE):
                 if values[key] != known[0][key]:
                     raise ConfigError(
@@ -122,6 +126,11 @@ class MergedReport:
             prefills = [row.peer_prefill_seconds[name] for row in firsts if name in row.peer_prefill_seconds]
             found.append((name, str(len(decodes)), _of(prefills, "{:.3f}", max), _of(decodes, "{:.1f}", min)))
         return found
+
+
+def _prompt_stop(run: SpeedReport) -> int | None:
+    """The layers after which prompts stop under the run's targets."""
+    return next((stop for row in run.rows if (stop := row.schedule.get("prompt_stop")) is not None), None)
 
 
 def _of(values: Iterable[float], form: str, worst: Callable[[Sequence[float]], float]) -> str:

@@ -231,7 +231,18 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
     for report in reports:
         words = {"--speedup": "1", "--batch-size": "1", "--peers": "", "--prompt-length": report.stem}
         assert main([*arguments(shape, report, **words), "--predict"]) == 0
-    for others, message in (([reports[1]], "prompt_length is 7 in"), ([tmp_path / "none.json"], "is no report")):
+    values = json.loads(reports[0].read_text())
+    clock, stopping = tmp_path / "clock.json", tmp_path / "stopping.json"
+    clock.write_text(json.dumps({**values, "calibrated": True}))
+    values["rows"][0]["schedule"]["prompt_stop"] = 1
+    stopping.write_text(json.dumps(values))
+    for others, message in (
+        ([reports[1]], "prompt_length is 7 in"),
+        ([clock], "calibrated is True in"),
+        ([stopping], "prompt_stop is 1 in"),
+        ([reports[0]], "6.json is the same run as another of these reports"),
+        ([tmp_path / "none.json"], "is no report"),
+    ):
         assert main(["--merge", str(reports[0]), *map(str, others), "--output", str(tmp_path / "merged.md")]) == 2
         assert message in capsys.readouterr().err
     assert main(["--merge", str(reports[0]), "--output", str(tmp_path / "merged.json")]) == 2
