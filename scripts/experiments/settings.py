@@ -47,7 +47,7 @@ def main() -> int:
     options.overrides = [word.replace(SEED, str(options.seeds[0])) for word in options.overrides]
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
     overrides = {
-        name: (*each.split(), *(word.replace(SEED, str(seed)) for word in by_seed), f"train.seed={seed}")
+        name: (*(word.replace(SEED, str(seed)) for word in (*each.split(), *by_seed)), f"train.seed={seed}")
         for (each, seed), name in names.items()
     }
     made = {name: lambda variants, words=words: words for name, words in overrides.items()}

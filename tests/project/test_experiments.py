@@ -151,6 +151,19 @@ def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeyp
     assert start(settings, *words, str(moved), "--limit", "3") == 0
 
 
+def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def run_python(command: list[str], log: Path, seconds: Path) -> int:
+        found.append([word for word in command if word.startswith(("optim.warmup_steps=", "train.save_steps="))])
+        return 0
+
+    monkeypatch.setattr(runner, "run_python", run_python)
+    words = ["--settings", "optim.warmup_steps={seed}", "--seeds", "1", "2", "--train-only"]
+    assert start(settings, *words, "--output", str(tmp_path), "train.save_steps={seed}") == 0
+    assert [[word.rpartition("=")[2] for word in words[-2:]] for words in found] == [["1", "1"], ["2", "2"]]
+
+
 def test_where_one_start_fails_what_does_not_need_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
