@@ -103,8 +103,11 @@ def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str
     """A line for each speed of one setting: speeds are means over its seeds; of scores each is given as well."""
     found = []
     for rows, average in zip(zip(*(report.rows for report in reports), strict=True), mean(reports).rows, strict=True):
-        schedule = SkipSchedule.from_dict(rows[0].schedule)
-        line = [rows[0].label, f"{schedule.prompt_depth}", f"{schedule.max_layers} to {schedule.min_layers}"]
+        # Each is solved for how long that run's own texts are.
+        schedules = [SkipSchedule.from_dict(row.schedule) for row in rows]
+        prompts = dict.fromkeys(f"{schedule.prompt_depth}" for schedule in schedules)
+        layers = dict.fromkeys(f"{schedule.max_layers} to {schedule.min_layers}" for schedule in schedules)
+        line = [rows[0].label, ", ".join(prompts), ", ".join(layers)]
         line += [f"{average.speed(over).median:.2f}x" for over in get_args(Over)]
         for metric in metrics:
             each = ", ".join(metric.show(row.scores[metric.name]) for row in rows)

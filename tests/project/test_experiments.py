@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from scripts.experiments.from_trained import Way
 from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
-from skipdecode import ConfigError, CostModel, skip_generate
+from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from train.recipe import load_recipe
 from train.run import run
@@ -162,6 +163,14 @@ def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest
     words = ["--settings", "optim.warmup_steps={seed}", "--seeds", "1", "2", "--train-only"]
     assert start(settings, *words, "--output", str(tmp_path), "train.save_steps={seed}") == 0
     assert [[word.rpartition("=")[2] for word in words[-2:]] for words in found] == [["1", "1"], ["2", "2"]]
+
+
+def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> None:
+    report = write_run(tmp_path / "run", speedups=(1.0, 2.0))
+    other = SkipSchedule(8, 5, 3, horizon=16, prompt="max").to_dict()
+    beside = replace(report, rows=[report.rows[0], replace(report.rows[1], schedule=other)])
+    lines = settings.cells([report, beside, report], [])
+    assert [line[:3] for line in lines] == [["1x", "8", "8 to 8"], ["2x", "8, 5", "4 to 4, 5 to 3"]]
 
 
 def test_where_one_start_fails_what_does_not_need_it_is_trained(
