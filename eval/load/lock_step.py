@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from skipdecode import load, skip_generate
 from skipdecode.command import run_command
+from skipdecode.device import resolve_device
 
 
 class Asked(BaseModel):
@@ -44,7 +45,7 @@ class Waiting:
 
 def decode(model: Any, tokenizer: Any, asked: Sequence[Asked], weights: str | None) -> list[list[int]]:
     """The tokens of each request's text, of one batch."""
-    inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
+    inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True).to(model.device)
     output = model.generate(
         **inputs,
         custom_generate=skip_generate,
@@ -120,6 +121,8 @@ def main() -> int:
     add("--dtype")
     options = parser.parse_args()
     model, tokenizer = load(options.checkpoint, getattr(torch, options.dtype) if options.dtype else None)
+    device: Any = resolve_device(None)  # where skipdecode serve is
+    model.to(device)
     tokenizer.padding_side = "left"
     app = make_app(model, tokenizer, options.rows, options.weights)
     uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False)

@@ -25,6 +25,7 @@ from eval.machine import describe_machine, machine_identity, versions
 from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.device import resolve_device
 from skipdecode.files import write_whole
 from skipdecode.ratio import order_of_turn
 
@@ -132,7 +133,7 @@ def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> 
         "max_new_tokens": max_new_tokens,
         "prompts": fingerprint(prompts),
         "files": {name: file_identity(Path(options[name])) for name in ("checkpoint", "standalone") if options[name]},
-        "machine": machine_identity(torch.device("cpu")),
+        "machine": machine_identity(_device(request)),
         "versions": versions(),
     }
 
@@ -151,6 +152,11 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
         waves=waves,
         date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
         command=shlex.join(["python", "-m", "eval.load", *sys.argv[1:]]),
-        machine=describe_machine(torch.device("cpu")),
+        machine=describe_machine(_device(request)),
         versions=versions(),
     )
+
+
+def _device(request: LoadRequest) -> torch.device:
+    """Where servers that are started here decode; of one that runs the client's own machine is known alone."""
+    return resolve_device(None) if request.checkpoint is not None else torch.device("cpu")

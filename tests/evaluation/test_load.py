@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from small_checkpoints import save_checkpoint
 
 import eval.load.run
 from data import load_task
+from eval.load import lock_step
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
 from eval.load.client import Asked, Outcome, play
@@ -323,6 +325,29 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, found = torch.device("meta"), []  # in place of a GPU
+    folder = save_checkpoint(tmp_path / "run", 2)
+    monkeypatch.setattr(sys, "argv", ["lock_step", str(folder), "--port", "1"])
+    monkeypatch.setattr(lock_step, "resolve_device", lambda name: elsewhere)
+    monkeypatch.setattr(lock_step, "make_app", lambda *made: found.extend(made))
+    monkeypatch.setattr(lock_step.uvicorn, "run", lambda *_, **__: None)
+    assert lock_step.main() == 0
+    model, tokenizer, *_ = found
+    assert model.device == elsewhere
+    given: list[torch.device] = []
+
+    def generate(**asked: Any) -> torch.Tensor:
+        given.append(asked["input_ids"].device)
+        return torch.zeros(1, 99, dtype=torch.long)
+
+    monkeypatch.setattr(model, "generate", generate)
+    lock_step.decode(model, tokenizer, [lock_step.Asked(prompt="a")], None)
+    assert given == [elsewhere]
 
 
 @pytest.mark.parametrize("others", [["lock-step-1x"], pytest.param(["lock-step-1x", "transformers"], marks=SLOW)])
