@@ -164,6 +164,11 @@ def load_checkpoint(
             raise
         option = "--device-map" if "device_map" in placed else "--tensor-parallel"
         raise ConfigError(f"{option}: {error}") from error
+    if getattr(model.generation_config, "stop_strings", None):
+        raise ConfigError(
+            f"the generation_config.json of {name} has stop_strings, and texts end at the end token alone here: take "
+            "them out"
+        )
     if not placed:
         model.to(device)  # type: ignore[arg-type]
     return Checkpoint(name, model, tokenizer)

@@ -146,6 +146,7 @@ class System(ABC):
             "weights": self.checkpoint.weights,
             "max_new_tokens": max_new_tokens,
             "do_sample": False,
+            "return_dict_in_generate": False,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": end_token if lengths is None else None,
             "stopping_criteria": StoppingCriteriaList([*ends, clock]),

@@ -57,6 +57,21 @@ def predictions(output: Path, label: str) -> list[str]:
     return [json.loads(line)["prediction"] for line in lines]
 
 
+def set_generation(folder: Path, **settings: Any) -> None:
+    """Change a checkpoint's own settings of `generate`."""
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def test_a_checkpoint_whose_generate_returns_more_than_texts_has_the_same_ones(full: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full, tmp_path / "full"))
+    set_generation(folder, return_dict_in_generate=True, output_scores=True)
+    for checkpoint, output in ((full, tmp_path / "plain"), (folder, tmp_path / "more")):
+        evaluate(output, "--checkpoint", checkpoint, "--speedup", "2", "--lossless", "2")
+    for label in ("1x", "2x", "lossless-2x"):
+        assert predictions(tmp_path / "more", label) == predictions(tmp_path / "plain", label)
+
+
 def test_a_shallow_checkpoint_is_measured_against_its_reference(
     full: Path, shallow: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -270,6 +285,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--reference", "SHALLOW", "--speedup", "1", "2"], "is of another shape: leave --speedup out"),
         (["--reference", "FULL"], "that is the checkpoint itself"),
         (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
+        (["--reference", "STOPS"], "the generation_config.json of STOPS has stop_strings"),
         (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
@@ -318,6 +334,8 @@ def test_a_bad_request_is_one_line_and_writes_nothing(
         Path("E2E", name).write_text("mr,ref\nname[Aromi],Aromi.\n")
     if "OTHERWORDS" in words:
         save_checkpoint(Path("OTHERWORDS"), 2, vocab_size=300)
+    if "STOPS" in words:
+        set_generation(Path(shutil.copytree(full, "STOPS")), stop_strings=["."])
     if "HALF" in words:
         shutil.copytree(full, "HALF")
         load(str(full))[0].bfloat16().save_pretrained("HALF")
