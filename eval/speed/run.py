@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from transformers import GenerationConfig
 
 from configs.shapes import random_model, read_shape
 from eval.console import make_console
@@ -158,6 +159,7 @@ def _model(request: SpeedRequest, device: torch.device) -> GenerativeModel:
         if request.vocab_size is not None:
             raise ConfigError("--vocab-size is for a shape: a checkpoint has its own")
         model = load_model(request.model, dtype, trust_remote_code=request.trust_remote_code)
+        model.generation_config = GenerationConfig()  # greedy, and no penalties or stops, which no peer would have
     else:
         vocabulary = {"vocab_size": request.vocab_size} if request.vocab_size is not None else {}
         with torch.device(device):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_checkpoints import save_checkpoint
 
 import eval.speed.run
 from configs.shapes import random_model, read_shape
@@ -224,6 +225,14 @@ def test_several_runs_become_medians_and_the_worst(
     assert cells[-1] == ["transformers", "3", "1.500 (2.000)", "1.2 (0.9)"]
     assert main(["--merge", *map(str, reports), "--output", str(merged)]) == 2
     assert "merged.md is there already" in capsys.readouterr().err
+
+
+def test_a_checkpoints_own_settings_of_generate_are_left_out(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "run", 3)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"stop_strings": ["."], "num_beams": 2, "repetition_penalty": 1.3}))
+    words = {"--speedup": "1", "--batch-size": "1"}
+    assert main([*arguments(str(folder), tmp_path / "speed.json", **words), "--predict"]) == 0
 
 
 def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path, capsys: Any) -> None:
