@@ -218,7 +218,8 @@ def draw_load(path: Path, report: LoadReport) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("tokens a second, of all requests")
         axes.set_ylabel(f"ms to the {'first token' if c.streamed else 'whole text'}, 95th percentile")
-        axes.set_title(f"{Path(c.served).name}: the wait at each throughput", fontsize=12, pad=20)
+        served = c.served if "://" in c.served else Path(c.served).resolve().name
+        axes.set_title(f"{served}: the wait at each throughput", fontsize=12, pad=20)
         rates = ", ".join(dict.fromkeys(_rate(row) for row in report.rows))
         add_note(axes, f"{c.machine['processor']}, {c.task}; points: requests come {rates}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=9)

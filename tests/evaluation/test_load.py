@@ -22,8 +22,10 @@ import pytest
 import torch
 from small_checkpoints import save_checkpoint
 
+import eval.load.report
 import eval.load.run
 from data import load_task
+from eval.drawing import save_png
 from eval.load import lock_step
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
@@ -221,8 +223,16 @@ def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compa
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     SEEN.clear()
+    titles: list[str] = []
+
+    def noted(path: Path, figure: Any) -> None:
+        titles.append(figure.axes[0].get_title(loc="left"))
+        save_png(path, figure)
+
+    monkeypatch.setattr(eval.load.report, "save_png", noted)
     output = tmp_path / "load.json"
     assert main(arguments(slow_url, output, **{"--system": "1x 3x"})) == 0
+    assert titles == [f"{slow_url}: the wait at each throughput"]
     assert {seen["model"] for seen in SEEN} == {"the first"}
     assert {seen["key"] for seen in SEEN} == {"Bearer a key"}
     assert Counter(seen["speedup"] for seen in SEEN) == {1.0: 28, 3.0: 28}  # 8 to warm up, 2 rounds of 2 rates
