@@ -96,8 +96,9 @@ def _over(report: Report | None) -> str:
 
 def _prompt_layers(remembered: SkipConfig) -> str:
     """The layers that prompts run, in words."""
-    stop = remembered.solver.get("prompt_stop")
-    layers = "all layers" if remembered.solver.get("prompt") != "max" else "those of the largest budget"
+    stop, prompt = remembered.solver.get("prompt_stop"), remembered.solver.get("prompt", "full")
+    named = {"full": "all layers", "max": "those of the largest budget"}
+    layers = named.get(prompt, f"{prompt} layers at most")
     return layers if stop is None else f"the first {stop} of {layers}, and the others read what they gave"
 
 

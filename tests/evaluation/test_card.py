@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from small_runs import train_small
 
 import eval.cli
-from eval.card import CARD, MARK
+from eval.card import CARD, MARK, write_card
 from skipdecode.checkpoint import SkipConfig
 
 UNMEASURED = "Not measured yet"
@@ -67,6 +67,17 @@ def test_results_are_of_the_checkpoint_and_speeds_over_the_reference_that_is_nam
     assert evaluate(run, run / "eval", "--reference", str(reference)) == 0
     assert [result.metric_name.partition(" (")[0] for result in results(run)] == ["BLEU at full-depth", "BLEU at 3x"]
     assert "Speeds are over another model, deeper, which the row 1x is of, at full depth" in (run / CARD).read_text()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [("full", "all layers"), ("max", "those of the largest budget"), (5, "5 layers at most")]
+)
+def test_a_card_says_how_many_layers_prompts_run(run: Path, prompt: object, words: str) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["skipdecode"]["solver"]["prompt"] = prompt
+    (run / "config.json").write_text(json.dumps(config))
+    write_card(run)
+    assert f"the prompt runs\n{words}." in (run / CARD).read_text()
 
 
 def test_results_are_of_the_task_that_was_evaluated(run: Path, tmp_path: Path) -> None:
