@@ -79,8 +79,12 @@ def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
         raise ConfigError(f"--evaluation {evaluation} is of {report.checkpoint}, not of {checkpoint}")
     if target.resolve() == evaluation.resolve():
         return
+    names = (FILE_NAME, "report.md", "frontier.png")
+    for name in names:
+        if not (evaluation / name).is_file():
+            raise ConfigError(f"--evaluation {evaluation} has no {name}: name what `python -m eval` wrote, all of it")
     target.mkdir(exist_ok=True)
-    for name in (FILE_NAME, "report.md", "frontier.png"):
+    for name in names:
         (target / name).unlink(missing_ok=True)
         shutil.copyfile(evaluation / name, target / name, follow_symlinks=False)  # a link is refused as one
 

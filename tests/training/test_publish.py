@@ -98,6 +98,21 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(
     assert hub.tokens <= {"Bearer hf_test", None}
 
 
+def test_an_evaluation_that_lacks_a_file_is_refused_and_the_one_that_is_there_stays(
+    run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(run / "eval", tmp_path / "other")
+    (other / "frontier.png").unlink()
+    values = json.loads((other / "report.json").read_text())
+    (other / "report.json").write_text(json.dumps({**values, "checkpoint": str(run), "date": "another"}))
+    before = {file.name: file.read_bytes() for file in (run / "eval").glob("*.*")}
+    monkeypatch.setattr(sys, "argv", ["publish.py", str(run), NAME, "--evaluation", str(other), "--dry-run"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path("scripts/publish.py", run_name="__main__")
+    assert f"--evaluation {other} has no frontier.png" in capsys.readouterr().err
+    assert before == {file.name: file.read_bytes() for file in (run / "eval").glob("*.*")}
+
+
 def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
     folder = train_small(tmp_path / "run", "train.max_steps=3", f"publish.repository={NAME}", "publish.tag=first")
     files = hub.repositories[NAME].files
