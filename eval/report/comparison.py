@@ -195,14 +195,13 @@ def _positions(
 
 
 def _rivals(lines: Sequence[Line], over: Over) -> list[Nearest]:
-    """For each whole target that a row was made for, the nearest rows by measured speed among those that skip."""
+    """For each whole target that a row was made for, the nearest rows by measured speed, also of shallow models."""
     speedups = {point.speedup_target or 1.0 for line in lines for point in line.points}
     rivals = []
     for speed in sorted(speedup for speedup in speedups if speedup > 1 and speedup == int(speedup)):
         labels: list[str | None] = []
         for line in lines:
-            skipping = [point for point in line.points if point.mean_layers < point.num_layers]
-            apart = {point.label: abs(math.log(point.speed(over).median / speed)) for point in skipping}
+            apart = {point.label: abs(math.log(point.speed(over).median / speed)) for point in line.points}
             near = min(apart, key=apart.__getitem__, default=None)
             labels.append(near if near is not None and apart[near] <= math.log(NEAR) else None)
         if any(label is not None for label in labels):

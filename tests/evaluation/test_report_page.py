@@ -345,6 +345,18 @@ def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:
     assert all(line["full_depth"]["checkpoint"] == "outputs/reference" for line in values["lines"])
 
 
+def test_a_shallow_model_stands_beside_what_skips_at_the_same_speed(tmp_path: Path) -> None:
+    generator = random.Random(5)
+    full, like = finished_runs.row(1.0, generator, "outputs/deep"), finished_runs.row(3.0, generator)
+    shallow = replace(like, label="full-depth", system="full depth", speedup_target=None, num_layers=3, mean_layers=3.0)
+    write_run(tmp_path / "skips", speedups=(1.0, 3.0))
+    write_run(tmp_path / "shallow", rows=[full, shallow], reference="outputs/deep")
+    _, _, values = build(tmp_path, str(tmp_path / "skips"), str(tmp_path / "shallow"))
+    assert [line["name"] for line in values["lines"]] == ["skips", "shallow: deep", "shallow"]
+    (about,) = values["rivals"]
+    assert (about["speed"], about["labels"]) == (3, ["3x", None, "full-depth"])
+
+
 def test_an_evaluation_within_a_checkpoint_that_was_called_a_dot_has_its_folders_name(tmp_path: Path) -> None:
     write_run(tmp_path / "e2e-tiny" / "eval", checkpoint=".")
     _, _, values = build(tmp_path, str(tmp_path / "e2e-tiny" / "eval"))
