@@ -55,7 +55,7 @@ def _benchmark(request: LoadRequest) -> None:
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     journal = Journal(journal_of(request.output), _identity(request, prompts, max_new_tokens), "benchmark")
     keys = [
-        ("turn", str(number), f"{rate:g}", system)
+        ("turn", str(number), str(rate), system)
         for number, rate in product(range(request.rounds), request.rates)
         for system in order_of_turn(request.systems, number)
     ]
@@ -65,7 +65,7 @@ def _benchmark(request: LoadRequest) -> None:
     turns = {key: [Outcome.from_list(values) for values in journal[key]] for key in keys}
 
     def rounds(rate: float, system: str) -> list[list[Outcome]]:
-        return [turns["turn", str(number), f"{rate:g}", system] for number in range(request.rounds)]
+        return [turns["turn", str(number), str(rate), system] for number in range(request.rounds)]
 
     rows = [
         row_of(_shown(system), rate, rounds(rate, system), rounds(rate, request.systems[0]))
@@ -110,7 +110,7 @@ def _take_turns(
             if key in journal:
                 progress.advance(bar, request.requests)
                 continue
-            progress.update(bar, description=f"round {int(number) + 1}, {rate} requests/s, {system}")
+            progress.update(bar, description=f"round {int(number) + 1}, {float(rate):g} requests/s, {system}")
             # Of a round and a rate, the same for every system.
             arrivals = poisson_arrivals(float(rate), request.requests, seed + int(number))
             asked_for = drawn_prompts(prompts, request.requests, seed + int(number))
@@ -129,7 +129,7 @@ def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> 
     options = {key: value for key, value in asdict(request).items() if key != "output"}
     return {
         **options,
-        "rates": [f"{rate:g}" for rate in request.rates],
+        "rates": list(map(str, request.rates)),
         "max_new_tokens": max_new_tokens,
         "prompts": fingerprint(prompts),
         "files": {name: file_identity(Path(options[name])) for name in ("checkpoint", "standalone") if options[name]},

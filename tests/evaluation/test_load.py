@@ -259,6 +259,20 @@ def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compa
     assert "is there already" in capsys.readouterr().err
 
 
+def test_rates_of_many_digits_are_played_each(slow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[float] = []
+
+    def fake(asked: Asked, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
+        played.append(arrivals[-1])
+        return [Outcome(at, (0.1,), 0.2, 3) for at in arrivals]
+
+    monkeypatch.setattr(eval.load.run, "_play", fake)
+    words = {"--rate": "1234.567 1234.568", "--rounds": "1"}
+    assert main(arguments(slow_url, tmp_path / "load.json", **words)) == 0
+    expected = [poisson_arrivals(rate, 5, 0)[-1] for rate in (1234.567, 1234.568)]
+    assert played[1:] == expected  # the first warms up
+
+
 @pytest.mark.parametrize("cut_off_at", [1, 6])
 def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
     slow_url: str, tmp_path: Path, cut_off_at: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
