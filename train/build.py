@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from configs.shapes import SHAPES, changed_config, random_model, read_shape, shape_config
 from data import Example, Task, load_task
@@ -18,6 +25,9 @@ from skipdecode.reach import without_network
 from train.adapters import add_adapters
 from train.recipe import Recipe
 from train.shallow import shrink_config, shrink_model
+
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_OF_BEAMS = ("early_stopping", "length_penalty")
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -159,11 +169,26 @@ def _pretrained(
     tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
     try:
         _check_vocabulary(model.config, tokenizer)
+        _make_savable(model.generation_config)
     except ConfigError as error:
         raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
     if section.layers is not None:
         shrink_model(model, section.layers, section.keep)
     return model, tokenizer
+
+
+def _make_savable(config: GenerationConfig) -> None:
+    """Take out what it says of sampling or beams without asking for any: transformers writes it as it was found alone.
+
+    Raises ConfigError where transformers would not write the rest.
+    """
+    idle = (_OF_SAMPLING if config.do_sample is not True else ()) + (_OF_BEAMS if config.num_beams in (None, 1) else ())
+    for name in idle:
+        setattr(config, name, None)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ConfigError(f"its generation_config.json: {' '.join(str(error).split())}") from error
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -343,6 +343,22 @@ def test_a_sandwich_step_is_the_mean_over_its_schedules(tmp_path: Path) -> None:
     assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
+def test_a_model_whose_generation_config_says_what_does_nothing_can_be_finished(tmp_path: Path) -> None:
+    base = save_checkpoint(tmp_path / "base", 8, max_position_embeddings=256)
+    file = base / "generation_config.json"
+    idle = {"temperature": 0.6, "top_p": 0.9, "length_penalty": 0.5}  # without do_sample or num_beams
+    # And another token than the tokenizer's, which the Trainer changes.
+    file.write_text(json.dumps({**json.loads(file.read_text()), **idle, "pad_token_id": 5}))
+    start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}")
+    folder = train_small(tmp_path / "run", "train.max_steps=1", *start)
+    asked = json.loads((folder / "generation_config.json").read_text())
+    assert not asked.keys() & idle.keys()
+    assert asked["max_new_tokens"] == load_task("departures").max_new_tokens
+    file.write_text(json.dumps({**json.loads(file.read_text()), "output_scores": True}))
+    with pytest.raises(ConfigError, match=r"its generation_config\.json: .*output_scores"):
+        train_small(tmp_path / "other", "train.max_steps=1", *start)
+
+
 def test_a_local_checkpoint_is_fine_tuned_under_schedules_of_ones_own(finished: Path, tmp_path: Path) -> None:
     """The path of a pretrained model: from a folder, with its own tokenizer; then decoded by the same file."""
     file = tmp_path / "own.json"
