@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from skipdecode.errors import first_line
 from skipdecode.seal import damage, seal
-from train.data_order import DataOrder, rows_a_step
+from train.data_order import DataOrder, rows_a_step, rows_hash
 from train.distributed import is_first_process, on_first_process
 from train.stops import RunStopped
 
@@ -36,7 +36,7 @@ class SealedCheckpointTrainer(Trainer):
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        self._order = DataOrder(list(dataset["length"]), rows_a_step(self.args), self.args.seed)
+        self._order = DataOrder(list(dataset["length"]), rows_a_step(self.args), self.args.seed, rows_hash(dataset))
         return self._order
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

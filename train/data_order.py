@@ -1,11 +1,14 @@
 """The rows of each optimiser step: a function of the seed and the step, however processes share the rows."""
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
 
+import datasets
+import pyarrow.compute as pc
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
@@ -30,12 +33,14 @@ class DataOrder(Sampler[int]):
     Args:
         lengths: of all rows, in tokens.
         rows_a_step: of all processes together.
+        rows: what tells them from others, as `rows_hash` gives it.
     """
 
-    def __init__(self, lengths: Sequence[int], rows_a_step: int, seed: int) -> None:
+    def __init__(self, lengths: Sequence[int], rows_a_step: int, seed: int, rows: str = "") -> None:
         self.lengths = lengths
         self.rows_a_step = rows_a_step
         self.seed = seed
+        self.rows = rows
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -58,13 +63,35 @@ class DataOrder(Sampler[int]):
 
     def save(self, checkpoint: Path) -> None:
         """Write into a checkpoint what its steps depend on."""
-        (checkpoint / FILE_NAME).write_text(json.dumps({"rows_a_step": self.rows_a_step}) + "\n", encoding="utf-8")
+        values = {"rows_a_step": self.rows_a_step, "rows": self.rows}
+        (checkpoint / FILE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def rows_hash(rows: datasets.Dataset) -> str:
+    """Of the tokens of all rows."""
+    found = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(batch_size=10_000):
+        for column in (batch["prompt_ids"], batch["completion_ids"]):
+            for part in (pc.list_value_length(column), pc.list_flatten(column)):
+                found.update(part.to_numpy().tobytes())
+    return found.hexdigest()
 
 
 def rows_a_step(arguments: TrainingArguments) -> int:
     """Rows of an optimiser step, of all processes together."""
     rows: int = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     return rows
+
+
+def check_rows(checkpoint: str, rows: datasets.Dataset) -> None:
+    """Raise ConfigError where a checkpoint was trained on other rows."""
+    before = json.loads(Path(checkpoint, FILE_NAME).read_text(encoding="utf-8"))
+    now = rows_hash(rows)
+    if before.get("rows", now) != now:  # earlier versions didn't keep it
+        raise ConfigError(
+            f"{checkpoint} was trained on other rows: bring back the data that they came from, or start anew with "
+            "output.dir=FOLDER"
+        )
 
 
 def check_rows_a_step(checkpoint: str, arguments: TrainingArguments) -> None:

@@ -23,7 +23,7 @@ from train.checkpoints import (
     set_damaged_aside,
     stopped_if_unwritten,
 )
-from train.data_order import check_rows_a_step
+from train.data_order import check_rows, check_rows_a_step
 from train.distributed import check_world_size, is_first_process, on_first_process
 from train.evaluation import check_evaluation, evaluate_run
 from train.finish import finish
@@ -102,6 +102,7 @@ def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str 
     if chosen is not None:
         check_world_size(chosen, prepared.arguments.world_size)
         check_rows_a_step(chosen, prepared.arguments)
+        check_rows(chosen, prepared.encoded.rows)
         check_schedules(chosen, prepared.skip_config)
     return chosen
 

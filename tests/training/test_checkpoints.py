@@ -16,7 +16,7 @@ from forked_python import run_python, start_python
 from rich.console import Console
 from safetensors.torch import load_file
 from small_checkpoints import flip
-from small_runs import SMALL, metrics, train_small
+from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
 from skipdecode import ConfigError, SkipSchedule
@@ -249,6 +249,20 @@ def test_a_run_does_not_go_on_under_other_schedules(tmp_path: Path) -> None:
     file.write_text(SkipSchedule(8, 5, 2, horizon=12, placement="even").to_json())
     with pytest.raises(ConfigError, match=r"checkpoint-3 was trained under other .*placement was top, is even"):
         train_small(folder, *overrides)
+
+
+def test_a_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
+    """Whose tokenizer, trained on them, may be another one, too."""
+    data, folder = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    rows = [f"question {n},answer {n}\n" for n in range(10, 30)]
+    (data / "train.csv").write_text("q,a\n" + "".join(rows))
+    section = f"{{task: text, path: {data}, options: {{prompt_column: q, completion_column: a}}}}"
+    train_small_on(section, folder, "train.max_steps=3", "schedule.texts=0")
+    (folder / "config.json").unlink()
+    (data / "train.csv").write_text("q,a\n" + "".join(rows[:-1]) + "question 29,another answer\n")
+    with pytest.raises(ConfigError, match=r"checkpoint-3 was trained on other rows: bring back the data"):
+        train_small_on(section, folder, "train.max_steps=3", "schedule.texts=0")
 
 
 def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(cut: Path, tmp_path: Path) -> None:
