@@ -20,6 +20,9 @@ from skipdecode.errors import first_line
 from train.recipe import DEEPSPEED
 
 T = TypeVar("T")
+# What a recipe says and DeepSpeed has values of its own for, where its config is silent.
+_RECIPES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_OF_OPTIMISERS, _OF_ADAM = ("lr", "weight_decay"), ("betas", "eps")
 
 
 def is_first_process() -> bool:
@@ -70,6 +73,23 @@ def read_deepspeed(name: str) -> dict[str, Any]:
         raise ConfigError(
             f"deepspeed.config {str(path)!r}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3"
         )
+    if "scheduler" in values:
+        raise ConfigError(
+            f"deepspeed.config {str(path)!r} has a scheduler: take it out, the recipe's is optim.scheduler"
+        )
+    return _left_to_recipe(values)
+
+
+def _left_to_recipe(values: dict[str, Any]) -> dict[str, Any]:
+    """A config with "auto" for what it doesn't say: the recipe does, and else DeepSpeed's defaults would count."""
+    values = {**dict.fromkeys(_RECIPES, "auto"), **values}
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, dict):
+        names = _OF_OPTIMISERS + (_OF_ADAM if "adam" in str(optimizer.get("type")).lower() else ())
+        values["optimizer"] = {
+            **optimizer,
+            "params": {**dict.fromkeys(names, "auto"), **(optimizer.get("params") or {})},
+        }
     return values
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import train.cli
 from skipdecode import ConfigError
-from train.distributed import check_world_size
+from train.distributed import check_world_size, read_deepspeed
 from train.recipe import DEEPSPEED, load_recipe
 from train.run import run
 
@@ -237,6 +237,7 @@ def test_every_config_is_trained_with_and_leaves_to_the_recipe_what_it_decides()
         ("[]", [], "expected a JSON object with zero_optimization.stage"),
         ('{"bf16": {"enabled": true}}', [], "expected a JSON object with zero_optimization.stage (KeyError"),
         ('{"zero_optimization": {"stage": 4}}', [], "zero_optimization.stage is 4, expected 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}', [], "has a scheduler: take it out"),
         ('{"zero_optimization": {"stage": 2}}', ["train.precision=fp16"], "needs a GPU: expected float32 or bf16"),
         ('{"zero_optimization": {"stage": 2}}', [], "is not installed: pip install 'skipdecode[deepspeed]'"),
     ],
@@ -253,6 +254,20 @@ def test_a_config_that_cannot_be_used_is_one_line_and_writes_nothing(
     assert error.startswith("error: ")
     assert message in error
     assert not folder.exists()
+
+
+def test_what_a_config_does_not_say_the_recipe_does(alone: Callable[[str], Path], tmp_path: Path) -> None:
+    config, folder, log = tmp_path / "own.json", tmp_path / "run", tmp_path / "log.txt"
+    own = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "optimizer": own}))
+    read = read_deepspeed(str(config))
+    assert (read["gradient_accumulation_steps"], read["gradient_clipping"]) == ("auto", 0.5)
+    left = dict.fromkeys(("weight_decay", "betas", "eps"), "auto")
+    assert read["optimizer"] == {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3, **left}}
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    arguments = training(folder, f"train.per_device_batch_size={ROWS}", f"deepspeed.config={config}")
+    assert run_python(["train.py", *arguments], log) == 0, log.read_text()[-3000:]
+    check_same_training(folder, alone("sampled"))
 
 
 def test_a_config_that_disagrees_with_the_recipe_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
