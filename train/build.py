@@ -166,6 +166,11 @@ def _pretrained(
     changed: dict[str, Any] = {"config": _pretrained_config(name, trust, changes)} if changes else {}
     # The model first: of code that isn't trusted a tokenizer says less.
     model = load_model(name, getattr(torch, section.dtype), trust_remote_code=trust, **changed)
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"model.name_or_path {name!r} holds adapters apart, from which nothing can be trained: merge them into the "
+            "weights that they adapt first (lora.merge=true where they are trained)"
+        )
     tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
     try:
         _check_vocabulary(model.config, tokenizer)

@@ -114,6 +114,14 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("merge", ["true", "false"])
+def test_nothing_is_trained_from_adapters_apart(apart: Path, merge: str, tmp_path: Path) -> None:
+    """Adapters of what they make of the model would be taken for adapters of the model."""
+    with pytest.raises(ConfigError, match=r"run' holds adapters apart, from which nothing can be trained: merge them"):
+        tuned(apart, tmp_path / "run", f"lora.merge={merge}")
+    assert not (tmp_path / "run").exists()
+
+
 def test_adapters_of_a_repository_keep_their_schedules(
     apart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
