@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
-from skipdecode.errors import ConfigError, first_line
+from skipdecode.errors import ConfigError, first_line, unknown
+from skipdecode.families import text_config
 from skipdecode.seal import seal
 from train.recipe import LoraSection
 
@@ -18,7 +19,8 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
     """The model inside a PeftModel whose adapters alone are trained; the model itself where no rank is given.
 
-    Raises ConfigError for modules that the model hasn't, and where `target_modules` must be named.
+    Raises ConfigError for modules that the model hasn't, where `target_modules` must be named, and where what is merged
+    would not be what was trained.
     """
     if section.r is None:
         return model
@@ -26,6 +28,11 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
         raise ConfigError(
             "lora.merge=false needs model.name_or_path: adapters apart are loaded onto a model that can be found again"
         )
+    parts = dict(model.named_modules())
+    for target in section.target_modules or []:
+        if not any(f".{name}".endswith(f".{target}") for name in parts):  # peft passes over one of several in silence
+            innermost = {name.rpartition(".")[2] for name, part in parts.items() if not any(part.children())}
+            raise ConfigError(f"lora.target_modules is {section.target_modules}: {unknown('layer', target, innermost)}")
     import peft  # here: it takes seconds
 
     config = peft.LoraConfig(
@@ -37,9 +44,17 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
     )
     try:
         # Adapters of a model without data have none either.
-        return peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
+        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=model.device.type == "meta")
     except ValueError as error:
         raise ConfigError(f"lora.target_modules is {section.target_modules}: {first_line(error)}") from error
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = getattr(text_config(model.config), "tie_word_embeddings", False)
+    if section.merge and tied and any(hasattr(end, "lora_A") for end in ends):
+        raise ConfigError(
+            f"lora.target_modules is {section.target_modules}: the model's embedding and its head share their weights, "
+            "so that adapters of one, merged, would change both; leave them out, or set lora.merge=false"
+        )
+    return adapted
 
 
 def merge_adapters(base: PreTrainedModel, folder: Path) -> None:

@@ -18,6 +18,8 @@ from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.loading import load_model
 from skipdecode.seal import SEAL, seal
+from train.adapters import add_adapters
+from train.recipe import LoraSection
 
 LORA = (
     "lora.r=4",
@@ -112,6 +114,22 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
     flip(model / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"{model} is damaged: model.safetensors has changed"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_shared_weights_are_kept_apart(base: Path, target: str) -> None:
+    """Merged into what the embedding and the head share, they would change what they were not trained on."""
+    targets = ["q_proj", target]
+    with pytest.raises(ConfigError, match="embedding and its head share their weights"):
+        add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets))
+    add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets, merge=False))
+    untied = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)
+    add_adapters(untied, LoraSection(r=2, target_modules=targets))
+
+
+def test_a_layer_that_is_not_there_is_named(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is \['fc1', 'q_prj'\]: unknown layer 'q_prj': did you mean 'q_proj'"):
+        add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=["fc1", "q_prj"]))
 
 
 @pytest.mark.parametrize("merge", ["true", "false"])
