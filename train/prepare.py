@@ -219,12 +219,17 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """
     optim, section = recipe.optim, recipe.train
     apart = recipe.lora.r is not None or recipe.deepspeed.config is not None  # both keep what is trained in float32
-    if section.precision == "fp16" and recipe.model.dtype == "float16" and not apart:
+    if recipe.model.dtype == "float16" and not apart:
         raise ConfigError(
-            "model.dtype is 'float16' with train.precision 'fp16', whose gradients are scaled in float32: leave "
-            "model.dtype at float32"
+            "model.dtype is 'float16', in which AdamW's steps are no numbers soon: leave model.dtype at float32, with "
+            "train.precision for a faster computation"
         )
-    if section.precision == "fp16" and not torch.accelerator.is_available():
+    on_cpu = not torch.accelerator.is_available()
+    if recipe.model.dtype == "float16" and section.precision == "bf16" and on_cpu and recipe.deepspeed.config is None:
+        raise ConfigError(
+            "model.dtype is 'float16' with train.precision 'bf16', which needs a GPU: set model.dtype=bfloat16"
+        )
+    if section.precision == "fp16" and on_cpu:
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
     if section.finish_with == "best" and not section.validate_rows:
         raise ConfigError("train.finish_with is 'best': it needs train.validate_rows, whose loss says which is")
@@ -259,8 +264,8 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             remove_unused_columns=False,
             report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
             deepspeed=deepspeed,
-            use_cpu=not torch.accelerator.is_available(),  # else torchrun's processes would each train alone
-            dataloader_pin_memory=torch.accelerator.is_available(),
+            use_cpu=on_cpu,  # else torchrun's processes would each train alone
+            dataloader_pin_memory=not on_cpu,
             disable_tqdm=True,  # for train.progress to show
         )
     except (ValueError, ImportError) as error:

@@ -38,6 +38,8 @@ from skipdecode import ConfigError
         (["lora.r=4", "lora.merge=false"], "lora.merge=false needs model.name_or_path"),
         (["lora.r=0"], "lora.r is 0"),
         (["model.dtype=float16", "train.precision=fp16"], "leave model.dtype at float32"),
+        (["model.dtype=float16"], "leave model.dtype at float32"),
+        (["model.dtype=float16", "train.precision=bf16", "lora.r=4"], "needs a GPU: set model.dtype=bfloat16"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
         (["schedule.default_speedup=9"], "schedule.default_speedup is 9: it must lie between 1 and"),
         (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected different targets"),
