@@ -58,16 +58,16 @@ def _any_rank(flag: bool, device: torch.device) -> bool:
 
 
 class FiniteLoss:
-    """Watches for a loss that is infinite or no number, without a wait for the device in each step."""
+    """Watches for a loss or a gradient that is infinite or no number, without a wait for the device in each step."""
 
     def __init__(self) -> None:
         self._finite: torch.Tensor | None = None
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Take note of a batch's loss."""
+        """Take note of a batch's loss, or of a gradient's norm."""
         finite = torch.isfinite(loss.detach())
         self._finite = finite if self._finite is None else self._finite & finite
 
     def broken(self, device: torch.device) -> bool:
-        """Say whether a loss of any rank was not finite; to be asked on all ranks together."""
+        """Say whether one of any rank was not finite; to be asked on all ranks together."""
         return _any_rank(self._finite is not None and not bool(self._finite), device)

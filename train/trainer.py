@@ -205,13 +205,24 @@ class SkipTrainer(SealedCheckpointTrainer):
             if not math.isfinite(logs.get(name, 0.0)):
                 self._stop(f"{name} is {logs[name]} at step {self.state.global_step}")
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Watch it, too: the step's loss is of the weights before it."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        if norm is not None and not self.args.fp16:
+            self._finite_loss.watch(torch.as_tensor(norm, device=self.args.device))
+        return norm
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._finite_loss.broken(self.args.device):
-            self._stop(f"the loss was infinite or no number before step {self.state.global_step}")
+            self._stop(f"the loss or its gradient was infinite or no number before step {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
     def _stop(self, reason: str) -> None:
-        raise RunStopped(f"{reason}: {resume_advice(Path(str(self.args.output_dir)))}, with a lower learning rate")
+        advice = resume_advice(Path(str(self.args.output_dir)))
+        raise RunStopped(
+            f"{reason}: {advice}; where it ends there again, start anew with output.dir=FOLDER and a lower "
+            "optim.learning_rate"
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every saved checkpoint carries the schedules that trained it (law 4)."""

@@ -179,7 +179,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     overrides = ["train.max_steps=9", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("stopped: the loss was infinite or no number before step 6")
+    assert error.startswith("stopped: the loss or its gradient was infinite or no number before step 6")
     assert f"the last good checkpoint is {folder}/checkpoint-3" in error
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3"]
     # Where it is logged, it stops there and then.
@@ -187,6 +187,28 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     other = [*overrides[:-1], "train.logging_steps=1", f"output.dir={tmp_path / 'other'}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *other]) == 1
     assert "stopped: loss is nan at step 2: no checkpoint had been written" in capsys.readouterr().err
+
+
+def test_weights_of_a_gradient_that_is_no_number_are_not_saved(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train.objective
+
+    original = train.objective.completion_loss
+
+    def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
+        loss = original(*arguments, **options)  # which is finite
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    monkeypatch.setattr(train.objective, "completion_loss", poisoned)
+    folder = tmp_path / "run"
+    overrides = ["train.max_steps=1", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "its gradient was infinite or no number before step 1: no checkpoint had been written" in error
+    assert "start anew with output.dir=FOLDER and a lower optim.learning_rate" in error
+    assert not list(folder.glob("checkpoint-*"))
 
 
 def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> None:
