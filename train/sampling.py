@@ -96,9 +96,10 @@ def make_sampler(
     if len(set(speedups)) != len(speedups):
         raise ConfigError(f"schedule targets {list(speedups)}: each once; use schedule.weights to favour one")
     weights = [1.0] * len(speedups) if weights is None else weights
-    if len(weights) != len(speedups) or not all(w >= 0 for w in weights) or not 0 < sum(weights) < math.inf:
+    if len(weights) != len(speedups) or not all(w > 0 for w in weights) or not sum(weights) < math.inf:
         raise ConfigError(
-            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights, none below 0, one above it"
+            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights above 0; a target that is never "
+            "drawn is left out, for the checkpoint would name it as trained"
         )
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),

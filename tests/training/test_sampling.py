@@ -41,9 +41,9 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
 
 
 def test_draws_follow_the_weights() -> None:
-    weighted = sampler(weights=[1, 0, 3])
+    weighted = sampler(weights=[1, 0.5, 3])
     draws = Counter(weighted.at(step)[0].speedup for step in range(4000))
-    assert draws[2.0] == 0
+    assert draws[1.0] / draws[2.0] == pytest.approx(2, rel=0.15)
     assert draws[3.0] / draws[1.0] == pytest.approx(3, rel=0.15)
 
 
@@ -89,7 +89,9 @@ def test_targets_of_a_range_are_found_by_the_digits_that_are_shown_of_them() -> 
         ({"speedups": [2, 2]}, "each once"),
         ({"speedups": None, "schedules": [SkipSchedule(24, 8, 4)]}, "is for 24 layers, the model has 12"),
         ({"weights": [1, 2]}, "expected 3 weights"),
-        ({"weights": [1, -1, 1]}, "none below 0"),
+        ({"weights": [1, -1, 1]}, "3 weights above 0"),
+        ({"weights": [0, 1, 1]}, "a target that is never drawn is left out"),
+        ({"weights": [1, 1, 0], "sampling": "sandwich"}, "a target that is never drawn is left out"),
         ({"speedups": None, "speedup_range": [3, 2]}, r"expected \[lowest, highest\]"),
         ({"speedups": [1, 99]}, "reaches at most"),
     ],
