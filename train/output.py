@@ -15,11 +15,11 @@ from skipdecode.checkpoint import SkipConfig
 from train.recipe import Recipe
 
 RECIPE_FILE = "recipe.yaml"
-# What may change until a run is finished: what the weights don't depend on, and how a step's rows are divided, while
+# What may change: what the weights don't depend on, and until a run is finished how a step's rows are divided, while
 # they are as many.
 _MAY_CHANGE = {"evaluation", "tracking", "publish", "output", "data.num_proc", "data.cache_dir"}
 _MAY_CHANGE |= {"train.logging_steps", "train.save_total_limit"}
-_MAY_CHANGE |= {"train.per_device_batch_size", "train.gradient_accumulation_steps"}
+_DIVISION = {"train.per_device_batch_size", "train.gradient_accumulation_steps"}
 
 
 def is_finished(folder: Path) -> bool:
@@ -45,11 +45,13 @@ def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -
     if RECIPE_FILE not in names:
         raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")
     before, now = read_yaml(folder / RECIPE_FILE), recipe.model_dump()
-    # A validation draws random numbers, so where there is one, when it is counts.
-    free = _MAY_CHANGE if recipe.train.validate_rows else {*_MAY_CHANGE, "train.save_steps"}
+    free = _MAY_CHANGE if is_finished(folder) else _MAY_CHANGE | _DIVISION
+    if not recipe.train.validate_rows:  # a validation draws random numbers, so when it is counts
+        free = free | {"train.save_steps"}
     changed = difference(before, now, apart_from=free)
     if changed:
-        raise ConfigError(f"output.dir {folder} holds an unfinished run of another recipe ({changed}): {advice}")
+        state = "a finished" if is_finished(folder) else "an unfinished"
+        raise ConfigError(f"output.dir {folder} holds {state} run of another recipe ({changed}): {advice}")
     if console is not None and (changed := difference(before, now)):
         console.print(f"going on with other settings: {changed}")
 

@@ -123,6 +123,9 @@ def test_what_the_weights_do_not_depend_on_may_change_until_a_run_is_finished(
     assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
     written = (folder / "model.safetensors").stat().st_mtime_ns
     evaluation = ["evaluation.speedups=[1]", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
+    other = ["train.max_steps=6", "model.config.dropout=0.1", "train.per_device_batch_size=4"]
+    with pytest.raises(ConfigError, match=r"a finished run of another recipe \(train\.per_device_batch_size was 8"):
+        train_small(folder, *other, *evaluation)
     train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *evaluation)
     assert [row["label"] for row in json.loads((folder / "eval" / "report.json").read_text())["rows"]] == ["1x"]
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
