@@ -23,7 +23,10 @@ _TIMEOUT = "WANDB_HTTP_TIMEOUT"  # where `wandb.login` finds how long it may wai
 ID_FILE = "wandb_id"  # a run that is resumed stays one run there
 SCHEDULES_FILE = "schedules.png"
 SAMPLES = 8  # prompts whose predictions are shown
-_ARTIFACT = ("*.json", "*.safetensors", "*.jinja", "*.txt", "recipe.yaml", "eval/report.*", "eval/frontier.png")
+_ARTIFACT = (
+    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/generate.py", "README.md"),
+    *("recipe.yaml", "eval/report.*", "eval/frontier.png"),
+)
 
 
 class Tracker:

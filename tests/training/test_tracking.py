@@ -2,12 +2,16 @@
 
 import json
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_runs import metrics, train_small
 from wandb.proto.wandb_internal_pb2 import Record
+
+from skipdecode.seal import DECISIVE
+from train.weights_and_biases import _ARTIFACT
 
 BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records
 HEADER = 7
@@ -124,6 +128,9 @@ def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
     (artifact,) = [a for a in artifacts if a.type == "model"]
     entries = {entry.path for entry in artifact.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
+    assert {"custom_generate/generate.py", "README.md"} <= entries
+    sealed = [pattern.replace("*", "a") for pattern in DECISIVE]
+    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), "else it looks damaged"
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 
