@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self._window_start = time.perf_counter()
+        self._window_start = 0.0  # of the clock; set as its first step begins
         self._run_columns = self._skipped_columns = 0
         self._target_sum = 0.0
         self._passes = self._tokens = self._token_passes = self._layers = 0
@@ -72,6 +72,8 @@ class SkipTrainer(SealedCheckpointTrainer):
 
         Over all parts and processes, so that the step is the same however its rows are divided.
         """
+        if not self._passes:
+            self._window_start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         schedules = [draw.schedule for draw in self.sampler.at(self.state.global_step)]
         mine = torch.stack([self.objective.totals(schedules, unpack_batch(batch)[2]) for batch in batches]).sum(dim=0)
@@ -166,13 +168,21 @@ class SkipTrainer(SealedCheckpointTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Validate, and give each target's loss by token beside their mean."""
         self._validation.zero_()
-        output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
+        with self._beside_the_window():
+            output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
         *sums, tokens = self._validation.tolist()
         losses = {draw.speedup: total / tokens for draw, total in zip(self._validated, sums, strict=True)}
         assert output.metrics is not None
         output.metrics["eval_loss"] = sum(losses.values()) / len(losses)
         output.metrics.update({f"eval_loss_{speedup:g}x": loss for speedup, loss in losses.items()})
         return output
+
+    @contextmanager
+    def _beside_the_window(self) -> Iterator[None]:
+        """Leave what is done here out of the time of the steps."""
+        start = time.perf_counter()
+        yield
+        self._window_start += time.perf_counter() - start
 
     def _window(self) -> dict[str, float]:
         """The figures of the steps since the last call, of all processes."""
@@ -215,7 +225,8 @@ class SkipTrainer(SealedCheckpointTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._finite_loss.broken(self.args.device):
             self._stop(f"the loss or its gradient was infinite or no number before step {self.state.global_step}")
-        super()._save_checkpoint(model, trial)
+        with self._beside_the_window():
+            super()._save_checkpoint(model, trial)
 
     def _stop(self, reason: str) -> None:
         advice = resume_advice(Path(str(self.args.output_dir)))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from small_runs import SMALL, metrics, train_small
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import eval.cli
+import train.checkpoints
 import train.cli
+import train.trainer
 from data import load_task
 from data.columns import ColumnCollator
 from data.rows import encode_task
@@ -128,6 +131,37 @@ def test_a_line_is_logged_for_every_step_with_the_saving_that_law_3_gives(finish
         assert (line["layers_per_token"] == 8) == (line["speedup_target"] == 1)
         assert any(re.fullmatch(r"loss_layers_\d+_to_\d+", key) for key in line)
     assert len({line["speedup_target"] for line in lines}) > 1
+
+
+def test_the_logged_speed_is_that_of_the_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which a step takes a second, and a validation batch and a checkpoint a hundred each."""
+    clock = [0.0]
+
+    def takes(owner: Any, name: str, seconds: float) -> None:
+        original = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, timed)
+
+    monkeypatch.setattr(train.trainer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    takes(train.trainer.SkipTrainer, "training_step", 1)
+    takes(train.trainer.SkipTrainer, "prediction_step", 100)
+    takes(train.checkpoints, "seal", 100)
+    overrides = ["train.max_steps=6", "train.save_steps=2", "train.logging_steps=3", "train.validate_rows=8"]
+    folder = train_small(tmp_path / "run", *overrides, "data.options={train_size: 2, validation_size: 4, test_size: 4}")
+    rows = encode_task(
+        load_task("departures", train_size=2, validation_size=4, test_size=4),
+        AutoTokenizer.from_pretrained(folder),
+        max_prompt_tokens=96,
+        max_completion_tokens=64,
+    ).rows
+    assert len(rows) < 8, "else a step has not all of them"
+    tokens = sum(map(len, rows["completion_ids"])) * 8 / len(rows)  # of a step, some of them twice
+    for line in metrics(folder):
+        assert line["tokens_per_second"] == pytest.approx(tokens, rel=0.3)
 
 
 def test_the_logged_share_is_that_of_the_batch_in_hand(tmp_path: Path) -> None:
