@@ -270,6 +270,11 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         )
     except (ValueError, ImportError) as error:
         raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
+    if arguments.n_gpu > 1:  # the Trainer would take DataParallel, whose copies no schedule reaches
+        raise ConfigError(
+            f"one process sees {arguments.n_gpu} GPUs: start one for each, torchrun --nproc_per_node {arguments.n_gpu} "
+            "train.py …, or show it a single one, CUDA_VISIBLE_DEVICES=0"
+        )
     if recipe.deepspeed.config is not None:
         check_agreement(recipe.deepspeed.config, arguments)
     return arguments

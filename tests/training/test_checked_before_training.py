@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import SMALL, metrics, train_small, train_small_on
+from transformers import TrainingArguments
 
 import train.cli
 import train.run
@@ -63,6 +64,15 @@ def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_w
     assert said.startswith("error: ")
     assert message in said
     assert not folder.exists()
+
+
+def test_a_process_that_sees_several_gpus_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ConfigError, match="sees 2 GPUs: start one for each, torchrun --nproc_per_node 2 train"):
+        train_small(tmp_path / "run", "train.max_steps=1")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path, capsys: Any) -> None:
