@@ -41,6 +41,7 @@ from skipdecode import ConfigError
         (["model.dtype=float16", "train.precision=fp16"], "leave model.dtype at float32"),
         (["model.dtype=float16"], "leave model.dtype at float32"),
         (["model.dtype=float16", "train.precision=bf16", "lora.r=4"], "needs a GPU: set model.dtype=bfloat16"),
+        (["publish.public=true"], "publish.public is true: without publish.repository nothing is published"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
         (["schedule.default_speedup=9"], "schedule.default_speedup is 9: it must lie between 1 and"),
         (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected different targets"),

@@ -73,6 +73,8 @@ def check_publish(recipe: Recipe) -> None:
     """Raises ConfigError where what a recipe trains can't be published as it says."""
     if recipe.publish.tag is not None and recipe.publish.repository is None:
         raise ConfigError(f"publish.tag is {recipe.publish.tag!r}: without publish.repository nothing is published")
+    if recipe.publish.public and recipe.publish.repository is None:
+        raise ConfigError("publish.public is true: without publish.repository nothing is published")
     if recipe.publish.repository is not None:
         check_name(recipe.publish.repository)
         if recipe.lora.r is not None and not recipe.lora.merge:
