@@ -21,7 +21,7 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def load_task(name: str, **options: Any) -> Task:
+def load_task(name: str, /, **options: Any) -> Task:
     """The task of a name, made with the options that aren't None.
 
     Raises ConfigError for an unknown name or option, and for a value that isn't of the option's type.

@@ -32,6 +32,8 @@ _OF_BEAMS = ("early_stopping", "length_penalty")
 
 def build_task(recipe: Recipe) -> Task:
     """The task of the recipe's data section."""
+    if "path" in recipe.data.options:
+        raise ConfigError("data.options has path: the folder of a task's files is data.path")
     return load_task(recipe.data.task, path=recipe.data.path, **recipe.data.options)
 
 

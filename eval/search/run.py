@@ -144,6 +144,8 @@ def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
     except YAML_ERRORS as error:
         raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
     assert isinstance(changes, dict)
+    if "path" in changes:
+        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
     return {str(key): value for key, value in changes.items()}
 
 

@@ -32,6 +32,8 @@ from skipdecode import ConfigError
         (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
         (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
         (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
+        (["data.options={path: x}"], "data.options has path: the folder of a task's files is data.path"),
+        (["data.options={name: x}"], "unknown option of the task 'departures' 'name'"),
         (["data.limit=0"], "data.limit is 0"),
         (["data.num_proc=0"], "data.num_proc is 0"),
         (["deepspeed.config=zero9"], "unknown deepspeed.config 'zero9'"),
