@@ -139,9 +139,7 @@ class TextToText(Task):
 
     def _hub_rows(self, split: Split) -> Iterator[Row]:
         options: dict[str, Any] = {"name": self.configuration} if self.configuration else {}
-        rows = hub_rows(self.repository, split=split, streaming=True, **options)
-        for number, values in enumerate(rows, start=1):
-            yield Row(f"{self.repository}, {split}, row {number}", values)
+        return hub_rows(self.repository, split, streaming=True, **options)
 
 
 def check_folder(path: Path) -> None:
@@ -195,12 +193,13 @@ def _table_rows(file: Path, builder: str, text_columns: Sequence[str]) -> Iterat
     yield from datasets.load_dataset(builder, **options)
 
 
-def hub_rows(repository: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a repository, read with options of `load_dataset`. Raises ConfigError where the Hub can't be read."""
+def hub_rows(repository: str, split: Split, **options: Any) -> Iterator[Row]:
+    """A split of a repository, read with options of `load_dataset`. Raises ConfigError where the Hub can't be read."""
     import datasets  # here, since it takes seconds and a local folder doesn't need it
 
     try:
-        yield from datasets.load_dataset(repository, **options)
+        for number, values in enumerate(datasets.load_dataset(repository, split=split, **options), start=1):
+            yield Row(f"{repository}, {split}, row {number}", values)
     except Exception as error:  # no network shows as any of a dozen types
         raise ConfigError(
             f"{repository} can't be read from the Hub ({type(error).__name__}): "

@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 
 from data.pairs import by_meaning, csv_pairs
 from data.placeholders import capitals, check_slots, hide, placeholder, put_back
-from data.source import Row, check_folder, hub_rows
+from data.source import check_folder, hub_rows
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, unknown
 
@@ -103,8 +103,7 @@ class ViGGO(Task):
         )
 
     def _hub_rows(self, split: Split) -> Iterator[tuple[str, str]]:
-        for number, values in enumerate(hub_rows(HUB_REPOSITORY, revision=HUB_REVISION, split=split), start=1):
-            row = Row(f"{HUB_REPOSITORY}, {split}, row {number}", values)
+        for row in hub_rows(HUB_REPOSITORY, split, revision=HUB_REVISION):
             yield row.text("meaning_representation"), row.text("target")
 
 

@@ -151,16 +151,15 @@ class WebNLG(Task):
 
     def _hub_entries(self, split: Split) -> Iterator[Entry]:
         """The Hub's rows, whose test split has the unseen half twice, and every entry again without texts."""
-        rows = hub_rows(HUB_REPOSITORY, data_dir=HUB_CONFIGURATION, revision=HUB_REVISION, split=split)
         known = set()
-        for number, row in enumerate(rows, start=1):
-            where = f"{HUB_REPOSITORY}, {split}, row {number}"
+        for row in hub_rows(HUB_REPOSITORY, split, data_dir=HUB_CONFIGURATION, revision=HUB_REVISION):
+            values = row.values
             try:
-                triples, texts = row["modified_triple_sets"]["mtriple_set"][0], row["lex"]
+                triples, texts = values["modified_triple_sets"]["mtriple_set"][0], values["lex"]
                 pairs = list(zip(texts["comment"], texts["text"], strict=True))
-                entry = _entry(where, row["category"], triples, pairs) if pairs else None
+                entry = _entry(row.where, values["category"], triples, pairs) if pairs else None
             except (KeyError, TypeError, IndexError, ValueError) as error:
-                raise ConfigError(f"{where}: not an entry of WebNLG ({type(error).__name__}: {error})") from error
+                raise ConfigError(f"{row.where}: not an entry of WebNLG ({type(error).__name__}: {error})") from error
             if entry is not None and entry not in known:
                 known.add(entry)
                 yield entry

@@ -248,9 +248,8 @@ class SkipConfig:
             return None
         where = without_network(str(name))
         try:
-            values, _ = PretrainedConfig.get_config_dict(
-                str(name), **where
-            )  # the file alone: no code of the repository's
+            # The file alone: no code of the repository's.
+            values, _ = PretrainedConfig.get_config_dict(str(name), **where)
         except (OSError, ValueError) as error:
             try:
                 return cls.load(Path(str(cached_file(str(name), ADAPTERS_FILE, **where))).parent)
