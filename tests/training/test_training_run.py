@@ -33,6 +33,12 @@ from train.recipe import Recipe, load_recipe
 from train.run import run
 
 
+def trained_rows(run: Path, **options: int) -> Any:
+    """What a run was trained on, of a task with these options."""
+    task, tokenizer = load_task("departures", **options), AutoTokenizer.from_pretrained(run)
+    return encode_task(task, tokenizer, max_prompt_tokens=96, max_completion_tokens=64).rows
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(tmp_path_factory.mktemp("run") / "finished", "train.max_steps=6")
@@ -83,12 +89,7 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     for speedup, schedule in config.schedules.items():
         assert config.schedule_for(cost, speedup) == schedule
         assert cost.at(**config.conditions).speedup(schedule) >= speedup
-    rows = encode_task(
-        load_task("departures", train_size=60, validation_size=4, test_size=12),
-        AutoTokenizer.from_pretrained(finished),
-        max_prompt_tokens=96,
-        max_completion_tokens=64,
-    ).rows
+    rows = trained_rows(finished, train_size=60, validation_size=4, test_size=12)
     assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
     assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
     assert config.schedule_for(cost, 2.5).horizon >= config.solver["horizon"] == config.schedules[1.0].horizon
@@ -152,12 +153,7 @@ def test_the_logged_speed_is_that_of_the_steps_alone(tmp_path: Path, monkeypatch
     takes(train.checkpoints, "seal", 100)
     overrides = ["train.max_steps=6", "train.save_steps=2", "train.logging_steps=3", "train.validate_rows=8"]
     folder = train_small(tmp_path / "run", *overrides, "data.options={train_size: 2, validation_size: 4, test_size: 4}")
-    rows = encode_task(
-        load_task("departures", train_size=2, validation_size=4, test_size=4),
-        AutoTokenizer.from_pretrained(folder),
-        max_prompt_tokens=96,
-        max_completion_tokens=64,
-    ).rows
+    rows = trained_rows(folder, train_size=2, validation_size=4, test_size=4)
     assert len(rows) < 8, "else a step has not all of them"
     tokens = sum(map(len, rows["completion_ids"])) * 8 / len(rows)  # of a step, some of them twice
     for line in metrics(folder):
