@@ -59,7 +59,8 @@ def main() -> int:
     if options.layers:
         shape["num_hidden_layers"] = options.layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = random_model(shape, getattr(torch, options.dtype)).to(device).train()
+    with torch.device(device):
+        model = random_model(shape, getattr(torch, options.dtype)).train()
     cost = CostModel.of(model)
     schedules = [solve_schedule(cost, speedup, horizon=options.new_tokens) for speedup in options.speedup]
     full = SkipSchedule.full_depth(cost.num_layers, options.new_tokens)

@@ -3,7 +3,8 @@
     python scripts/soak.py --calls 2000
 
 Prints the process's resident memory (on CUDA also the device's) as it goes; exits with 1 where the last tenth of the
-calls holds more than the tenth after the warm-up by over --allow megabytes.
+calls holds more than the tenth after the warm-up by over --allow megabytes. On CUDA it warms up until as many shapes
+are kept as ever are.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from rich.progress import track
 from configs.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.command import run_command
+from skipdecode.errors import ConfigError
+from skipdecode.graphs import KEPT
 
 
 def main() -> int:
@@ -33,8 +36,14 @@ def main() -> int:
     parser.add_argument("--allow", type=float, default=8.0, metavar="MB", help="growth that is noise (default 8)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    tenth, warm = max(1, options.calls // 10), max(1, options.calls // 10)
+    if device == "cuda":
+        warm = max(warm, 2 * KEPT)
+    if warm + 2 * tenth > options.calls:
+        raise ConfigError(f"--calls is {options.calls}: {warm} of them warm up, and two tenths more are compared")
     shape = {"vocab_size": 512, **read_shape(options.shape, "--shape")}
-    model = random_model(shape, torch.float32).to(device).eval()
+    with torch.device(device):
+        model = random_model(shape, torch.float32).eval()
     layers = model.config.num_hidden_layers
     draw = random.Random(0)
     process, held = psutil.Process(), []
@@ -55,9 +64,8 @@ def main() -> int:
         memory = process.memory_info().rss + (torch.cuda.memory_reserved() if device == "cuda" else 0)
         held.append(memory / 1e6)
     gc.collect()
-    tenth = max(1, options.calls // 10)
-    early, late = statistics.median(held[tenth : 2 * tenth]), statistics.median(held[-tenth:])
-    print(f"{options.calls} generations on {device}: {early:.1f} MB after the first {tenth}, {late:.1f} MB at the end")
+    early, late = statistics.median(held[warm : warm + tenth]), statistics.median(held[-tenth:])
+    print(f"{options.calls} generations on {device}: {early:.1f} MB after the first {warm}, {late:.1f} MB at the end")
     return int(late - early > options.allow)
 
 

@@ -18,16 +18,17 @@ from skipdecode.native_steps import ACTIVATIONS
 from skipdecode.projections import weight_of
 
 MOST_FUSED = 32  # rows of a step: of more, products are no longer bound by reading weights
-_SHARED_MEMORY = 136 * 1024  # bytes of a program, for the largest tiles
+_SHARED_MEMORY = 96 * 1024  # bytes of a program, for the largest tiles
 _TYPES = (torch.bfloat16, torch.float16)  # float32 is for those who check, and torch's products are exact there
 
 
 class FusedBlock:
-    """A `LeanBlock` for which `fused_blocks` has no objection, and the kernels that run it."""
+    """A `LeanBlock` for which `fused_blocks` has no objection, the kernels that run it, and their `arrivals`."""
 
-    def __init__(self, block: LeanBlock, kernels: Any) -> None:
+    def __init__(self, block: LeanBlock, kernels: Any, arrived: torch.Tensor) -> None:
         self._block = block
         self._kernels = kernels
+        self._arrived = arrived
         sources = {**block.sources, "up": [*block.sources["gate"], *block.sources["up"]]}
         # name -> weights and biases of what is projected together
         self._parts = {
@@ -72,16 +73,18 @@ class FusedBlock:
     def _project(self, name: str, hidden: torch.Tensor, norm: Norm | None = None, **how: Any) -> torch.Tensor:
         if norm is not None and len(hidden) > 1:  # each program would make the norms of all rows
             hidden, norm = self._kernels.normalise(hidden, norm), None
-        projected: torch.Tensor = self._kernels.project(hidden, *self._parts[name], norm=norm, **how)
+        how |= {"norm": norm, "arrived": self._arrived}
+        projected: torch.Tensor = self._kernels.project(hidden, *self._parts[name], **how)
         return projected
 
 
 def fused_blocks(blocks: list[Any], dtype: torch.dtype, device: torch.device) -> list[FusedBlock] | None:
-    """All layers of a model for steps of few rows; None where a device can't run them, or a layer is another."""
+    """All layers of a model for steps of few rows, one at a time; None where no device can, or a layer is another."""
     kernels = _kernels_on(device) if device.type == "cuda" and dtype in _TYPES else None
     if kernels is None or not all(_can_fuse(block, dtype) for block in blocks):
         return None
-    return [FusedBlock(block, kernels) for block in blocks]
+    arrived = kernels.arrivals(device)
+    return [FusedBlock(block, kernels, arrived) for block in blocks]
 
 
 def _can_fuse(block: LeanBlock, dtype: torch.dtype) -> bool:
@@ -111,7 +114,7 @@ def triton_kernels() -> ModuleType | None:
 
 @functools.cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels, where a device can run them: one of NVIDIA's with the shared memory of an A100 or more.
+    """The kernels, where a device can run them: one of NVIDIA's of capability 8.0 or more, with that shared memory.
 
     Triton compiles as it first launches, which takes a C compiler; where that fails a warning says so, once.
     """
@@ -122,10 +125,11 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     memory = properties.shared_memory_per_block_optin
     if torch.cuda.get_device_capability(device) < (8, 0) or memory < _SHARED_MEMORY:
         return None
-    row = torch.zeros(1, 16, dtype=torch.float16, device=device)
+    rows = torch.zeros(MOST_FUSED, 1024, dtype=torch.float16, device=device)
     try:
         with torch.cuda.device(device):
-            kernels.project(row, [row.expand(16, 16).contiguous()], [None])
+            for count in (1, MOST_FUSED):
+                kernels.project(rows[:count], [rows], [None], arrived=kernels.arrivals(device))
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
         warnings.warn(f"decode steps go without their own kernels, which don't run here: {error}", stacklevel=2)
         return None

@@ -385,8 +385,10 @@ def step_graphs(
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    # Buffers that were made in inference mode can't be written to outside of it.
-    key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled())
+    # Buffers that were made in inference mode can't be written to outside of it, and products of float32 are captured
+    # as they are to be computed.
+    how = (torch.is_inference_mode_enabled(), torch.backends.cuda.matmul.fp32_precision)
+    key = (schedule, steps, rows, columns, full, *how)
     with _KEEPING:
         found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
         if found is None:

@@ -100,21 +100,40 @@ def _project_row(
 
 
 @triton.jit
-def _project(
-    x, out, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, K: tl.constexpr, stride_n, stride_k,
+def _finish(
+    total, up, out, residual, bias, bias_up, n, n_mask, m, rows, first, width, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, gate and residual of what was projected [outputs, rows], and its way to memory."""
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    total = _activate(total, ACTIVATION)
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_up + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+        total *= up
+    place = m[None, :] * width + (first + n)[:, None]
+    mask = (m < rows)[None, :] & n_mask[:, None]
+    if HAS_RESIDUAL:
+        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _project_small(
+    x, out, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, width, K: tl.constexpr, stride_n, stride_k,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Several rows: SPLITS parts of the inputs side by side, each warp its own; AHEAD loads the next weights first."""
+    """Few rows of a small weight: SPLITS parts of the inputs, each warp its own, and the next weights on their way."""
     n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
     n_mask = n < outputs
     m = tl.arange(0, BM)
     at = tl.arange(0, SPLITS)[:, None] * BK + tl.arange(0, BK)[None, :]  # [splits, inputs]
     across = n[None, :, None] * stride_n
-    if AHEAD:
-        mask = n_mask[None, :, None] & (at < K)[:, None, :]
-        tile = tl.load(weight + across + at[:, None, :] * stride_k, mask=mask, other=0.0)
+    mask = n_mask[None, :, None] & (at < K)[:, None, :]
+    tile = tl.load(weight + across + at[:, None, :] * stride_k, mask=mask, other=0.0)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -122,13 +141,9 @@ def _project(
     acc_up = tl.zeros((SPLITS, BN, BM), dtype=tl.float32)
     for start in tl.range(0, K, SPLITS * BK, num_stages=STAGES):
         here = start + at
-        if AHEAD:
-            after = here + SPLITS * BK
-            mask = n_mask[None, :, None] & (after < K)[:, None, :]
-            following = tl.load(weight + across + after[:, None, :] * stride_k, mask=mask, other=0.0)
-        else:
-            mask = n_mask[None, :, None] & (here < K)[:, None, :]
-            tile = tl.load(weight + across + here[:, None, :] * stride_k, mask=mask, other=0.0)
+        after = here + SPLITS * BK
+        mask = n_mask[None, :, None] & (after < K)[:, None, :]
+        following = tl.load(weight + across + after[:, None, :] * stride_k, mask=mask, other=0.0)
         seen = (m < rows)[None, None, :] & (here < K)[:, :, None]
         states = tl.load(x + m[None, None, :] * K + here[:, :, None], mask=seen, other=0.0)  # [splits, inputs, rows]
         acc = tl.dot(tile, states, acc)
@@ -136,25 +151,68 @@ def _project(
             mask = n_mask[None, :, None] & (here < K)[:, None, :]
             gated = tl.load(w1 + across + here[:, None, :] * stride_k, mask=mask, other=0.0)
             acc_up = tl.dot(gated, states, acc_up)
-        if AHEAD:
-            tile = following
-    total = tl.sum(acc, 0)  # [outputs, rows]
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-    total = _activate(total, ACTIVATION)
-    width = n0
+        tile = following
+    _finish(
+        tl.sum(acc, 0), tl.sum(acc_up, 0), out, residual, bias, b1, n, n_mask, m, rows, first, width, ACTIVATION, GATED,
+        HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _project(
+    x, out, residual, partial, arrived, w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, width, K: tl.constexpr, stride_n,
+    stride_k, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Several rows: SHARES programs have a part of the inputs each, and the last one that is done adds up."""
+    n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
+    n_mask = n < outputs
+    m = tl.arange(0, BM)
+    SPAN: tl.constexpr = ((K + SHARES * BK - 1) // (SHARES * BK)) * BK
+    begin = tl.program_id(1) * SPAN
+    end = tl.minimum(K, begin + SPAN)
+    at = begin + tl.arange(0, BK)
+    across = n[:, None] * stride_n
+    mask = n_mask[:, None] & (at < end)[None, :]
+    tile = tl.load(weight + across + at[None, :] * stride_k, mask=mask, other=0.0)
     if GATED:
-        up = tl.sum(acc_up, 0)
-        if HAS_BIAS:
-            up += tl.load(b1 + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
-        total *= up
-    elif PARTS > 1:
-        width = n0 + n1 + n2
-    place = m[None, :] * width + (first + n)[:, None]
-    mask = (m < rows)[None, :] & n_mask[:, None]
-    if HAS_RESIDUAL:
-        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+        gated = tl.load(w1 + across + at[None, :] * stride_k, mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    seen = (m < rows)[None, :] & (at < end)[:, None]
+    states = tl.load(x + m[None, :] * K + at[:, None], mask=seen, other=0.0)  # [inputs, rows]
+    acc = tl.dot(tile, states)
+    acc_up = tl.zeros((BN, BM), dtype=tl.float32)
+    if GATED:
+        acc_up = tl.dot(gated, states)
+    for start in tl.range(BK, SPAN, BK, num_stages=STAGES):
+        here = start + at
+        mask = n_mask[:, None] & (here < end)[None, :]
+        tile = tl.load(weight + across + here[None, :] * stride_k, mask=mask, other=0.0)
+        seen = (m < rows)[None, :] & (here < end)[:, None]
+        states = tl.load(x + m[None, :] * K + here[:, None], mask=seen, other=0.0)
+        acc = tl.dot(tile, states, acc)
+        if GATED:
+            gated = tl.load(w1 + across + here[None, :] * stride_k, mask=mask, other=0.0)
+            acc_up = tl.dot(gated, states, acc_up)
+    is_last = True
+    if SHARES > 1:
+        place = tl.program_id(0) * SHARES * BN * BM + tl.arange(0, BN)[:, None] * BM + m[None, :]
+        tl.store(partial + place + tl.program_id(1) * BN * BM, acc)
+        tl.debug_barrier()  # all of it is written before it counts
+        is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SHARES - 1
+    if is_last:
+        if SHARES > 1:
+            acc = tl.zeros((BN, BM), dtype=tl.float32)
+            for share in tl.static_range(SHARES):  # in one order, whoever comes last
+                acc += tl.load(partial + place + share * BN * BM, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+        _finish(
+            acc, acc_up, out, residual, bias, b1, n, n_mask, m, rows, first, width, ACTIVATION, GATED, HAS_BIAS,
+            HAS_RESIDUAL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -197,10 +255,13 @@ def _turn(head, d, cosines, sines, D: tl.constexpr, ROTATED: tl.constexpr):
 def _attend(
     qkv, keys, values, out, cos, sin, bias, column_at, scale, width, query_step, key_first, value_first, kv_step,
     cache_row, cache_head, bias_row, bias_head, rotary_row, GROUP: tl.constexpr, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, DEPENDENT: tl.constexpr,
+    D_BLOCK: tl.constexpr, ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row's query head: its attention to what is cached and to its own key and value, which are cached, too."""
     row, head = tl.program_id(0), tl.program_id(1)
+    if WIDE:
+        row = row.to(tl.int64)
     kv = head // GROUP
     column = tl.load(column_at).to(tl.int32)
     d = tl.arange(0, D_BLOCK)
@@ -260,6 +321,7 @@ def project(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     norm: Any = None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Up to three projections of x [rows, in], one beside the other: [rows, outs].
 
@@ -269,6 +331,7 @@ def project(
         gated: whether the activation of the first is multiplied by the second.
         residual: added at last, [rows, out].
         norm: a `skipdecode.block.Norm` that x goes through first; of one row alone.
+        arrived: `arrivals` of what runs one after another; without it no two programs share outputs.
     """
     rows, inputs = x.shape
     sizes = [len(weight) for weight in weights]
@@ -299,16 +362,52 @@ def project(
         grid = (sum(triton.cdiv(size, block) for size in own),)
         _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
         return out
-    blocks = sum(triton.cdiv(size, 16) for size in own)
-    if rows > 16:
-        tiles = {"BK": 128, "SPLITS": 4, "AHEAD": False, "STAGES": 3, "num_warps": 4}
-    elif blocks >= 2 * _processors(x.device):
-        tiles = {"BK": 128, "SPLITS": 4, "AHEAD": True, "STAGES": 2, "num_warps": 4}
-    else:  # few outputs: more of the inputs at a time, so that as many bytes are on their way
-        tiles = {"BK": 256, "SPLITS": 8, "AHEAD": True, "STAGES": 1, "num_warps": 8}
-    options |= {"BM": max(8, triton.next_power_of_2(rows)), "BN": 16, **tiles}
-    _project[(blocks,)](*tensors, *numbers, rows, inputs, *strides, **options)
+    options["BM"] = max(8, triton.next_power_of_2(rows))
+    numbers += [rows, sum(own)]
+    if rows <= 16 and inputs <= 2048:
+        blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
+        tiles = None
+        if 32 * inputs * blocks <= processors << 17:  # few weights: all of them are on their way at once
+            tiles = {"BK": 256, "SPLITS": 8, "STAGES": 1, "num_warps": 8}
+        elif blocks >= 3 * processors:
+            tiles = {"BK": 128, "SPLITS": 4, "STAGES": 2, "num_warps": 4}
+        if tiles is not None:
+            _project_small[(blocks,)](*tensors, *numbers, inputs, *strides, BN=16, **tiles, **options)
+            return out
+    block = 32 if gated else 64
+    blocks = sum(triton.cdiv(size, block) for size in own)
+    shares = 1 if gated or arrived is None else _shares(blocks, inputs, options["BM"], x.device)
+    partial = out
+    if shares > 1:
+        assert arrived is not None
+        assert len(arrived) >= blocks
+        partial = torch.empty(blocks * shares * block * options["BM"], dtype=torch.float32, device=x.device)
+    tensors[3:3] = [partial, out if arrived is None else arrived]
+    stages = 3 if rows > 8 and options.get("DEPENDENT") else 4  # Triton keeps one tile less for Ampere's products
+    tiles = {"BN": block, "BK": _INPUTS, "SHARES": shares, "STAGES": stages, "num_warps": 4}
+    _project[(blocks, shares)](*tensors, *numbers, inputs, *strides, **tiles, **options)
     return out
+
+
+_INPUTS = 128  # of a tile of `_project`
+
+
+def _shares(blocks: int, inputs: int, rows: int, device: torch.device) -> int:
+    """Programs for the same 64 outputs, a power of 2: so many that most of what fits onto the processors at once runs,
+    as what bounds it is how many bytes are on their way, and each with two tiles of its own.
+    """
+    shares, tiles = 1, 4 * _INPUTS * (64 + rows) * 2  # bytes
+    at_once = _processors(device) * (_shared_memory(device) // tiles)
+    while blocks * shares < 0.7 * at_once and inputs >= 4 * shares * _INPUTS:
+        shares *= 2
+    return shares
+
+
+def arrivals(device: torch.device) -> torch.Tensor:
+    """For `project`: how many of the programs with the same outputs are done. Kernels that run at once must not share
+    it.
+    """
+    return torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
 
 
 def normalise(x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -355,11 +454,12 @@ def attend(
         bias_row, bias_head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in (0, 1))
     whole = triton.next_power_of_2(dim)
     many = rows * heads > 2 * _processors(qkv.device)  # programs: many small ones, or few that ask for more at a time
+    columns = min(32, max(16, 4096 // whole)) if many else max(16, 8192 // whole)
     _attend[(rows, heads)](
         qkv, keys, values, out, cos, sin, qkv if bias is None else bias, column, scale, qkv.shape[1], *steps,
         keys.stride(0), keys.stride(1), bias_row, bias_head, cos.stride(0) if len(cos) > 1 else 0,
         GROUP=heads // kv_heads, D=dim, D_BLOCK=whole, ROTATED=0 if rotary is None else cos.shape[-1],
-        HAS_BIAS=bias is not None, BC=max(16, (2048 if many else 8192) // whole), num_warps=2 if many else 4,
+        HAS_BIAS=bias is not None, BC=columns, WIDE=keys.numel() >= 2**31, num_warps=1 if many else 4,
         **_dependent(qkv),
     )  # fmt: skip
     return out
@@ -367,6 +467,12 @@ def attend(
 
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a processor's."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_multiprocessor if properties else 0
 
 
 def _dependent(tensor: torch.Tensor) -> dict[str, Any]:

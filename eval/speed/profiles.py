@@ -35,7 +35,7 @@ def print_profiles(decoders: Sequence[TimedDecoder], ids: torch.Tensor, new_toke
                 found.append((time / steps, calls / steps, event.key))
         total = sum(time for time, _, _ in found)
         rows = [
-            (name, f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
+            (name if len(name) <= 72 else f"{name[:71]}…", f"{calls:.1f}", f"{time:.0f}", f"{100 * time / total:.1f} %")
             for time, calls, name in sorted(found, reverse=True)[:15]
         ]
         rows.append(("all", "", f"{total:.0f}", "100 %"))

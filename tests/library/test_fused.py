@@ -41,7 +41,7 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
     torch.manual_seed(rows)
     for layer in (0, 1):
         reference, block = whole.blocks[layer], half.blocks[layer]
-        fused = FusedBlock(block, kernels)
+        fused = FusedBlock(block, kernels, kernels.arrivals(torch.device(device)))
         caches = [PlannedLayer(steps, prompt) for _ in range(2)]
         keys, values = torch.randn(2, rows, block.kv_heads, prompt, block.head_dim, device=device).half()
         caches[0].update(keys.float(), values.float())
@@ -58,6 +58,33 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
             torch.testing.assert_close(
                 ours[:, :, : prompt + 3].float(), theirs[:, :, : prompt + 3], atol=6e-3, rtol=6e-3
             )
+
+
+@pytest.mark.parametrize("device", [HERE, GPU])
+@pytest.mark.parametrize("rows", [2, 16, 17, 32])
+@pytest.mark.parametrize(("inputs", "outs"), [(1100, [200]), (2304, [96]), (1024, [192, 48, 48])])
+@pytest.mark.parametrize("gated", [False, True])
+def test_programs_that_share_outputs_add_up_and_leave_nothing_behind(
+    gated: bool, inputs: int, outs: list[int], rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels: Any = triton_kernels()
+    if device == "cpu":  # as of a Hopper GPU
+        monkeypatch.setattr(kernels, "_processors", lambda device: 132)
+        monkeypatch.setattr(kernels, "_shared_memory", lambda device: 233472)
+    outs = [outs[0]] * 2 if gated else outs
+    arrived = kernels.arrivals(torch.device(device))
+    for turn in range(3):  # what counts who is done is used again
+        torch.manual_seed(turn)
+        x, residual = (torch.randn(rows, n, device=device).half() for n in (inputs, outs[0] if gated else sum(outs)))
+        weights = [torch.randn(n, inputs, device=device).half() for n in outs]
+        biases = [torch.randn(n, device=device).half() for n in outs]
+        how = {"activation": 1, "gated": gated, "residual": residual}
+        found = kernels.project(x, weights, biases, arrived=arrived, **how).float()
+        each = [x.float() @ weight.float().T + bias.float() for weight, bias in zip(weights, biases, strict=True)]
+        expected = each[0].relu() * each[1] if gated else torch.cat(each, dim=1).relu()
+        expected += residual.float()
+        torch.testing.assert_close(found / expected.abs().max(), expected / expected.abs().max(), atol=2e-3, rtol=0)
+        assert not arrived.any()
 
 
 @pytest.mark.gpu

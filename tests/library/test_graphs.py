@@ -186,6 +186,18 @@ def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) ->
     assert [key[2] for key in lean_decoder(model).kept_graphs] == [3, 4, 1, 5]
 
 
+def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_way() -> None:
+    model = tiny_opt("opt", 6, seed=12)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert len(lean_decoder(model).kept_graphs) == 2
+
+
 def test_a_cache_that_is_handed_out_is_never_written_again() -> None:
     model = tiny_opt("opt", 6, seed=11)
     request = {"cuda_graphs": True, "return_dict_in_generate": True}
@@ -208,6 +220,7 @@ def test_graphs_on_cuda_equal_the_models_own_steps(name: str) -> None:
             stock = generate(model, lengths, SCHEDULES[0], cache_implementation="dynamic")
             assert torch.equal(generate(model, lengths, SCHEDULES[0]), stock)
             assert torch.equal(generate(model, lengths, SCHEDULES[0], cuda_graphs=False), stock)
-        check_ends(model)
+        if name not in WINDOWED:
+            check_ends(model)
     finally:
         model.to("cpu")
