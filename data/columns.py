@@ -65,8 +65,9 @@ def encode_pairs(
 ) -> dict[str, list[Any]]:
     """A row for each prompt and target, as columns.
 
-    `prompt_ids`, `completion_ids` (with the end token), `length` (of both), and whether tokens were lost:
-    `prompt_cut`, in the first row of an example alone, and `completion_cut`. Raises what `encode_prompts` raises.
+    `prompt_ids`, `completion_ids` (with one end token, also where a target brings its own), `length` (of both), and
+    whether tokens were lost: `prompt_cut`, in the first row of an example alone, and `completion_cut`. Raises what
+    `encode_prompts` raises, and ConfigError for a target with an end token before its end.
     """
     advice = "raise data.max_prompt_tokens, or shorten the prompt"
     prompts = encode_prompts(tokenizer, examples, max_prompt_tokens, advice)
@@ -75,13 +76,26 @@ def encode_pairs(
     columns: dict[str, list[Any]] = {name: [] for name in ROW}
     for example, prompt in zip(examples, prompts, strict=True):
         for number in range(len(example.targets)):
-            whole = [*next(completions), tokenizer.eos_token_id]
+            whole = _ended(next(completions), tokenizer, example.id)
             completion = whole[:max_completion_tokens]
             values = (prompt.ids, completion, len(prompt.ids) + len(completion))
             cuts = (prompt.cut and number == 0, len(whole) > max_completion_tokens)
             for name, value in zip(ROW, (*values, *cuts), strict=True):
                 columns[name].append(value)
     return columns
+
+
+def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+    """A target's tokens and one end token."""
+    end = tokenizer.eos_token_id
+    while ids and ids[-1] == end:
+        ids = ids[:-1]
+    if end in ids:
+        raise ConfigError(
+            f"a target of {name} has the tokenizer's end token, {tokenizer.eos_token!r}, before its end: what follows "
+            "would be trained and never decoded; take it out of the text"
+        )
+    return [*ids, end]
 
 
 def lay_out(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad_token: int) -> dict[str, Any]:

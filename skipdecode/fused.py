@@ -125,11 +125,12 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     memory = properties.shared_memory_per_block_optin
     if torch.cuda.get_device_capability(device) < (8, 0) or memory < _SHARED_MEMORY:
         return None
-    rows = torch.zeros(MOST_FUSED, 1024, dtype=torch.float16, device=device)
     try:
         with torch.cuda.device(device):
-            for count in (1, MOST_FUSED):
+            rows = torch.zeros(MOST_FUSED, 2048, dtype=torch.float16, device=device)
+            for count in (1, 16, MOST_FUSED):  # a kernel each, with the most memory that it asks for
                 kernels.project(rows[:count], [rows], [None], arrived=kernels.arrivals(device))
+            torch.cuda.synchronize()
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
         warnings.warn(f"decode steps go without their own kernels, which don't run here: {error}", stacklevel=2)
         return None

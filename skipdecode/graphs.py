@@ -29,6 +29,13 @@ PROMPT_GRAIN = 64
 # caches may hold; the longest unused goes first. A calibration of several batches goes through dozens, again and again.
 KEPT, KEPT_MEMORY = 128, 0.25
 MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
+# Settings of torch's that say how products are computed.
+PRODUCTS = (
+    "fp32_precision",
+    "allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
 STEPS_UNSEEN = 2  # that a GPU is ahead of what the host has seen, and runs for nothing where a text has ended
 
 Replay: TypeAlias = Callable[[], None]
@@ -164,12 +171,14 @@ class StepGraphs:
     Attributes:
         key: the shape, which a later call must share to use them again; None where none may.
         decoder: of the model; None while a decoder keeps them, which is freed with its last user then.
+        free: happens on a GPU when the call that had them last is done there.
     """
 
     def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
         self.key: Any = None
         self.decoder: LeanDecoder | None = decoder
+        self.free: torch.cuda.Event | None = None
         self._steps = steps
         self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
         self._prompt = 0  # columns, of the prompt at hand
@@ -360,7 +369,7 @@ def _mark(device: torch.device) -> "torch.cuda.Event | None":
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -385,10 +394,10 @@ def step_graphs(
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    # Buffers that were made in inference mode can't be written to outside of it, and products of float32 are captured
-    # as they are to be computed.
-    how = (torch.is_inference_mode_enabled(), torch.backends.cuda.matmul.fp32_precision)
-    key = (schedule, steps, rows, columns, full, *how)
+    # Buffers that were made in inference mode can't be written to outside of it, and products are captured as they are
+    # to be computed.
+    settings = (getattr(torch.backends.cuda.matmul, name) for name in PRODUCTS)
+    key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled(), *settings)
     with _KEEPING:
         found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
         if found is None:
@@ -398,6 +407,8 @@ def step_graphs(
         found.key = key
     found.decoder = decoder
     found.cache.reset()
+    if found.free is not None:  # another thread's steps may be under way yet, on a stream of its own
+        torch.cuda.current_stream(found.device).wait_event(found.free)
     return found
 
 
@@ -405,6 +416,7 @@ def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
     """Let the next call of the same shape have them, once a generation has ended well."""
     if graphs.key is not None:
         graphs.decoder = None
+        graphs.free = _mark(graphs.device)
         with _KEEPING:
             decoder.kept_graphs[graphs.key] = graphs
             decoder.kept_graphs.move_to_end(graphs.key)

@@ -260,9 +260,9 @@ def _attend(
 ):  # fmt: skip
     """One row's query head: its attention to what is cached and to its own key and value, which are cached, too."""
     row, head = tl.program_id(0), tl.program_id(1)
-    if WIDE:
-        row = row.to(tl.int64)
     kv = head // GROUP
+    if WIDE:
+        row, kv = row.to(tl.int64), kv.to(tl.int64)
     column = tl.load(column_at).to(tl.int32)
     d = tl.arange(0, D_BLOCK)
     c = tl.arange(0, BC)
@@ -362,13 +362,16 @@ def project(
         grid = (sum(triton.cdiv(size, block) for size in own),)
         _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
         return out
-    options["BM"] = max(8, triton.next_power_of_2(rows))
+    most = max(8, triton.next_power_of_2(rows))
+    options["BM"] = most
     numbers += [rows, sum(own)]
     if rows <= 16 and inputs <= 2048:
         blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
+        splits = 4 if inputs <= 1024 else 8
+        fits = splits * 256 * (16 + most) * 2 <= _shared_memory(x.device, "block_optin")
         tiles = None
-        if 32 * inputs * blocks <= processors << 17:  # few weights: all of them are on their way at once
-            tiles = {"BK": 256, "SPLITS": 8, "STAGES": 1, "num_warps": 8}
+        if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are on their way at once
+            tiles = {"BK": 256, "SPLITS": splits, "STAGES": 1, "num_warps": splits}
         elif blocks >= 3 * processors:
             tiles = {"BK": 128, "SPLITS": 4, "STAGES": 2, "num_warps": 4}
         if tiles is not None:
@@ -376,29 +379,25 @@ def project(
             return out
     block = 32 if gated else 64
     blocks = sum(triton.cdiv(size, block) for size in own)
-    shares = 1 if gated or arrived is None else _shares(blocks, inputs, options["BM"], x.device)
-    partial = out
+    # Triton keeps a tile more of the products that Hopper alone has, which are of 64 outputs and 16 rows or more.
+    stages, kept = (3, 4) if rows > 8 and not gated and _capability(x.device)[0] == 9 else (4, 3)
+    shares, partial = 1, out
+    if arrived is not None and not gated:
+        shares = _shares(blocks, inputs, kept * 128 * (block + most) * 2, x.device)
     if shares > 1:
-        assert arrived is not None
-        assert len(arrived) >= blocks
-        partial = torch.empty(blocks * shares * block * options["BM"], dtype=torch.float32, device=x.device)
+        partial = torch.empty(blocks * shares * block * most, dtype=torch.float32, device=x.device)
     tensors[3:3] = [partial, out if arrived is None else arrived]
-    stages = 3 if rows > 8 and options.get("DEPENDENT") else 4  # Triton keeps one tile less for Ampere's products
-    tiles = {"BN": block, "BK": _INPUTS, "SHARES": shares, "STAGES": stages, "num_warps": 4}
+    tiles = {"BN": block, "BK": 128, "SHARES": shares, "STAGES": stages, "num_warps": 4}
     _project[(blocks, shares)](*tensors, *numbers, inputs, *strides, **tiles, **options)
     return out
 
 
-_INPUTS = 128  # of a tile of `_project`
-
-
-def _shares(blocks: int, inputs: int, rows: int, device: torch.device) -> int:
-    """Programs for the same 64 outputs, a power of 2: so many that most of what fits onto the processors at once runs,
-    as what bounds it is how many bytes are on their way, and each with two tiles of its own.
+def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
+    """Programs for the same outputs, a power of 2: so many that most of what fits onto the processors at once runs, as
+    what bounds it is how many bytes are on their way. Each has two tiles or more; `held` are the bytes that it keeps.
     """
-    shares, tiles = 1, 4 * _INPUTS * (64 + rows) * 2  # bytes
-    at_once = _processors(device) * (_shared_memory(device) // tiles)
-    while blocks * shares < 0.7 * at_once and inputs >= 4 * shares * _INPUTS:
+    shares, at_once = 1, _processors(device) * (_shared_memory(device, "multiprocessor") // held)
+    while blocks * shares < 0.7 * at_once and inputs >= 512 * shares:
         shares *= 2
     return shares
 
@@ -469,13 +468,16 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of a processor's."""
+def _shared_memory(device: torch.device, of: str) -> int:
+    """Bytes of a "multiprocessor", or of a program that asks for all it may have ("block_optin")."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return properties.shared_memory_per_multiprocessor if properties else 0
+    return getattr(properties, f"shared_memory_per_{of}") if properties else 0
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _dependent(tensor: torch.Tensor) -> dict[str, Any]:
     """Options of a kernel that may start while the one before it runs, where the device can do that."""
-    dependent = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True} if _capability(tensor.device) >= (9, 0) else {"DEPENDENT": False}

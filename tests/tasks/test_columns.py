@@ -49,6 +49,22 @@ def test_pairs_of_an_example_are_its_targets_with_an_end_token() -> None:
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.long
 
 
+def test_a_target_ends_once_and_never_before_its_end() -> None:
+    tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
+
+    def completion(text: str) -> list[int]:
+        pairs = encode_pairs(tokenizer, [Example("7", "a", (text,))], max_prompt_tokens=64, max_completion_tokens=64)
+        ids: list[int] = pairs["completion_ids"][0]
+        return ids
+
+    assert completion("It says 3.</s>") == completion("It says 3.</s></s>") == completion("It says 3.")
+    assert completion("</s>") == completion("") == [tokenizer.eos_token_id]
+    with pytest.raises(ConfigError, match=r"a target of 7 has the tokenizer's end token, '</s>', before its end"):
+        completion("It says 3.</s> Or 4.")
+    chat = encode_prompts(tokenizer, [Example("7", "hello</s>there", ())], 64, "")  # turns of a chat end in it, too
+    assert tokenizer.eos_token_id in chat[0].ids
+
+
 def test_long_completions_are_cut_and_counted_and_long_prompts_refused() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
     columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
