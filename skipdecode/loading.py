@@ -238,8 +238,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
     """
     if Path(name).is_dir():
         check_seal(Path(name))
-    kwargs |= without_network(name, **kwargs)
     try:
+        kwargs |= without_network(name, **kwargs)
         if _is_bare_opt(Path(name)):
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:

@@ -1,5 +1,6 @@
 """Everything that a run needs, built and checked before anything is written."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -108,6 +109,14 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
         )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
+    steps = arguments.max_steps
+    if steps <= 0:
+        steps = math.ceil(arguments.num_train_epochs * math.ceil(len(encoded.rows) / prepared.rows_a_step))
+    if arguments.warmup_steps >= steps:
+        console.print(
+            f"optim.warmup_steps is {arguments.warmup_steps:g} and the run has {steps} steps: its learning rate rises "
+            "to the end, and never reaches optim.learning_rate"
+        )
     for line in describe_schedules(prepared):
         console.print(f"  {line}")
 

@@ -44,3 +44,8 @@ def test_a_vocabulary_that_is_not_opts_is_not_taken_for_it(shared_data: Path, tm
         (tmp_path / "vocab.json").write_text(content)
         with pytest.raises(ConfigError, match="has no tokenizer that can be loaded"):
             load_tokenizer(str(tmp_path))
+
+
+def test_what_is_neither_a_folder_nor_a_name_of_the_hub_is_named() -> None:
+    with pytest.raises(ConfigError, match="'/nowhere' has no tokenizer that can be loaded"):
+        load_tokenizer("/nowhere")

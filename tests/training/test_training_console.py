@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from small_runs import SMALL, metrics, train_small
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+import train.prepare
 from eval.console import make_console
 from train.progress import ROWS, TrainingProgress
 
@@ -53,6 +57,23 @@ def take_steps(progress: TrainingProgress, folder: Path, *, first: int = 0, last
         progress.on_log(arguments, state, control, logs=LOGS)
     progress.on_log(arguments, state, control, logs=VALIDATION)
     progress.on_log(arguments, state, control, logs={"train_runtime": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "epochs", "said"), [(50, 20, 1, True), (50, -1, 3, False), (60, -1, 3, True)]
+)
+def test_a_warmup_as_long_as_the_run_is_said(
+    warmup: int, steps: int, epochs: float, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.prepare, "describe_schedules", lambda prepared: [])
+    arguments = {"world_size": 1, "max_steps": steps, "num_train_epochs": epochs, "warmup_steps": warmup}
+    encoded = SimpleNamespace(rows=range(305), prompts_cut=0, completions_cut=0)  # 20 steps of 16 an epoch
+    prepared: Any = SimpleNamespace(
+        model=torch.nn.Linear(2, 2), encoded=encoded, arguments=SimpleNamespace(**arguments), rows_a_step=16
+    )
+    console = plain()
+    train.prepare.introduce(console, "a recipe", prepared)
+    assert (f"optim.warmup_steps is {warmup} and the run has" in written(console)) == said
 
 
 def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_some_dozens(tmp_path: Path) -> None:
