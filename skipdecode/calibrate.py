@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from skipdecode.clock import StepClock
 from skipdecode.cost import CostModel, MeasuredCost
@@ -94,8 +94,9 @@ def _measure(
     depths = sorted({1, *(max(1, round(share * num_layers)) for share in DEPTHS)})
     inner: Any = unwrap(model)
     timed: dict[tuple[int, int], list[_Repeat]] = {batch: [] for batch in batches}
-    training = inner.training
+    training, own = inner.training, inner.generation_config
     inner.eval()
+    inner.generation_config = GenerationConfig()  # a model's own may stop, punish or cache in its way
     try:
         for repeat in range(repeats + 1):
             # Of as many rows, behind how many columns: by layers, and what is cold.
@@ -119,6 +120,7 @@ def _measure(
             advance()
     finally:
         inner.train(training)
+        inner.generation_config = own
     return [_cost(batch[0], timed[batch], num_layers) for batch in batches]
 
 

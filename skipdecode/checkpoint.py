@@ -22,7 +22,7 @@ from skipdecode.lengths import Lengths, LengthsByPrompt
 from skipdecode.profile import Profile
 from skipdecode.reach import without_network
 from skipdecode.schedule import Over, SkipSchedule
-from skipdecode.solver import solve_schedule
+from skipdecode.solver import check_speedup, solve_schedule
 
 CONFIG_KEY = "skipdecode"  # of config.json
 DEFAULT_SPEEDUP = "default_speedup"  # of generation_config.json: for whoever asks for no speed (`skipdecode.hub`)
@@ -192,6 +192,8 @@ class SkipConfig:
                 allowed = f"this version reads {_OLDEST_FORMAT} to {_FORMAT}"
                 raise ConfigError(f"its format is {values['format']}: {allowed}")
             schedules = {float(s): SkipSchedule.from_dict(v) for s, v in values["schedules"].items()}
+            for speedup in schedules:
+                check_speedup(speedup)
             solver, task = values["solver"], values["task"]
             for name, section in (("solver", solver), ("task", task)):
                 if not isinstance(section, Mapping):

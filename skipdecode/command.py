@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = 
         left: what there is to go on from, for the line of a command that was broken off.
     """
     line: str | None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal's encoding lacks
     try:
         status = run() or 0
         sys.stdout.flush()  # else a full disk shows while Python is taken down

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -24,14 +24,14 @@ from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
 from skipdecode.cost import CostModel
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, hoped, pass_seconds
 from skipdecode.endings import limited_config
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.lean import LeanDecoder, draft_decoder, draft_weights, lean_decoder, usual_weights
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.plain_parts import why_not_lean
-from skipdecode.profile import Profile, find_profile, profiles_folder, setting_of
+from skipdecode.profile import Profile, find_profile, has_profiles, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
 from skipdecode.schedule import Over, SkipSchedule
@@ -137,7 +137,15 @@ def skip_generate(
     columns = prompt_columns(input_ids, model_kwargs)
     if lossless:
         columns_runner = make_columns_runner(
-            model, input_ids, generation_config, synced_gpus, weights, cuda_graphs, model_kwargs, not_lean
+            model,
+            input_ids,
+            logits_processor,
+            generation_config,
+            synced_gpus,
+            weights,
+            cuda_graphs,
+            model_kwargs,
+            not_lean,
         )
         schedule, length = _best_draft(
             model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
@@ -194,6 +202,8 @@ def resolve_schedule(
             "or speedup=... for a checkpoint that was trained to skip"
         )
     check_speedup(speedup)
+    if over is not None and over not in get_args(Over):
+        raise unknown("over", str(over), get_args(Over))
     if lossless:
         over = over or "decode"  # prompts run every layer: a target of them too is one that drafts can't meet
     solved = _solved(unwrap(model))
@@ -314,7 +324,7 @@ class _Solved:
 
     def profile(self, model: Any, weights: Weights | None) -> Profile | None:
         """What was measured of this machine's clock for the model, if it was."""
-        if not profiles_folder().is_dir():
+        if not has_profiles():
             return None
         return find_profile(setting_of(model, self.sizes, weights or usual_weights(model)))
 

@@ -212,6 +212,8 @@ class Engine:
         self._check_room()  # here too: what is refused should cost little
         prepared = self._prepare(prompt, settings)
         if lossless and schedule is None and speedup is None:
+            if over is not None:
+                raise ConfigError(f"over is {over!r} without a speedup: it says what the speedup is of")
             drafts = choose_draft(self.model, [len(prompt)], weights=self.weights)
         else:
             how: Any = {"over": over, "weights": self.weights, "prompts": [len(prompt)], "lossless": lossless}

@@ -42,7 +42,8 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     except ConfigError as error:
         if not by_default:
             raise
-        raise ConfigError(f"{error} (at the checkpoint's own speed, {default:g}x; speedup=1 is full depth)") from error
+        own = str(default).removesuffix(".0")  # whatever its owner has written
+        raise ConfigError(f"{error} (at the checkpoint's own speed, {own}x; speedup=1 is full depth)") from error
 
 
 def _within_positions(model: Any, passed: Any, inputs: Any = None, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ class LosslessLoop:
         draft_counts: DraftCounts | None = None,
     ) -> None:
         batch, self.prompt = input_ids.shape
-        self.most = generation_config.max_length - self.prompt
+        self.most = max(1, generation_config.max_length - self.prompt)  # a token is chosen before anybody asks
         pad: Any = padding_token(generation_config)
         self.pad = 0 if pad is None else int(pad)  # nothing is padded where no token ends a text
         self.texts = torch.nn.functional.pad(input_ids, (0, self.most), value=self.pad)

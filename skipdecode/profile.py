@@ -132,10 +132,18 @@ class Profile:
         )
 
     def save(self) -> Path:
-        """Write it where `find_profile` looks, whole or not at all. Returns the file."""
-        path = _profile_path(self.setting)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
+        """Write it where `find_profile` looks, whole or not at all. Returns the file.
+
+        Raises ConfigError where that can't be written.
+        """
+        try:
+            path = _profile_path(self.setting)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            raise ConfigError(
+                f"the profile can't be kept: {error}; name a folder that can be written in XDG_CACHE_HOME"
+            ) from error
         return path
 
     @classmethod
@@ -216,6 +224,14 @@ def _profile_of(path: Path, written: int) -> Profile:
 def describe_clock(profile: Profile | None) -> str:
     """The clock that speeds are solved for, in words."""
     return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
+
+
+def has_profiles() -> bool:
+    """Whether there is a folder of profiles; there is none where the home can't be read, or isn't known."""
+    try:
+        return profiles_folder().is_dir()
+    except (OSError, RuntimeError):
+        return False
 
 
 def profiles_folder() -> Path:

@@ -1,5 +1,6 @@
 """Reaching the Hub, tried once: without a network, each file that is asked for would be tried for a minute."""
 
+import http.client
 import os
 import ssl
 import threading
@@ -52,7 +53,7 @@ def _answers(address: str) -> bool:
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ssl.SSLError):  # others may trust certificates that Python doesn't
                 return
-        except OSError:
+        except (OSError, ValueError, http.client.HTTPException):  # ValueError: no address, as of one without https://
             return
         answered.append(True)
 

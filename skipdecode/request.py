@@ -20,6 +20,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from skipdecode.decode import check_request, check_unhealed
@@ -155,8 +156,8 @@ def _prepared(
         raise ConfigError(f"num_return_sequences is {len(input_ids)}: submit so many requests, with a seed each")
     if generation_config.return_dict_in_generate:
         raise ConfigError("return_dict_in_generate is True: an engine gives tokens, and with logprobs their chances")
-    if generation_config.guidance_scale not in (None, 1):
-        raise ConfigError(f"guidance_scale is {generation_config.guidance_scale}: an engine runs a text once a token")
+    if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
+        raise ConfigError("guidance_scale is asked for: an engine runs a text once a token")
     reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"an engine can't decode with this model: {reason}")
@@ -300,14 +301,20 @@ class Answer:
         if chosen.end is not None:
             self._times.last = chosen.at
             self._last = chosen
-        if self._listener is not None:
-            self._listener(chosen)
-        else:
-            with self._came:
-                self._kept.append(chosen)
-                self._came.notify_all()
-        if chosen.end is not None:
-            self._ended.set()
+        try:
+            if self._listener is not None:
+                self._listener(chosen)
+            else:
+                with self._came:
+                    self._kept.append(chosen)
+                    self._came.notify_all()
+        except Exception:
+            self._listener = None  # it isn't told of its own failure
+            if chosen.end is None:
+                raise
+        finally:
+            if chosen.end is not None:
+                self._ended.set()
 
 
 class Input(NamedTuple):

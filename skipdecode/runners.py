@@ -4,7 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.attach import LayerGate, whole_columns
@@ -300,6 +305,7 @@ class ColumnsRunner:
 def make_columns_runner(
     model: GenerativeModel,
     input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     synced_gpus: bool,
     weights: Weights | None,
@@ -310,7 +316,7 @@ def make_columns_runner(
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
-    reason = reason or _why_not_called_again(generation_config)
+    reason = reason or _why_not_called_again(logits_processor)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
     if cuda_graphs:
@@ -319,12 +325,18 @@ def make_columns_runner(
     return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
 
 
-def _why_not_called_again(config: GenerationConfig) -> str | None:
+def _why_not_called_again(processors: LogitsProcessorList) -> str | None:
     """The reason why logits processors can't be called more than once a token; None where they can."""
-    synthid = isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig)
-    guided = config.guidance_scale not in (None, 1)
-    found = f"guidance_scale is {config.guidance_scale}" if guided else "a SynthID watermark is asked for"
-    return f"{found}, whose logits processor keeps what it was called with" if guided or synthid else None
+    for kind, what in _REMEMBERING.items():
+        if any(isinstance(processor, kind) for processor in processors):
+            return f"{what} is asked for, whose logits processor keeps what it was called with"
+    return None
+
+
+_REMEMBERING = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
+}
 
 
 def why_not_lean_steps(
@@ -357,10 +369,16 @@ def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: d
 
 
 def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """The attention mask of a prompt [batch, columns]; generate drops one that hides nothing."""
+    """The attention mask of a prompt [batch, columns]; generate drops one that hides nothing.
+
+    Raises ConfigError for one that is as wide as no prompt.
+    """
     mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+    columns = prompt_columns(input_ids, model_kwargs)
     if mask is None:
-        return input_ids.new_ones(len(input_ids), prompt_columns(input_ids, model_kwargs))
+        return input_ids.new_ones(len(input_ids), columns)
+    if mask.shape[1] != columns:
+        raise ConfigError(f"attention_mask has {mask.shape[1]} columns, and the prompt {columns}")
     return mask.long() if mask.dtype == torch.uint8 else mask  # whose sums and negations wrap around
 
 

@@ -108,7 +108,8 @@ def info(options: argparse.Namespace) -> int:
         _print_training(remembered)
     default = getattr(model.generation_config, DEFAULT_SPEEDUP, None)
     if default is not None:
-        print(f"decodes at {default:g}x where it is served with its own code and nobody asks for a speed")
+        own = str(default).removesuffix(".0")
+        print(f"decodes at {own}x where it is served with its own code and nobody asks for a speed")
     trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
     speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
@@ -337,7 +338,7 @@ def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]
     else:
         where, read = f"--file {options.file!r}", lambda: Path(options.file).read_text(encoding="utf-8-sig")
     try:
-        text = read()
+        text = read().removeprefix("\ufeff")  # of a file that another system marked
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} can't be read: {error}") from error
     # Not splitlines(), which also parts prompts at characters such as U+2028.

@@ -12,6 +12,7 @@ from typing import Any
 
 from skipdecode.engine import Engine, EngineClosed, EngineFull
 from skipdecode.errors import ConfigError
+from skipdecode.families import text_config
 from skipdecode.request import Answer, Chosen
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure
@@ -222,7 +223,10 @@ class Job:
                 raise ConfigError(f"logit_bias names token {token}: the model knows those from 0 to {last}")
         stops = asked.stops
         sampling = asked.sampling
+        positions = getattr(text_config(self._engine.model.config), "max_position_embeddings", None)
         for prompt in prompts:
+            if asked.new_tokens is None and positions is not None:  # a chat may go on until none is left
+                new_tokens = max(1, min(settings.new_tokens, positions + 1 - len(prompt)))
             for n in range(asked.n):
                 index = len(self.choices)
                 seed = None
@@ -233,7 +237,7 @@ class Job:
                     prompt,
                     # A draft at 1x is none: then as many layers draft as pay.
                     speedup=None if asked.lossless and self.speedup == 1 else self.speedup,
-                    over=asked.over or (settings.over if asked.speedup is None else None),
+                    over=asked.over or (settings.over if asked.speedup is None and not asked.lossless else None),
                     seed=seed,
                     logprobs=asked.top_logprobs_asked,
                     listener=functools.partial(self._inbox.put, index),

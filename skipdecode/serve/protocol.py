@@ -5,39 +5,49 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.errors import ConfigError
 from skipdecode.request import LEAST_TEMPERATURE
 
-Strings = Annotated[list[str], Field(max_length=16)]
+String = Annotated[str, Field(max_length=256)]  # each token is held against every part of one
+Strings = Annotated[list[String], Field(max_length=16)]
 Tokens = list[Annotated[int, Field(ge=0)]]
 
 
-class StreamOptions(BaseModel):
-    """Of a stream: whether it ends with the request's usage."""
+class Fields(BaseModel):
+    """Fields of JSON; a null one is as one that isn't there."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(Fields):
+    """Of a stream: whether it ends with the request's usage."""
+
     include_usage: bool = False
     include_obfuscation: bool = False  # asked for by clients that needn't have it
 
 
-class Asked(BaseModel):
+class Asked(Fields):
     """What the two kinds of requests share. Texts are greedy unless `temperature` or `top_p` is given, and at a
     temperature below 1e-5.
     """
 
-    model_config = ConfigDict(extra="forbid")
     model: str
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
     repetition_penalty: float | None = Field(None, ge=1e-5, le=10)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Strings | None = None
+    stop: String | Strings | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # taken and not used
@@ -79,7 +89,7 @@ class Asked(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """As settings of `generate`."""
         given = self.temperature is not None or self.top_p is not None
-        sampled = given and (self.temperature is None or self.temperature >= LEAST_TEMPERATURE)
+        sampled = given and (self.temperature is None or self.temperature >= LEAST_TEMPERATURE) and self.top_p != 0
         found: dict[str, Any] = {"do_sample": sampled}
         if sampled:
             # Those of a checkpoint's generation_config are put back to what says nothing.
@@ -136,6 +146,12 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
+class TextFormat(Fields):
+    """The response format that asks for nothing."""
+
+    type: Literal["text"]
+
+
 class ChatAsked(Asked):
     """POST /v1/chat/completions."""
 
@@ -143,6 +159,13 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    # As for the penalties above.
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: TextFormat | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     def check(self) -> None:
         super().check()

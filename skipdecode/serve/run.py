@@ -1,6 +1,7 @@
 """The process of a server: from a checkpoint to the last answer."""
 
 import logging
+import math
 import signal
 import socket
 import sys
@@ -36,11 +37,12 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(settings.drain),
+        timeout_graceful_shutdown=math.ceil(settings.drain),  # whole seconds
         h11_max_incomplete_event_size=2**16,
     )
     # uvicorn drains on a signal, and raises it again afterwards: an end that was asked for is no failure.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listening])
     LOG.info("ended")
     return 0

@@ -120,6 +120,7 @@ def test_a_target_that_cannot_be_met_is_refused(checkpoint: Path) -> None:
         ({"speedup": 0.5}, "speedup is 0.5: it must be a number of at least 1"),
         ({"speedup": "2"}, "speedup is '2': it must be a number of at least 1"),
         ({"speedup": 90}, "reaches at most"),
+        ({"speedup": 2, "over": ["all"]}, r"over .*\['all'\]"),
         ({"schedule": {**SCHEDULE, "horizn": 3}}, "horizn"),
     ):
         with pytest.raises(skipdecode.ConfigError, match=message):
@@ -161,6 +162,9 @@ def test_who_asks_for_no_speed_gets_the_checkpoints_own(tmp_path: Path) -> None:
     asked_for_more = decoded(generation_config=GenerationConfig(max_new_tokens=1024, eos_token_id=-1))
     assert len(asked_for_more[0]) == 128 + 1  # as many positions as there are, and a last token without one
     inputs["max_new_tokens"] = 12
+    model.generation_config.default_speedup = "3"  # as somebody may write it
+    with pytest.raises(skipdecode.ConfigError, match=r"speedup is '3': it must be .* own speed, 3x; speedup=1 is full"):
+        decoded()
     save_default_speedup(folder, None)
     model, _ = skipdecode.load(str(folder))
     assert decoded() == texts[0]

@@ -1,5 +1,6 @@
 """A calibrated schedule is solved from times that were measured, and from nothing else."""
 
+import copy
 import json
 import random
 import shutil
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ragged_prompts, tiny_opt
-from transformers import OPTConfig, StoppingCriteriaList
+from transformers import GenerationConfig, OPTConfig, StoppingCriteriaList
 
 from skipdecode import (
     ConfigError,
@@ -30,7 +31,7 @@ from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
 from skipdecode.decode import resolve_schedule
 from skipdecode.lengths import Lengths
-from skipdecode.profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
+from skipdecode.profile import Profile, TimedBatch, find_profile, has_profiles, profiles_folder, setting_of
 from skipdecode.projections import Weights
 
 
@@ -389,6 +390,32 @@ def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
     assert not profiles_folder().exists()
     timed.save()
     assert find_profile(setting_of(model, CostModel.of(model), "model")) == timed
+
+
+def test_a_models_own_generation_config_has_no_part_in_what_is_timed() -> None:
+    model = copy.deepcopy(tiny_opt("opt", 2))
+    own = GenerationConfig(num_beams=4, max_time=1e-3, use_cache=False, repetition_penalty=1.3, stop_strings=["a"])
+    model.generation_config = own
+    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1)
+    assert all(seconds > 0 for seconds in timed.batches[0].step.values())
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("no home directory")])
+def test_a_home_that_cannot_be_read_holds_no_profile_and_keeps_none(
+    kept: None, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_opt("opt", 2)
+    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    for name in ("is_dir", "mkdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert not has_profiles()
+    with pytest.raises(ConfigError, match=r"the profile can't be kept: .*XDG_CACHE_HOME"):
+        timed.save()
 
 
 def test_a_model_of_one_layer_has_nothing_to_measure() -> None:

@@ -20,7 +20,7 @@ import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cli import main
-from skipdecode.command import quick_imports
+from skipdecode.command import quick_imports, run_command
 from skipdecode.lean import usual_weights
 from skipdecode.profile import Profile, TimedBatch, profiles_folder, setting_of
 from skipdecode.texts import Decoded, Decoder, compare
@@ -63,6 +63,13 @@ def said(capsys: Any) -> tuple[list[str], str]:
     return out.splitlines(), err
 
 
+def test_characters_that_the_outputs_encoding_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert run_command(lambda: print("café → 日")) == 0
+    assert written.getvalue() == "café \\u2192 \\u65e5\n".encode("latin-1")
+
+
 def test_prompts_come_from_arguments_a_file_and_standard_input(
     checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +83,7 @@ def test_prompts_come_from_arguments_a_file_and_standard_input(
     assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, "--file", str(file)]) == 0
     assert said(capsys)[0] == texts
     for words in ([], ["--file", "-"]):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(file.read_text()))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + file.read_text()))  # as some editors mark UTF-8
         assert main(["generate", "--speedup", "2", *SHORT, str(checkpoint), *words]) == 0
         assert said(capsys)[0] == texts
 

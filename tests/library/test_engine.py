@@ -241,6 +241,32 @@ def test_a_text_ends_by_length_where_nothing_else_ends_it() -> None:
     assert [len(each) for each in tokens[2:]] == [4, 5, 5, 3]
 
 
+def test_what_a_lossless_speed_is_of_is_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match="over is 'all' without a speedup"):
+        Engine(tiny("opt")).submit(PROMPT, lossless=True, over="all", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])  # the last one is the text's end
+def test_a_listener_that_raises_fails_its_own_text_alone(place: int) -> None:
+    engine, heard = Engine(tiny("opt")), []
+    how: Any = {"schedule": FULL, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+    def listen(chosen: Any) -> None:
+        heard.append(chosen)
+        if len(heard) == place + 1:
+            raise RuntimeError("a listener")
+
+    before, own, after = (engine.submit(PROMPT, listener=each, **how) for each in (None, listen, None))
+    assert engine.drain()
+    assert before.result(0).tokens == after.result(0).tokens
+    assert len(heard) == place + 1
+    if place == 5:
+        assert own.result(0).tokens == before.result(0).tokens
+    else:
+        with pytest.raises(RuntimeError, match="a listener"):
+            own.result(0)
+
+
 @pytest.mark.parametrize(("made", "submitted"), [(True, True), (True, False), (False, True)])
 def test_an_engine_of_a_caller_in_inference_mode_decodes(made: bool, submitted: bool) -> None:
     expected = tiny("opt").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, eos_token_id=None)

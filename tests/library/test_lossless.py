@@ -15,7 +15,13 @@ from lossless_cases import DRAFTS, check_lossless, drafting, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 from peft import LoraConfig, get_peft_model
 from tiny_models import END, PAD, ragged_prompts
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, SynthIDTextWatermarkingConfig
+from transformers import (
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, decode, lean, lossless, skip_generate
@@ -290,10 +296,14 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
         ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
-        ({"guidance_scale": 1.5}, "guidance_scale is 1.5, whose logits processor keeps what it was called with"),
+        ({"guidance_scale": 1.5}, "guidance_scale is asked for, whose logits processor keeps what it was called with"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)},
             "a SynthID watermark is asked for, whose logits processor keeps",
+        ),
+        (
+            {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny("llama"))]},
+            "guidance_scale is asked for, whose logits processor keeps",
         ),
         ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),

@@ -46,6 +46,12 @@ def test_what_answers_is_asked_and_a_proxy_that_reaches_nobody_is_not(
         server.shutdown()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("address", ["hub.example", "http://[", "http://127.0.0.1:nine"])
+def test_what_is_no_address_answers_nothing(address: str) -> None:
+    assert _answers(address) is False
+
+
 def test_a_repository_that_is_not_in_the_cache_is_one_line_soon(nobody: str, tmp_path: Path) -> None:
     began = time.monotonic()
     for load in (skipdecode.load, load_tokenizer):

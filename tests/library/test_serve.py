@@ -276,6 +276,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
         ({"extra_body": {"speedup": "fast"}}, "speedup: Input should be a valid number"),
         ({"extra_body": {"sped_up": 3}}, "sped_up: Extra inputs are not permitted"),
+        ({"stop": ["a" * 257]}, "stop"),
     ],
 )
 def test_what_cannot_be_answered_is_an_error_of_openais_form(
@@ -324,6 +325,37 @@ def test_fields_of_chats_without_effect_are_refused(server: Server, asked: dict[
     else:
         with pytest.raises(openai.BadRequestError, match=message):
             server.client.chat.completions.create(**chat)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_asks_for_nothing_is_as_if_it_were_not_there(server: Server, chat: bool) -> None:
+    fields = ["n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logprobs", "user"]
+    fields += ["speedup", "over", "lossless", "details", "frequency_penalty", "tools", "response_format", "metadata"]
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}]}
+    if not chat:
+        asked = {"model": "tiny", "prompt": PROMPTS[0]}
+    url = f"{server.address}/v1/{'chat/completions' if chat else 'completions'}"
+    bare = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False} if chat else {}
+    texts = []
+    for given in ({}, dict.fromkeys(fields), bare, {"top_p": 0}):
+        answer = httpx.post(url, json={**asked, **given}, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        texts.append(choice["message"]["content"] if chat else choice["text"])
+    assert len(set(texts)) == 1
+    if chat:
+        for refused in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}):
+            answer = httpx.post(url, json={**asked, **refused}, headers={"Authorization": f"Bearer {KEY}"})
+            assert answer.status_code == 400
+
+
+def test_who_names_no_length_gets_what_positions_are_left(server: Server) -> None:
+    prompt = [5] * 120  # of 128
+    answer = server.client.completions.create(model="tiny", prompt=prompt)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 9
+    with pytest.raises(openai.BadRequestError, match="positions are needed and the model has 128"):
+        server.client.completions.create(model="tiny", prompt=prompt, max_tokens=10)
 
 
 @pytest.mark.parametrize("message", [{"role": "user", "content": "\ud800"}, {"role": "\ud800", "content": "a"}])

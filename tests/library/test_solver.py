@@ -307,6 +307,13 @@ def test_a_checkpoint_keeps_every_digit_of_its_speeds() -> None:
     assert SkipConfig.from_dict(rounded).schedules == {1.33333: schedule}
 
 
+@pytest.mark.parametrize("speedup", ["nan", "inf", "0.5", "-3"])
+def test_a_speed_that_is_none_is_named(speedup: str) -> None:
+    values = {**SkipConfig().to_dict(), "schedules": {speedup: SkipSchedule(24, 12, 3).to_dict()}}
+    with pytest.raises(ConfigError, match=r"skipdecode: speedup is .*: it must be a number of at least 1"):
+        SkipConfig.from_dict(values)
+
+
 def test_a_damaged_distribution_of_lengths_is_named() -> None:
     values = SkipConfig(solver={"lengths": [[3, 1], [2, 1]]}).to_dict()
     with pytest.raises(ConfigError, match="skipdecode: lengths are"):

@@ -236,7 +236,7 @@ HOW: list[dict[str, Any]] = [{}, {"weights": "model"}, {"cuda_graphs": True}, {"
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("name", ["opt", "llama"])
-@pytest.mark.parametrize("limit", [9, 60])
+@pytest.mark.parametrize("limit", [1, 6, 9, 60])
 def test_a_length_criterion_of_ones_own_takes_the_place_of_generates(
     limit: int, name: str, how: dict[str, Any]
 ) -> None:
@@ -245,8 +245,16 @@ def test_a_length_criterion_of_ones_own_takes_the_place_of_generates(
     ids, mask = ragged_prompts([3, 6], 6)
     given = {"input_ids": ids, "attention_mask": mask, "stopping_criteria": [MaxLengthCriteria(limit)]}
     theirs = text(model, None, **given)
-    assert theirs.shape[1] == limit
+    assert theirs.shape[1] == max(limit, 6 + 1)  # a token is chosen before anybody asks
     assert torch.equal(text(model, SCHEDULE if how.get("lossless") else FULL, **how, **given), theirs)
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_mask_of_another_width_than_the_prompt_is_named(how: dict[str, Any]) -> None:
+    mask = torch.tensor([[0] + [1] * 11])  # generate drops one that hides nothing
+    given = {"input_ids": torch.full((1, 6), 5), "attention_mask": mask}
+    with pytest.raises(ConfigError, match="attention_mask has 12 columns, and the prompt 6"):
+        text(tiny("opt"), SCHEDULE, **how, **given)
 
 
 def test_positions_are_counted_up_to_a_length_criterion_of_ones_own() -> None:
