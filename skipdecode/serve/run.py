@@ -1,5 +1,6 @@
 """The process of a server: from a checkpoint to the last answer."""
 
+import asyncio
 import logging
 import math
 import signal
@@ -14,6 +15,8 @@ from skipdecode.engine import Engine
 from skipdecode.errors import ConfigError
 from skipdecode.serve.app import LOG, make_app
 from skipdecode.serve.settings import ServeSettings
+
+_PATIENCE = 5  # seconds that answers may take once their texts have ended
 
 
 def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port: int) -> int:
@@ -37,15 +40,35 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(settings.drain),  # whole seconds
+        timeout_graceful_shutdown=math.ceil(settings.drain) + _PATIENCE,
         h11_max_incomplete_event_size=2**16,
     )
     # uvicorn drains on a signal, and raises it again afterwards: an end that was asked for is no failure.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listening])
+    _Server(config, engine, settings.drain).run(sockets=[listening])
     LOG.info("ended")
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Ends the texts that are under way so many seconds after it was told to end.
+
+    Their requests learn it so; uvicorn's own limit, in whole seconds, would cancel the tasks that answer them.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain = drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._drain, lambda: loop.run_in_executor(None, self._engine.close))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -45,13 +45,11 @@ class Server(NamedTuple):
         return int(sum(float(found) for found in re.findall(r"^skipdecode_(?:running|waiting) (.+)$", page, re.M)))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 6)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+@contextmanager
+def started(folder: Path, *more: str) -> Iterator[Server]:
+    """A server of a checkpoint, until the block ends."""
     script = ROOT / "tests" / "support" / "slow_server.py"
-    options = ["--speedup", "2", "--port", "0", "--rows", "4", "--queue", "6", "--max-new-tokens", str(NEW)]
+    options = ["--speedup", "2", "--port", "0", "--rows", "4", "--queue", "6", "--max-new-tokens", str(NEW), *more]
     process = subprocess.Popen(
         [sys.executable, str(script), str(folder), *options],
         env={**os.environ, "SKIPDECODE_API_KEY": KEY},
@@ -71,9 +69,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 break
         except httpx.TransportError:
             time.sleep(0.05)
-    yield Server(folder, process, address, openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0))
-    process.kill()
-    process.wait()
+    try:
+        yield Server(folder, process, address, openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 6)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    with started(folder) as found:
+        yield found
 
 
 def alone(server: Server, prompt: str, speedup: float, **settings: Any) -> list[int]:
@@ -487,6 +496,25 @@ def test_sigterm_lets_a_stream_end_and_takes_nothing_more(server: Server) -> Non
     parts = list(stream)
     assert parts[-1].choices[0].finish_reason == "length"
     assert server.process.wait(10) == 0
+
+
+def test_what_takes_longer_than_the_drain_is_told_so(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 110, "logit_bias": {"2": -100}}
+    with started(server.folder, "--drain", "0.3") as ending, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(lambda: ending.client.completions.create(**asked))
+        stream = iter(ending.client.completions.create(stream=True, **asked))
+        next(stream)
+        while ending.running() < 2:
+            time.sleep(0.01)
+        ending.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as failed:
+            whole.result()
+        assert failed.value.status_code == 503
+        assert ending.process.wait(10) == 0
+        assert ending.process.stderr is not None
+        assert "Traceback" not in ending.process.stderr.read()
 
 
 def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
