@@ -187,7 +187,7 @@ def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_way() -> None:
-    model = tiny_opt("opt", 6, seed=12)
+    model = tiny_opt("opt", 6, seed=14)
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         for precision in ("ieee", "tf32", "ieee"):

@@ -320,9 +320,9 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     run = shutil.copytree(trained, home / "outputs" / "run")
     recipe = (run / "recipe.yaml").read_text().replace(str(trained), str(run))
     recipe = recipe.replace("\n  path: null", "\n  path: /home/me/secret data/e2e")
-    (run / "recipe.yaml").write_text(recipe.replace("project: skipdecode", "project: /home/me/client/x"))
+    (run / "recipe.yaml").write_text(recipe.replace("project: skipdecode", "project: /home/me/acme/x"))
     report = (run / "eval" / "report.json").read_text().replace(str(trained), str(run))
-    values = json.loads(report) | {"command": shlex.join(["python", "-m", "eval", "--data-dir", "/home/me/client/e2e"])}
+    values = json.loads(report) | {"command": shlex.join(["python", "-m", "eval", "--data-dir", "/home/me/acme/e2e"])}
     values["unavailable"] = {"meteor": "no data in /home/me/nltk_data/corpora"}
     (run / "eval" / "report.json").write_text(json.dumps(values))
     (run / "eval" / "report.md").write_text(Report.load(run / "eval" / "report.json").to_markdown())
@@ -333,7 +333,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     contents = pack(run, NAME).contents
     for name, content in contents.items():
         if isinstance(content, bytes):
-            for private in (b"my home", b"secret data", b"/home/me", b"client", str(tmp_path).encode()):
+            for private in (b"my home", b"secret data", b"/home/me", b"acme", str(tmp_path).encode()):
                 assert private not in content, (name, private)
     sent = tmp_path / "sent"
     for name, content in contents.items():
