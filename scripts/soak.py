@@ -36,9 +36,8 @@ def main() -> int:
     parser.add_argument("--allow", type=float, default=8.0, metavar="MB", help="growth that is noise (default 8)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tenth, warm = max(1, options.calls // 10), max(1, options.calls // 10)
-    if device == "cuda":
-        warm = max(warm, 2 * KEPT)
+    tenth = max(1, options.calls // 10)
+    warm = max(tenth, 2 * KEPT) if device == "cuda" else tenth
     if warm + 2 * tenth > options.calls:
         raise ConfigError(f"--calls is {options.calls}: {warm} of them warm up, and two tenths more are compared")
     shape = {"vocab_size": 512, **read_shape(options.shape, "--shape")}

@@ -59,6 +59,14 @@ class Prepared:
         """Rows of an optimiser step, on all processes together."""
         return rows_a_step(self.arguments)
 
+    @property
+    def steps(self) -> int:
+        """The optimiser steps of the whole run, as the Trainer counts them."""
+        if self.arguments.max_steps > 0:
+            return self.arguments.max_steps
+        an_epoch = max(1, math.ceil(len(self.encoded.rows) / self.rows_a_step))
+        return math.ceil(self.arguments.num_train_epochs * an_epoch)
+
 
 def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepared:
     """Build what a recipe names, for a run with the arguments of `make_arguments`.
@@ -109,13 +117,10 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
         )
     if encoded.completions_cut:
         console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
-    steps = arguments.max_steps
-    if steps <= 0:
-        steps = math.ceil(arguments.num_train_epochs * math.ceil(len(encoded.rows) / prepared.rows_a_step))
-    if arguments.warmup_steps >= steps:
+    if arguments.warmup_steps >= prepared.steps:
         console.print(
-            f"optim.warmup_steps is {arguments.warmup_steps:g} and the run has {steps} steps: its learning rate rises "
-            "to the end, and never reaches optim.learning_rate"
+            f"optim.warmup_steps is {arguments.warmup_steps:g} and the run has {prepared.steps} steps: its learning "
+            "rate rises to the end, and never reaches optim.learning_rate"
         )
     for line in describe_schedules(prepared):
         console.print(f"  {line}")

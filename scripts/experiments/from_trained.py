@@ -31,7 +31,6 @@ from scripts.experiments.settings import mean, mean_row
 from scripts.experiments.variants import Variants
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError
-from train.dry_run.rehearsal import optimiser_steps
 
 BASE = "full-depth"
 SKIPPING: dict[str, tuple[str, ...]] = {
@@ -71,7 +70,7 @@ class Way:
 
     def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
         """Of the recipe."""
-        optim, steps = variants.recipe().optim, max(1, round(self.share * full_steps(variants)))
+        optim, steps = variants.recipe().optim, max(1, round(self.share * variants.prepared.steps))
         # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
         start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
         start += (f"optim.learning_rate={optim.learning_rate / 3 if rate is None else rate:g}",)
@@ -129,7 +128,7 @@ def main() -> int:
             references = [line.references for line in lines]
             return row, score(texts, references, METRICS, **known)  # type: ignore[arg-type]
 
-        whole, lines = full_steps(variants), []
+        whole, lines = variants.prepared.steps, []
         parts = [metric.label for metric in of_parts(next(iter(reports.values())).rows[0])]
         starts = {seed: scored(name, reports[name].rows[0]) for seed, name in bases.items() if name in reports}
         for speed in options.speeds:
@@ -161,11 +160,6 @@ def main() -> int:
         "from_trained", title, made, table, drawn, evaluations=evaluations, starts=starts, metrics=METRICS
     )
     return run_experiment(options, experiment)
-
-
-def full_steps(variants: Variants) -> int:
-    """Steps of the recipe's training."""
-    return optimiser_steps(variants.recipe(), len(variants.prepared.encoded.rows))
 
 
 def cells(each: Mapping[int, tuple[Row, Scores]], against: Mapping[int, tuple[Row, Scores]]) -> list[str]:

@@ -199,7 +199,7 @@ def test_a_task_without_the_metrics_of_the_table_is_refused_before_anything_is_t
 def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """36 rows: five steps of 8 in an epoch, and in objectives 3 epochs of two parts a step."""
     epochs = ("train.max_steps=null", "train.epochs=1.5")
-    assert from_trained.full_steps(Variants("quickstart", (*SETTINGS, *epochs))) == 8
+    assert Variants("quickstart", (*SETTINGS, *epochs)).prepared.steps == 8
     found: list[str] = []
 
     def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:

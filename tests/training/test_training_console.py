@@ -66,11 +66,12 @@ def test_a_warmup_as_long_as_the_run_is_said(
     warmup: int, steps: int, epochs: float, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.prepare, "describe_schedules", lambda prepared: [])
-    arguments = {"world_size": 1, "max_steps": steps, "num_train_epochs": epochs, "warmup_steps": warmup}
-    encoded = SimpleNamespace(rows=range(305), prompts_cut=0, completions_cut=0)  # 20 steps of 16 an epoch
-    prepared: Any = SimpleNamespace(
-        model=torch.nn.Linear(2, 2), encoded=encoded, arguments=SimpleNamespace(**arguments), rows_a_step=16
-    )
+    length = {"max_steps": steps, "num_train_epochs": epochs, "warmup_steps": warmup}
+    batch = {"train_batch_size": 16, "gradient_accumulation_steps": 1, "world_size": 1}
+    encoded: Any = SimpleNamespace(rows=range(305), prompts_cut=0, completions_cut=0)  # 20 steps of 16 an epoch
+    arguments, nothing = SimpleNamespace(**length, **batch), None
+    others: Any = (nothing, encoded, nothing, nothing, nothing, arguments)
+    prepared = train.prepare.Prepared(torch.nn.Linear(2, 2), *others)
     console = plain()
     train.prepare.introduce(console, "a recipe", prepared)
     assert (f"optim.warmup_steps is {warmup} and the run has" in written(console)) == said

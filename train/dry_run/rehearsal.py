@@ -1,7 +1,6 @@
 """A rehearsal of a run: everything is built, its heaviest step is run for real, and nothing is kept."""
 
 import copy
-import math
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -92,7 +91,7 @@ def dry_run(recipe: Recipe) -> DryRun:
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
         trainer.train()
-    steps, distils = optimiser_steps(recipe, len(rows), processes), bool(recipe.optim.distillation)
+    steps, distils = prepared.steps, bool(recipe.optim.distillation)
     prompt, completion = (float(lengths.mean()) for lengths in row_lengths(rows))
     mean = mean_work(prepared.sampler, steps, distils, prompt, completion)
     return DryRun(
@@ -130,14 +129,6 @@ def _rehearsal_arguments(arguments: TrainingArguments, folder: str) -> TrainingA
     changed.train_sampling_strategy = "sequential"
     changed.report_to = []
     return changed
-
-
-def optimiser_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
-    """The optimiser steps of the whole run, as the Trainer counts them."""
-    if recipe.train.max_steps is not None:
-        return recipe.train.max_steps
-    batches = math.ceil(rows / (recipe.train.per_device_batch_size * processes))
-    return math.ceil(recipe.train.epochs * max(1, math.ceil(batches / recipe.train.gradient_accumulation_steps)))
 
 
 class StepWatch(TrainerCallback):
