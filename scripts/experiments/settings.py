@@ -37,7 +37,13 @@ HEADERS = ["setting", "asked", "prompt layers", "max to min", "decoding", "whole
 
 def main() -> int:
     parser = make_parser(__doc__, recipe="quickstart")
-    parser.add_argument("--settings", nargs="+", required=True, metavar="KEY=VALUE", help="what is compared")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        required=True,
+        metavar="KEY=VALUE",
+        help="what is compared; the recipe's own overrides stand before it, or behind another option",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the training")
     parser.add_argument("--over", choices=get_args(Over), default="decode", help="the speed that is drawn")
     parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="that are evaluated")

@@ -10,7 +10,7 @@ from data import Task
 from data.rows import row_lengths
 from skipdecode import CostModel
 from skipdecode.families import text_config
-from train.build import build_task
+from train.build import build_task, model_config
 from train.dry_run.work import SAMPLED_STEPS, mean_work
 from train.prepare import Prepared, make_arguments, prepare, recipe_sampler
 from train.recipe import Recipe, load_recipe
@@ -45,9 +45,16 @@ class Variants:
         return prepare(self.recipe(), self.task, make_arguments(self.recipe(), Path("unused")))
 
     def cost(self, overrides: Sequence[str] = ()) -> CostModel:
-        """The cost of a decode step of a variant: that of the recipe's model, or of a shallow one made of it."""
+        """The cost of a decode step of a variant: of its shape, or of as many layers of the recipe's model.
+
+        A checkpoint that a variant starts from needn't have been trained yet, so its own config isn't asked for.
+        """
         recipe, config = self.recipe(overrides), copy.deepcopy(self.prepared.model.config)
-        if recipe.model.layers not in (None, text_config(config).num_hidden_layers):
+        if recipe.model.shape is not None:
+            vocabulary = text_config(config).vocab_size  # by the tokenizer that was trained
+            config = model_config(recipe)
+            text_config(config).vocab_size = vocabulary
+        elif recipe.model.layers not in (None, text_config(config).num_hidden_layers):
             shrink_config(config, recipe.model.layers, recipe.model.keep)
         return CostModel.of(config, self.prepared.model.dtype)
 

@@ -100,6 +100,9 @@ def test_work_counts_the_layers_that_columns_pass(variants: Variants) -> None:
     full = variants.work(RIVALS["full-depth"].overrides)
     shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
     assert variants.work(shallow) == pytest.approx(full * 2 / 8)
+    assert variants.work([*RIVALS["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
+        shallow
+    )
     assert variants.work(RIVALS["early-exit"].overrides) == pytest.approx(full)
     # A sandwich of full depth and one schedule that skips.
     assert full < variants.work() < 2 * full
