@@ -190,6 +190,8 @@ def _time(
     prompt_lengths = list(map(len, loaded.prompt_ids))
     for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
         drawn = spread_over_lengths(prompt_lengths, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
+        if len(drawn) < size:
+            console.print(f"clock at batch {size}: timed in a batch of {len(drawn)}, as there are no more prompts")
         batches = batch_count(len(drawn), size)
         for again in range(-(-FEWEST_BATCHES // batches)):
             turns = take_turns(

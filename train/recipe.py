@@ -69,7 +69,9 @@ class ScheduleSection(Section):
     sampling: Sampling = Field(
         "one", description="one: a schedule a step; sandwich: slowest, fastest and one drawn between, in each step"
     )
-    weights: list[float] | None = Field(None, description="how often each target or file is drawn; null: equally")
+    weights: list[float] | None = Field(
+        None, description="how often each target or file is drawn (with sandwich: between its ends); null: equally"
+    )
     speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
     horizon: int | None = Field(
         None, ge=1, le=LONGEST_HORIZON, description="tokens over which the budget falls; null: the task's"

@@ -147,17 +147,18 @@ def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path:
 
 
 def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Path, capsys: Any) -> None:
-    words = ["--checkpoint", full, "--speedup", "3", "--time-batch-size", "1", "5", "--time-limit", "7"]
+    words = ["--checkpoint", full, "--speedup", "3", "--time-batch-size", "1", "5", "8", "--time-limit", "7"]
     report = evaluate(tmp_path / "out", *words)
     for row in report.rows:
-        assert [(t.batch_size, t.prompts) for t in row.timings] == [(1, 7), (5, 7)]
+        assert [(t.batch_size, t.prompts) for t in row.timings] == [(1, 7), (5, 7), (8, 7)]
         assert all(t.decode_seconds > 0 and t.prefill_seconds > 0 and t.tokens_per_second > 0 for t in row.timings)
         assert all(t.speedup.lower <= t.speedup.median <= t.speedup.upper for t in row.timings)
-    assert [t.speedup.median for t in report.rows[0].timings] == [1, 1]
+    assert [t.speedup.median for t in report.rows[0].timings] == [1, 1, 1]
     assert all(t.speedup.median > 1 for t in report.rows[1].timings)
     for row in report.rows:  # the row's own speeds are those of the size that was asked for first
         assert (row.speed("decode"), row.speed("all")) == (row.timings[0].speedup, row.timings[0].whole_speedup)
-    printed, written = capsys.readouterr().out, (tmp_path / "out" / "report.md").read_text()
+    (printed, said), written = capsys.readouterr(), (tmp_path / "out" / "report.md").read_text()
+    assert "clock at batch 8: timed in a batch of 7, as there are no more prompts" in " ".join(said.split())
     assert "by batch size" in printed
     assert "| 3x | 5 | 7 |" in written
     for text in (printed, written):
