@@ -1,6 +1,7 @@
 """Compare ways to sample schedules, with and without self-distillation, at equal work (docs/objectives.md).
 
-    python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives
+    python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives --epochs 4 \\
+        schedule.prompt=full schedule.over=decode schedule.decay=linear data.options.holdout=0
 
 All train for as much work (passes of a column through a layer) as the distilled sandwich does in --epochs.
 """

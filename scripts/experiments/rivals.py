@@ -1,6 +1,7 @@
 """Train what SkipDecode is compared with, each a change of one recipe, and measure all alike (docs/rivals.md).
 
-    python scripts/experiments/rivals.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals
+    python scripts/experiments/rivals.py schedule.decay=linear schedule.prompt=full schedule.over=decode \\
+        --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals
 
 All train on the same rows for as many steps, and are decoded at every target, timed at batch 32, 1 and 8: in turns with
 their own full depth; a shallow model in turns with `full-depth`; a model with early exits also by confidence.

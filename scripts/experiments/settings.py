@@ -2,7 +2,7 @@
 
     python scripts/experiments/settings.py --settings schedule.spread=0.5 schedule.spread=0 --output outputs/spreads
     python scripts/experiments/settings.py --settings schedule.prompt=full schedule.prompt=6 schedule.prompt=max \\
-        "schedule.prompt=full schedule.over=all" --seeds 0 1 2 --over all --output outputs/prompts
+        "schedule.prompt=full schedule.over=decode" --seeds 0 1 2 --over all --output outputs/prompts
 
 A setting is one or more overrides in quotes. Each is trained with each seed, all for as many steps as the recipe says;
 an override with {seed} in it gets the seed there, such as model.name_or_path=BASE-seed-{seed}. The frontiers are means
@@ -52,6 +52,7 @@ def main() -> int:
     # The recipe itself, which all are held against, has a model of its own too: the first seed's.
     options.overrides = [word.replace(SEED, str(options.seeds[0])) for word in options.overrides]
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
+    options.only = options.only or list(names.values())  # all were named: what can't be is refused, not left out
     overrides = {
         name: (*(word.replace(SEED, str(seed)) for word in (*each.split(), *by_seed)), f"train.seed={seed}")
         for (each, seed), name in names.items()

@@ -168,6 +168,13 @@ def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest
     assert [[word.rpartition("=")[2] for word in words[-2:]] for words in found] == [["1", "1"], ["2", "2"]]
 
 
+def test_overrides_that_a_setting_takes_for_its_own_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    words = ["--output", str(tmp_path), "--seeds", "0", "--settings", "optim.warmup_steps=1", "schedule.speedups=null"]
+    with pytest.raises(ConfigError, match="needs exactly one of speedups"):
+        start(settings, *words)
+    assert not list(tmp_path.iterdir())
+
+
 def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 2.0))
     other = SkipSchedule(8, 5, 3, horizon=16, prompt="max").to_dict()
