@@ -12,7 +12,7 @@ from skipdecode.request import LEAST_TEMPERATURE
 
 String = Annotated[str, Field(max_length=256)]  # each token is held against every part of one
 Strings = Annotated[list[String], Field(max_length=16)]
-Tokens = list[Annotated[int, Field(ge=0)]]
+Tokens = list[Annotated[int, Field(ge=0, strict=True)]]  # true is no token
 
 
 class Fields(BaseModel):

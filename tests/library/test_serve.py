@@ -270,6 +270,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"prompt": ""}, "the prompt is empty|at least one token"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99999]}, "the prompt holds token 99999"),
+        ({"prompt": [True]}, "prompt"),
         ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
         ({"max_tokens": 5000}, "this server gives 1024 at most"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
