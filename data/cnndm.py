@@ -13,6 +13,7 @@ class CNNDailyMail(TextToText):
 
     name: ClassVar[str] = "cnndm"
     columns: ClassVar[tuple[str, ...]] = ("article", "highlights")
+    metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "bertscore")
     repository: ClassVar[str] = "abisee/cnn_dailymail"
     configuration: ClassVar[str | None] = "3.0.0"
     # In OPT's tokens, over 100 articles of the training split: an article has 809 (median; quartiles 577 and 1,088),

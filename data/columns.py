@@ -30,29 +30,31 @@ def encode_prompts(
     *,
     cut_to: int | None = None,
 ) -> list[Prompt]:
-    """Token ids of prompts, body and instruction apart, so that a cut prompt ends in the same tokens as a whole one.
+    """Token ids of prompts: those that `tokenizer(prompt)` gives whoever decodes them later.
 
-    A prompt with an instruction that is longer than `cut_to` tokens (None: `limit`) loses the end of its body. Raises
-    ConfigError, ending in `advice`, for one without that is longer than `limit`, and for an instruction that leaves no
-    room for a body.
+    A prompt with an instruction that is longer than `cut_to` tokens (None: `limit`) loses the end of its body, which is
+    encoded apart from the instruction then. Raises ConfigError, ending in `advice`, for one without that is longer than
+    `limit`, and for an instruction that leaves no room for a body.
     """
     if not examples:
         return []
     most = limit if cut_to is None else min(cut_to, limit)
-    bodies = tokenizer([example.body for example in examples], verbose=False)["input_ids"]  # lengths are ours to judge
-    ends = tokenizer([example.instruction for example in examples], add_special_tokens=False, verbose=False)[
+    wholes = tokenizer([example.prompt for example in examples], verbose=False)[
         "input_ids"
-    ]
-    prompts: list[Prompt] = []
-    for example, body, end in zip(examples, bodies, ends, strict=True):
-        length = len(body) + len(end)
-        if end and length > most > len(end):
-            prompts.append(Prompt([*body[: most - len(end)], *end], cut=True))
-        elif length > (most if end else limit):
-            fit = most if end else limit
-            raise ConfigError(f"the prompt of {example.id} has {length} tokens, at most {fit} fit: {advice}")
-        else:
-            prompts.append(Prompt([*body, *end]))
+    ]  # lengths are ours to judge
+    prompts = [Prompt(ids) for ids in wholes]
+    fits = [most if example.instruction else limit for example in examples]
+    long = [n for n, fit in enumerate(fits) if len(wholes[n]) > fit]
+    if not long:
+        return prompts
+    bodies = tokenizer([examples[n].body for n in long], verbose=False)["input_ids"]
+    ends = tokenizer([examples[n].instruction for n in long], add_special_tokens=False, verbose=False)["input_ids"]
+    for n, body, end in zip(long, bodies, ends, strict=True):
+        if not end or len(end) >= most:
+            raise ConfigError(
+                f"the prompt of {examples[n].id} has {len(wholes[n])} tokens, at most {fits[n]} fit: {advice}"
+            )
+        prompts[n] = Prompt([*body[: most - len(end)], *end], cut=True)
     return prompts
 
 

@@ -31,10 +31,11 @@ def hide(text: str, values: Mapping[str, str]) -> str:
 
 
 def put_back(text: str, substitutions: Sequence[tuple[str, str]]) -> str:
-    """The words that placeholders stand for, with a/an set right."""
+    """The words that placeholders stand for, with a/an set right, and one full stop where a value ends in its own."""
     for hidden, value in substitutions:
         article = "an" if _WANTS_AN.match(value) else "a"
         text = re.sub(rf"\b([Aa])n? (?={hidden})", rf"\g<1>{article[1:]} ", text)
+        text = text.replace(f"{hidden}.", value) if value.endswith(".") else text
         text = text.replace(hidden, value)
     return text
 

@@ -259,13 +259,15 @@ def said(name: str) -> str:
 
     >>> said("Bolt_(comicsCharacter)"), said("62145.3 (square metres)"), said("1998-05-03"), said("Spanish_language")
     ('Bolt', '62145.3 square metres', 'May 3, 1998', 'Spanish')
+    >>> said("23rd_Street_(Manhattan)"), said("(19255)_1994_VK8")
+    ('23rd Street', '(19255) 1994 VK8')
     """
     whole = spoken(name)
     if date := DATE.fullmatch(whole):
         return f"{calendar.month_name[int(date[2])]} {int(date[3])}, {date[1]}"
-    if whole[:1].isdigit():
+    if whole[:1].isdigit() and "_(" not in name:
         return re.sub(r"\(([^)]*)\)", r"\1", whole)
-    return re.sub(rf"\s*\([^)]*\)|{LANGUAGE.pattern}", "", whole) or whole
+    return re.sub(rf"(?<=\S)\s*\([^)]*\)|{LANGUAGE.pattern}", "", whole) or whole
 
 
 def ways_to_say(name: str) -> list[str]:
@@ -288,13 +290,16 @@ def ways_to_say(name: str) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Its words with any signs between them, and in the plural."""
+    """Its words with any signs between them, and in the plural; a parenthesis goes with it whole or not at all."""
     words = re.findall(r"\w+", name)
-    joined = "".join(map(re.escape, words[:1]))
+    if not words:
+        return ""
+    joined = (r"\(?" if name.startswith("(") else "") + re.escape(words[0])
+    between = r"\W" if ")" in name else r"[^\w)]"
     for before, word in pairwise(words):
         least = 0 if min(len(before), len(word)) == 1 else 1  # "A.C." is "AC" as well
-        joined += rf"[^\w]{{{least},3}}" + re.escape(word)
-    return joined + ("s?" if joined and words[-1].isalpha() else "")
+        joined += rf"{between}{{{least},3}}" + re.escape(word)
+    return joined + ("s?" if words[-1].isalpha() else "") + (r"\)?" if name.endswith(")") else "")
 
 
 def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
@@ -323,8 +328,13 @@ def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
 
 
 def spoken(name: str) -> str:
-    """A name as people write it, without quotes and underscores."""
-    return name.strip('"').replace("_", " ").strip()
+    """A name as people write it, without the quotes around it, or around the number of a unit, and underscores.
+
+    >>> spoken('"Bolt"'), spoken('"52.0"(minutes)'), spoken('"Smashed" or "squeezed"')
+    ('Bolt', '52.0 (minutes)', '"Smashed" or "squeezed"')
+    """
+    name = re.sub(r'^"([\d.,]+)"(?=\()', r"\1 ", re.sub(r'^"([^"]*)"$', r"\1", name.strip()))
+    return name.replace("_", " ").strip()
 
 
 def _property(name: str) -> str:

@@ -18,6 +18,7 @@ from eval.score.bootstrap import SIGNIFICANT
 from eval.score.metric import BertModel
 from eval.score.outputs import SUFFIXES, read_any
 from eval.score.predictions import Prediction, matched
+from eval.score.registry import metric_named
 from eval.score.scores import Scores, choose_metrics, score
 from eval.tables import Table
 from skipdecode.command import run_command
@@ -144,12 +145,17 @@ def _table(scores: Scores, against: Scores | None) -> Table:
     headers = ["metric", "score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
     rows = []
     for name, value in scores.values.items():
-        spread = "[{:.2f}, {:.2f}]".format(*scores.intervals[name]) if name in scores.intervals else ""
-        cells = [name, f"{value:.2f}", spread]
+        show = metric_named(name).show
+        spread = "[{}, {}]".format(*map(show, scores.intervals[name])) if name in scores.intervals else ""
+        cells = [name, show(value), spread]
         if against is not None:
             other = against.values.get(name)
             p = scores.p_values.get(name, 1.0)
             star = "*" if p < SIGNIFICANT else ""
-            cells += ["", "", ""] if other is None else [f"{other:.2f}", f"{value - other:+.2f}", f"{p:.3f}{star}"]
+            cells += (
+                ["", "", ""]
+                if other is None
+                else [show(other), f"{'+' if value >= other else ''}{show(value - other)}", f"{p:.3f}{star}"]
+            )
         rows.append(cells)
     return Table(headers, rows, f"{scores.items:,} predictions", left=1)

@@ -38,14 +38,16 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     has no references or repeats an id.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():
         raise ConfigError(f"{path} has no lines")
     found: dict[str, Prediction] = {}
     # Not splitlines(), which also parts texts at characters such as U+2028.
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         read = _read(f"{path}, line {number}", line)
         if read.id in found:
             raise ConfigError(f"{read.where}: the id {read.id!r} is that of another line, {found[read.id].where}")

@@ -3,6 +3,7 @@
 What states a fact is each task's own: `slots_e2e`, `slots_viggo`, `slots_webnlg`.
 """
 
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +41,8 @@ def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Stat
 
 
 def _errors(text: str, meaning: str) -> SlotErrors:
-    """The faults of a text, by the task in whose notation the meaning is."""
+    """The faults of a text, by the task in whose notation the meaning is; accents and apostrophes in any form."""
+    text, meaning = (unicodedata.normalize("NFC", each).replace("’", "'") for each in (text, meaning))
     if triples := read_triples(meaning):
         return name_errors(text, triples)
     if is_act(meaning):

@@ -27,7 +27,9 @@ _NOT = re.compile(
 _NOT_AFTER = re.compile(
     r"^(?: (?:release|version|support|mode|is|are|was|were|do|does|did|has|have))*(?: not\b|n['’]t\b)", re.I
 )
-_CLAUSE = re.compile(r"[.!?;]|\b(?:but|though|however|yet|while|and (?:it|is|can)|it|this|you)\b", re.I)
+# As a subject a pronoun begins a clause; as an object ("you can't get it on Steam") it does not.
+_SUBJECT = r"(?:it|this|you)(?=['’]|\s+(?:is|was|has|can|does|do|will|won|runs?|supports?|should|could|may|might)\b)"
+_CLAUSE = re.compile(rf"[.!?;]|\b(?:(?:but|though|however|yet|while|and (?:it|is|can))\b|{_SUBJECT})", re.I)
 # What states a value, of slots that hold several and of the age that a game is for. In lower case where it says (?i:…).
 _VALUES = {
     "player_perspective": {

@@ -57,8 +57,8 @@ def _telling(words: Sequence[str]) -> list[str]:
 
 def _words(text: str) -> list[str]:
     """Words and numbers, folded, with `U.S.` and `1,000` in one piece."""
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", folded(text))
-    text = re.sub(r"\b(?:[^\W\d_]\.){2,}", lambda match: match[0].replace(".", ""), text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", folded(text))
+    text = re.sub(r"\b(?:[^\W\d_]\.){2,}(?:[^\W\d_]\b)?", lambda match: match[0].replace(".", "") + " ", text)
     return _WORD.findall(text)
 
 

@@ -62,6 +62,10 @@ def test_scores_are_at_the_top_level_beside_what_they_are(tmp_path: Path, capsys
     assert "meteor" in scores or "WordNet" in scores["unavailable"]["meteor"]
     assert "p_values" not in scores
     printed = capsys.readouterr().out
+    assert f" {scores['cider']:.3f} " in printed  # with the decimals of every other table
+    (tmp_path / "scores.json").unlink()
+    assert run(tmp_path, lines=["\ufeff" + json.dumps(LINES[0]), *LINES[1:], ""]) == 0  # as editors save it
+    assert json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["bleu"] == scores["bleu"]
     assert "3 predictions" in printed
     assert "slot_error_rate" in printed
 
@@ -108,7 +112,6 @@ def test_a_prompt_that_says_no_slots_costs_the_slot_error_rate_alone(tmp_path: P
     [
         ([], "system.jsonl has no lines"),
         ([LINES[0], '{"id": "2", '], "system.jsonl, line 2: not JSON"),
-        ([LINES[0], "", LINES[1]], "system.jsonl, line 2: not JSON"),
         ([LINES[0], "[1]"], "line 2: expected an object with id, prompt, prediction, references"),
         ([LINES[0], {"id": "2", "prompt": "", "references": ["a"]}], "line 2: the field 'prediction' is missing"),
         (changed(references=[]), "line 2: '2' has no references"),

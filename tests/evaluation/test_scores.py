@@ -79,6 +79,12 @@ def test_rouge_of_a_fixed_case_is_the_formulas_value() -> None:
     assert scores["rouge2"] == pytest.approx(100 / 3)
 
 
+def test_rouge_of_summaries_takes_each_line_for_a_sentence() -> None:
+    # By hand, Lin 2004, section 3.2: both sentences are there, in another order; in a row, one of the two is.
+    values = score(["a dog ran\nthe cat sat"], [["the cat sat\na dog ran"]], ["rougeL", "rougeLsum"]).values
+    assert values == {"rougeL": pytest.approx(50), "rougeLsum": pytest.approx(100)}
+
+
 def test_a_perfect_prediction_scores_100_and_a_foreign_one_0() -> None:
     perfect = score(["one two three four five"], [["nothing", "one two three four five"]]).values
     assert (perfect["bleu"], perfect["rouge1"], perfect["rougeL"]) == (pytest.approx(100), 100, 100)

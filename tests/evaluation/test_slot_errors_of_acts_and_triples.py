@@ -10,6 +10,7 @@ from data.placeholders import placeholder
 from data.viggo import parse_act
 from data.webnlg import letters_of, read_triples
 from eval.score.slot_errors import slot_error_rate
+from eval.score.slots import SlotErrors
 from eval.score.slots_viggo import act_errors
 from eval.score.slots_webnlg import name_errors
 
@@ -109,6 +110,8 @@ def test_what_is_asked_for_is_no_statement() -> None:
         ("University_of_the_West", "of the house", False),
         ("1982-07-23", "born on 23 July 1982", True),
         ("1982-07-23", "born on 7/23/1982", True),
+        ("1982-07-23", "born on July 23,1982", True),
+        ("B.M._Reddy", "led by B.M.Reddy", True),
         ("1982-07-23", "born on 23 May 1982", False),
         ("1982-07-23", "born in July", False),
         ("25000.0", "25,000 students", True),
@@ -130,6 +133,21 @@ def test_each_name_of_a_set_of_triples_counts_once() -> None:
     assert triples is not None
     left = name_errors(told.replace("led by", "Xqd Xqd led by"), triples)
     assert (left.slots, left.missing, left.added) == (3, (), ("Xqd",))
+
+
+def test_a_denial_reaches_over_a_pronoun_that_is_no_subject() -> None:
+    def steam(text: str) -> SlotErrors:
+        return act_errors(text, parse_act("inform(available_on_steam[no])"))
+
+    assert steam("It is out, but you won't find it on Steam.").count == 0
+    assert steam("It isn't for Macs and it is on Steam.").wrong == ("available_on_steam",)
+
+
+@pytest.mark.parametrize("text", ["Assassin’s Creed", "Assassin's Creed", "Caf\u0065\u0301"])
+def test_signs_that_are_written_in_two_ways_are_one(text: str) -> None:
+    name = "Caf\u00e9" if text.startswith("Caf") else "Assassin's Creed"
+    assert slot_error_rate([f"{text} is good."], [f"inform(name[{name}])"]).value == 0
+    assert slot_error_rate(["It is good."], [f"inform(name[{name}])"]).value == 100
 
 
 def test_every_placeholder_that_nothing_was_put_back_for_is_added() -> None:

@@ -110,6 +110,8 @@ def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
     (tmp_path / "trainset.csv").write_text(HEADER + '"name[Aromi]",train\n', encoding="utf-8")
     texts = [task.load(split)[0].references[0] for split in ("train", "validation", "test")]
     assert texts == ["train", "dev", "test"]
+    with pytest.raises(ConfigError, match="split 'tset'"):
+        task.load("tset")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

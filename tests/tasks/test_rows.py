@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import data.rows
@@ -59,24 +60,36 @@ TRAINED = train_tokenizer(TEXTS, 320, max_length=64)
 
 
 @given(body=words, instruction=words, limit=st.integers(1, 60))
-def test_a_cut_prompt_is_the_start_of_its_body_and_all_of_its_instruction(
+def test_a_prompt_is_encoded_as_a_whole_and_a_cut_one_is_the_start_of_its_body_and_all_of_its_instruction(
     body: str, instruction: str, limit: int
 ) -> None:
     example = Example("x", body + instruction, ("",), instruction=instruction)
+    whole = TRAINED(example.prompt)["input_ids"]
     start = TRAINED(body)["input_ids"]
     end = TRAINED(instruction, add_special_tokens=False)["input_ids"]
-    if len(end) >= limit and len(start) + len(end) > limit:  # no room for a token of the body
-        with pytest.raises(ConfigError, match=f"the prompt of x has {len(start) + len(end)} tokens, at most {limit}"):
+    if len(end) >= limit and len(whole) > limit:  # no room for a token of the body
+        with pytest.raises(ConfigError, match=f"the prompt of x has {len(whole)} tokens, at most {limit}"):
             encode_prompts(TRAINED, [example], limit, "shorten it")
         return
     (prompt,) = encode_prompts(TRAINED, [example], limit, "shorten it")
-    assert prompt.cut == (len(start) + len(end) > limit)
-    kept = min(len(start), limit - len(end))
-    assert prompt.ids == start[:kept] + end
+    assert prompt.cut == (len(whole) > limit)
+    assert prompt.ids == (start[: limit - len(end)] + end if prompt.cut else whole)
     assert len(prompt.ids) <= limit
     # Cutting to what fits anyway, or to more, is no cutting.
-    assert encode_prompts(TRAINED, [example], 1000, "", cut_to=len(start) + len(end))[0].ids == start + end
+    assert encode_prompts(TRAINED, [example], 1000, "", cut_to=len(whole))[0].ids == whole
     assert encode_prompts(TRAINED, [example], 1000, "", cut_to=limit) == [prompt]
+
+
+def test_a_prompt_has_the_tokens_that_it_has_for_whoever_decodes_it() -> None:
+    """Llama 3's and Qwen's tokenizers join a full stop to the line breaks behind it, across the instruction's start."""
+    example = Example("x", "It rains.\n\nTL;DR:", ("",), instruction="\n\nTL;DR:")
+    tokens = ["?", "It", "rains", "TL", "DR", " ", ".\n\n", ".", "\n\n", ";", ":"]
+    joined = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, "?"))
+    joined.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\s\w]+\n*|\w+|\s+"), "isolated")
+    joining = PreTrainedTokenizerFast(tokenizer_object=joined)
+    (prompt,) = encode_prompts(joining, [example], 64, "")
+    assert prompt.ids == joining(example.prompt)["input_ids"]
+    assert prompt.ids != joining(example.body)["input_ids"] + joining(example.instruction)["input_ids"]
 
 
 def test_a_prompt_without_instruction_is_never_cut() -> None:

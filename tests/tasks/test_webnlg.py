@@ -96,6 +96,9 @@ def test_a_name_is_hidden_however_it_is_written() -> None:
         ("Austin,_Texas", "Austin is Austin, Texas", 2),
         ("A.C._Milan", "AC Milan, A.C. Milan", 2),
         ("Main_ingredient", "Main ingredients", 1),
+        ("(19255)_1994_VK8", "(19255) 1994 VK8, and not 1994", 1),
+        ("23rd_Street_(Manhattan)", "23rd Street, and 23rd Street (Manhattan)", 2),
+        ('"52.0"(minutes)', "52.0 minutes, and 52.0 (minutes)", 2),
         ("!?", "!?", 0),
     ],
 )
@@ -103,6 +106,21 @@ def test_what_people_call_a_name_is_hidden_too(name: str, text: str, hidden: int
     found = hide_names(text, {name: "qa"})
     assert found.count("Xqa") == hidden
     assert put_back(found, [("Xqa", said(name))]).count(said(name)) >= hidden
+
+
+def test_parentheses_go_with_a_name_whole_or_not_at_all() -> None:
+    names = {"Bolt_(comicsCharacter)": "qa", "(19255)_1994_VK8": "qb", "Runway_2": "qc"}
+    assert (
+        hide_names("Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2", names)
+        == "Xqa (like Xqb) has (Runway) 2"
+    )
+
+
+def test_a_name_that_ends_in_a_full_stop_ends_its_sentence() -> None:
+    assert (
+        put_back("By Xqa. At Xqb.", [("Xqa", "Damon Wayans, Jr."), ("Xqb", "Italy")])
+        == "By Damon Wayans, Jr. At Italy."
+    )
 
 
 def test_the_article_before_a_name_goes_by_its_sound() -> None:
