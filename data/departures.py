@@ -266,7 +266,6 @@ class Departures(Task):
     """
 
     name: ClassVar[str] = "departures"
-    columns: ClassVar[tuple[str, ...]] = ()  # generated: there is no source to have columns
     max_prompt_tokens: ClassVar[int] = 96
     max_new_tokens: ClassVar[int] = 64
     horizon: ClassVar[int] = 34

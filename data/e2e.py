@@ -44,7 +44,6 @@ class E2E(Task):
     """
 
     name: ClassVar[str] = "e2e"
-    columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
     metrics: ClassVar[tuple[str, ...]] = (
         *("bleu", "nist", "meteor", "rouge1", "rouge2", "rougeL", "cider"),
         "slot_error_rate",

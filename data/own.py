@@ -26,7 +26,6 @@ class OwnText(TextToText):
     """
 
     name: ClassVar[str] = "text"
-    columns: ClassVar[tuple[str, ...]] = ()  # the options name them
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL", "bertscore")
     # Data that isn't known has no median to go by: a recipe sets data.max_prompt_tokens and schedule.horizon.
     max_prompt_tokens: ClassVar[int] = 512

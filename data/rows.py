@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.columns import encode_pairs
 from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, first_line
 
 FEATURES = datasets.Features(
     {
@@ -106,7 +106,12 @@ def encode_task(
             )
             rows.save_to_disk(os.path.join(unfinished, "rows"))
             _move(Path(unfinished) / "rows", folder)
-    return _measure(datasets.load_from_disk(str(folder)))
+    try:
+        return _measure(datasets.load_from_disk(str(folder)))
+    except (OSError, ValueError) as error:  # Arrow's are ValueErrors
+        raise ConfigError(
+            f"{folder} holds rows that can't be read ({first_line(error)}): remove it, and they are made again"
+        ) from error
 
 
 def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> datasets.Dataset:

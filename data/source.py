@@ -55,6 +55,7 @@ class TextToText(Task):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL", "bertscore")
+    columns: ClassVar[tuple[str, ...]]  # what a row of the source must have
     repository: ClassVar[str]
     configuration: ClassVar[str | None] = None
 

@@ -50,7 +50,6 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]]  # what a row of the source must have
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL")  # keys of eval.score.scores
     convention: ClassVar[Convention] = "mteval"
     max_prompt_tokens: ClassVar[int]

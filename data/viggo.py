@@ -48,7 +48,6 @@ class ViGGO(Task):
     """
 
     name: ClassVar[str] = "viggo"
-    columns: ClassVar[tuple[str, ...]] = ("mr", "ref")
     metrics: ClassVar[tuple[str, ...]] = (
         "bleu",
         "nist",

@@ -70,7 +70,6 @@ class WebNLG(Task):
     """
 
     name: ClassVar[str] = "webnlg"
-    columns: ClassVar[tuple[str, ...]] = ("modifiedtripleset", "lex", "category")
     metrics: ClassVar[tuple[str, ...]] = (
         "bleu",
         "nist",

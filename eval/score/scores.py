@@ -86,10 +86,15 @@ def score(
     by_part: dict[str, dict[str, Statistics]] = {}
     unavailable: dict[str, str] = {}
     for part in ("", *dict.fromkeys(filter(None, parts or ()))):
-        chosen = texts if not part else _taken(texts, [n for n, own in enumerate(parts or ()) if own == part])
+        numbers = [n for n, own in enumerate(parts or ()) if own == part]
+        chosen = _taken(texts, numbers) if part else texts
         for name in dict.fromkeys(metrics):
+            whole = by_part.setdefault(name, {}).get(name)
             try:
-                by_part.setdefault(name, {})[name + PART + part if part else name] = METRICS[name].compute(chosen)
+                if part and whole is not None and METRICS[name].adds_up:
+                    by_part[name][name + PART + part] = Statistics(whole.items[numbers], whole.score)
+                else:
+                    by_part[name][name + PART + part if part else name] = METRICS[name].compute(chosen)
             except NotAvailableError as error:
                 unavailable[name] = str(error)
     found = {name: statistics for several in by_part.values() for name, statistics in several.items()}

@@ -124,6 +124,15 @@ def test_opts_start_of_text_is_not_in_the_middle_of_a_row(shared_data: Path, tmp
         assert example.targets[0].startswith(tokenizer.decode(row["completion_ids"], skip_special_tokens=True))
 
 
+@pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
+def test_kept_rows_that_cannot_be_read_are_named(folder: Path, tokenizer: Any, name: str) -> None:
+    encode(folder, tokenizer)
+    (kept,) = (folder / "cache" / "skipdecode").iterdir()
+    (kept / name).write_bytes((kept / name).read_bytes()[:-40])
+    with pytest.raises(ConfigError, match=f"{kept.name} holds rows that can't be read .*: remove it"):
+        encode(folder, tokenizer)
+
+
 def test_rows_are_those_of_the_examples_in_their_order(folder: Path, tokenizer: Any) -> None:
     encoded = encode(folder, tokenizer)
     columns = encode_pairs(tokenizer, load_task("cnndm", path=str(folder / "data")).load("train"), **LIMITS)
