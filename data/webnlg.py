@@ -290,7 +290,7 @@ def ways_to_say(name: str) -> list[str]:
 
 def _pattern(name: str) -> str:
     """Its words with any signs between them, and in the plural; a parenthesis goes with it whole or not at all."""
-    words = re.findall(r"\w+", name)
+    words: list[str] = re.findall(r"\w+", name)
     if not words:
         return ""
     joined = (r"\(?" if name.startswith("(") else "") + re.escape(words[0])
