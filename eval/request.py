@@ -46,6 +46,7 @@ class Request:
     device: str | None = None
     device_map: str | None = None  # how layers lie on the devices of one process, as transformers says; None: on one
     tensor_parallel: bool = False  # whether the processes share each layer, by the model's own plan in transformers
+    command: str | None = None  # that a report repeats; None: this process' own
     trust_remote_code: bool = False  # of the checkpoints: whether Python code that they bring runs
     compare: Mapping[str, Path] | None = None
     metrics: tuple[str, ...] | None = None  # None: the task's

@@ -264,7 +264,7 @@ def _report(
         prompts_cut=sum(prompt.cut for prompt in loaded.prompts),
         device=str(model.device),
         date=datetime.date.today().isoformat(),
-        command=shlex.join([*launcher(), "-m", "eval", *sys.argv[1:]]),
+        command=request.command or shlex.join([*launcher(), "-m", "eval", *sys.argv[1:]]),
         machine=describe_machine(model.device),
         versions=versions(),
         rows=rows,

@@ -162,8 +162,13 @@ def _pretrained(
             f"model.layers is {section.layers} with lora.merge=false: adapters apart are for the whole model, so "
             "those of a shallow one must be merged"
         )
-    set_seed(recipe.train.seed)
     changes = _changes(recipe)
+    if changes and recipe.lora.r is not None and not recipe.lora.merge:
+        raise ConfigError(
+            f"model.config is {changes} with lora.merge=false: adapters apart are loaded onto the model as it was, so "
+            "those of a changed one must be merged"
+        )
+    set_seed(recipe.train.seed)
     trust = section.trust_remote_code
     changed: dict[str, Any] = {"config": _pretrained_config(name, trust, changes)} if changes else {}
     # The model first: of code that isn't trusted a tokenizer says less.

@@ -18,6 +18,7 @@ from skipdecode.errors import first_line
 from skipdecode.seal import damage, seal
 from train.data_order import DataOrder, rows_a_step, rows_hash
 from train.distributed import is_first_process, on_first_process
+from train.output import is_finished
 from train.stops import RunStopped
 
 PARTIAL = "unfinished"  # what is being written is in here, and moves out of it when it is whole
@@ -116,7 +117,7 @@ def stopped_if_unwritten(name: str, run_folder: Path) -> Iterator[None]:
 
 def resume_advice(run_folder: Path) -> str:
     """One line on what the user of a run that stopped has, and can do."""
-    if (run_folder / "config.json").exists():
+    if is_finished(run_folder):
         return f"{run_folder} holds the trained checkpoint; the same command goes on with what comes after it"
     last = next(_newest_first(run_folder), None)
     if last is None:

@@ -27,7 +27,7 @@ _OF_OPTIMISERS, _OF_ADAM = ("lr", "weight_decay"), ("betas", "eps")
 
 def is_first_process() -> bool:
     """Say whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1 or int(os.environ.get("RANK", "0")) == 0
 
 
 def on_first_process(work: Callable[[], T]) -> T:
@@ -69,6 +69,15 @@ def read_deepspeed(name: str) -> dict[str, Any]:
             f"deepspeed.config {str(path)!r}: expected a JSON object with zero_optimization.stage "
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
+    optimizer = values.get("optimizer", {})
+    parts = {name: values.get(name, {}) for name in ("fp16", "bf16")} | {"optimizer": optimizer}
+    if isinstance(optimizer, dict):
+        parts["optimizer.params"] = optimizer.get("params") or {}
+    for name in ("offload_optimizer", "offload_param"):
+        parts[f"zero_optimization.{name}"] = values["zero_optimization"].get(name) or {}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise ConfigError(f"deepspeed.config {str(path)!r}: {name} is {part!r}, expected an object")
     if stage not in (0, 1, 2, 3):
         raise ConfigError(
             f"deepspeed.config {str(path)!r}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3"

@@ -1,6 +1,7 @@
 """The evaluation that follows training: checked before it, done after it."""
 
 import gc
+import shlex
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from eval.decoding import encode_test_set
 from eval.request import Request
 from eval.results import Report
 from eval.run import evaluate
-from skipdecode import ConfigError, CostModel
+from skipdecode import ConfigError
 from train.prepare import Prepared
 from train.recipe import Recipe
 
@@ -33,7 +34,7 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
             max_prompt_tokens=recipe.data.max_prompt_tokens or task.max_prompt_tokens,
             max_new_tokens=section.max_new_tokens or task.max_new_tokens,
         )
-        cost = CostModel.of(prepared.model)
+        cost = prepared.cost
         batch = [prepared.skip_config.prompt_length] * section.batch_size
         for speedup in section.speedups:
             prepared.skip_config.schedule_for(cost, speedup, prompts=[batch])
@@ -54,8 +55,18 @@ def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
     """Evaluate the finished checkpoint in a run's folder."""
     release_memory()
     section = recipe.evaluation
+    words = ["--checkpoint", str(folder), "--speedup", *(f"{speedup:g}" for speedup in section.speedups or ())]
+    for option, value in (
+        ("--data-dir", recipe.data.path),
+        ("--limit", section.limit),
+        ("--batch-size", section.batch_size),
+        ("--max-new-tokens", section.max_new_tokens),
+    ):
+        words += [option, str(value)] if value is not None else []
+    words += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
     return evaluate(
         Request(
+            command=shlex.join(["python", "-m", "eval", *words, "--output", str(folder / EVALUATION)]),
             checkpoint=str(folder),
             trust_remote_code=recipe.model.trust_remote_code,
             output=folder / EVALUATION,

@@ -1,6 +1,7 @@
 """Everything that a run needs, built and checked before anything is written."""
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,7 +20,7 @@ from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
-from skipdecode.families import exit_head
+from skipdecode.families import exit_head, text_config
 from skipdecode.lengths import Lengths
 from train.build import as_it_trains, build_model
 from train.data_order import rows_a_step
@@ -55,6 +56,11 @@ class Prepared:
     arguments: TrainingArguments
 
     @property
+    def cost(self) -> CostModel:
+        """Of the finished checkpoint's decode steps."""
+        return _cost(self.model, self.arguments)
+
+    @property
     def rows_a_step(self) -> int:
         """Rows of an optimiser step, on all processes together."""
         return rows_a_step(self.arguments)
@@ -88,7 +94,12 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
     check_positions(model, encoded.longest_prompt + encoded.longest_completion)
     if validation is not None:
         check_positions(model, sum(int(lengths.max()) for lengths in row_lengths(validation)))
-    sampler, skip_config = recipe_sampler(recipe, task, CostModel.of(model), encoded.rows)
+    if rate := getattr(text_config(model.config), "layerdrop", 0):
+        raise ConfigError(
+            f"the model's config has layerdrop {rate}, by which steps leave out layers that their schedule runs: set "
+            "model.config.layerdrop=0"
+        )
+    sampler, skip_config = recipe_sampler(recipe, task, _cost(model, arguments), encoded.rows)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     if len(example) <= LONGEST_EXAMPLE:
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
@@ -99,6 +110,12 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
         exit_head(model)  # refused now, where the family's isn't known
     trained = as_it_trains(model, recipe)
     return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments)
+
+
+def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
+    """Of a model in the type that it is saved in: by DeepSpeed that of the computation."""
+    computed = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
+    return CostModel.of(model, computed if arguments.deepspeed else None)
 
 
 def introduce(console: Console, name: str, prepared: Prepared) -> None:
@@ -122,14 +139,20 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
             f"optim.warmup_steps is {arguments.warmup_steps:g} and the run has {prepared.steps} steps: its learning "
             "rate rises to the end, and never reaches optim.learning_rate"
         )
+    rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+    if rounded and not arguments.deepspeed:
+        console.print(
+            "model.dtype is bfloat16, and so are the weights that AdamW changes: steps below a part in 256 of a weight "
+            "are lost; model.dtype=float32 train.precision=bf16 computes as fast and loses none"
+        )
     for line in describe_schedules(prepared):
-        console.print(f"  {line}")
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def describe_schedules(prepared: Prepared) -> list[str]:
     """A line for each target."""
     over = prepared.skip_config.over
-    cost = CostModel.of(prepared.model).at(**prepared.skip_config.conditions)
+    cost = prepared.cost.at(**prepared.skip_config.conditions)
     of = "decoding" if over == "decode" else "prompt and decoding"
     return [
         f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over "
@@ -179,6 +202,9 @@ def recipe_sampler(
     }
     if section.prompt_stop is not None:
         solver["prompt_stop"] = section.prompt_stop
+    files = None if section.files is None else [SkipSchedule.load(file) for file in section.files]
+    if files is not None:
+        solver |= _kind_of(files)
     if section.prompt_length is not None:
         solver["prompt_length"] = section.prompt_length
     if rows is not None:
@@ -196,7 +222,7 @@ def recipe_sampler(
         cost,
         speedups=section.speedups,
         speedup_range=section.speedup_range,
-        schedules=[SkipSchedule.load(file) for file in section.files] if section.files is not None else None,
+        schedules=files,
         weights=section.weights,
         sampling=section.sampling,
         seed=recipe.train.seed,
@@ -209,6 +235,29 @@ def recipe_sampler(
         "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
     }
     return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
+
+
+def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
+    """The solver's settings by which batches of other sizes and other speeds get schedules as these are (law 4).
+
+    Raises ConfigError where the schedules have no such settings in common.
+    """
+    skipping = [schedule for schedule in schedules if schedule.skips]
+    if not skipping:
+        return {}
+    kind: dict[str, Any] = {}
+    for name in ("placement", "decay", "decay_rate", "warmup_layers", "prompt_stop"):
+        values = list(dict.fromkeys(getattr(schedule, name) for schedule in skipping))
+        if len(values) > 1:
+            raise ConfigError(
+                f"schedule.files differ in {name} ({values[0]} and {values[1]}): a checkpoint solves schedules for "
+                "batches of other sizes by one setting of it; train one for each"
+            )
+        kind |= {name: values[0]} if values[0] is not None else {}
+    prompts = [schedule.prompt for schedule in skipping]
+    layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # which the solver may have lowered
+    kind["prompt"] = "full" if "full" in prompts else max(layers) if layers else "max"
+    return kind
 
 
 def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split, limit: int | None) -> Encoded:

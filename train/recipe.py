@@ -40,7 +40,7 @@ class ModelSection(Section):
         "last ones; bottom, the first ones; ends, as many of either",
     )
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
-    vocab_size: int = Field(512, ge=1, description="tokens of the tokenizer that is trained for a shape")
+    vocab_size: int = Field(512, ge=1, le=1_000_000, description="tokens of the tokenizer that is trained for a shape")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
 
 
@@ -99,7 +99,9 @@ class ScheduleSection(Section):
         description="what the finished checkpoint decodes at where nobody asks for a speed, as under `transformers "
         "serve`; null: 2, or the nearest that was trained for",
     )
-    batch_size: int = Field(1, ge=1, description="rows that will decode together: a target is for their wall clock")
+    batch_size: int = Field(
+        1, ge=1, le=65_536, description="rows that will decode together: a target is for their wall clock"
+    )
     prompt_length: int | None = Field(
         None, ge=1, description="tokens of the prompts that will be decoded, likewise; null: the training prompts'"
     )
@@ -170,7 +172,7 @@ class EvaluationSection(Section):
 
     speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
     limit: int | None = Field(None, ge=1, description="examples; null: all")
-    batch_size: int = Field(8, ge=1, description="rows that decode together")
+    batch_size: int = Field(8, ge=1, le=65_536, description="rows that decode together")
     max_new_tokens: int | None = Field(None, ge=2, description="null: the task's default")
 
     @field_validator("speedups")

@@ -71,11 +71,13 @@ def run(recipe: Recipe, name: str) -> Path:
             if is_first_process():
                 draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
                 tracker.schedules(folder)
-            _train(recipe, prepared, checkpoint, folder, console)
+            stopped = _train(recipe, prepared, checkpoint, folder, console)
             tokenizer, rows = prepared.tokenizer, prepared.encoded.rows
             prepared = None  # decoding needs the memory
             if is_first_process():
                 finish(recipe, task, tokenizer, rows, folder, console)
+                if stopped:
+                    raise RunStopped(f"SIGTERM in the last step: {resume_advice(folder)}", status=143)
         if recipe.evaluation.speedups is not None and is_first_process():
             tracker.evaluation(folder / EVALUATION, evaluate_run(recipe, task, folder))
         if is_first_process() and (folder / "config.json").exists():
@@ -83,7 +85,8 @@ def run(recipe: Recipe, name: str) -> Path:
             _publish(recipe.publish, folder, console)
         tracker.checkpoint(folder)
     console.print(
-        f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds", soft_wrap=True
+        f"finished: {folder} is a checkpoint; python -m eval --checkpoint {shlex.quote(str(folder))} shows its speeds",
+        soft_wrap=True,
     )
     return folder
 
@@ -107,7 +110,8 @@ def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str 
     return chosen
 
 
-def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console) -> None:
+def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console) -> bool:
+    """Train to the end; returns whether SIGTERM came in the last step, whose end it has waited for."""
     stop = StopOnSignal()
     with TrainingProgress(console) as progress:
         trainer = make_trainer(recipe, prepared, [MetricsFile(folder), progress, stop])
@@ -122,6 +126,7 @@ def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: P
         trainer.accelerator.wait_for_everyone()
         trainer.save_model(str(folder / PARTIAL))
     unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
+    return stop.stopped
 
 
 def _publish(section: PublishSection, folder: Path, console: Console) -> None:

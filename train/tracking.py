@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from skipdecode.files import write_whole
 
@@ -30,6 +30,9 @@ class MetricsFile(TrainerCallback):
                 lines = path.read_text(encoding="utf-8").splitlines()
                 kept = [line for line in lines if _step_of(line) <= state.global_step and state.global_step > 0]
                 write_whole(path, "".join(line + "\n" for line in kept))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_log |= state.global_step >= state.max_steps  # the last steps' figures, however few they are
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         name = METRICS_FILE if "loss" in logs else VALIDATION_FILE

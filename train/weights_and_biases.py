@@ -125,7 +125,10 @@ def tracked(recipe: Recipe, name: str, folder: Path, mode: Mode, console: Consol
         if recipe.tracking.wandb != "auto":
             raise ConfigError(f"tracking.wandb is {mode!r}, and W&B refuses: {first_line(error)}") from error
         console.print(f"W&B refuses the run ({first_line(error)}): it is tracked offline", soft_wrap=True)
-        run = _start(recipe, name, folder, "offline")
+        try:
+            run = _start(recipe, name, folder, "offline")
+        except wandb.errors.Error as offline:
+            raise ConfigError(f"tracking.wandb is 'auto', and W&B refuses: {first_line(offline)}") from offline
     try:
         yield Tracker(run)
     except BaseException:

@@ -1,6 +1,7 @@
 """What would be refused after training is refused before it; what the weights don't depend on may change."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from transformers import TrainingArguments
 import train.cli
 import train.run
 import train.tracking
-from skipdecode import ConfigError
+from skipdecode import ConfigError, SkipSchedule
+from train.build import build_task
+from train.prepare import make_arguments, prepare
+from train.recipe import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -24,11 +28,14 @@ from skipdecode import ConfigError
         (["model.shape=opt-tny"], "unknown model.shape 'opt-tny': did you mean 'opt-tiny'"),
         (["model.name_or_path=/nowhere/at/all"], "not both"),
         (["model.vocab_size=10"], "model.vocab_size is 10"),
+        (["model.vocab_size=4294967295"], "model.vocab_size is 4294967295"),
+        (["model.config.layerdrop=0.1"], "layerdrop 0.1, by which steps leave out layers"),
         (["model.config.hidden_size=0"], "hidden_size is 0"),
         (["model.config.max_position_embeddings=40"], "the model has 40"),
         (["data.max_prompt_tokens=3"], "at most 3 fit: raise data.max_prompt_tokens"),
         (["schedule.speedups=null", "schedule.files=[LAYERS24]"], "is for 24 layers, the model has 8"),
         (["schedule.speedups=null", "schedule.files=[MINMAX]"], "min_layers is 9: it must lie between warmup_layers"),
+        (["schedule.speedups=null", "schedule.files=[LOWEST,EVEN]"], "differ in placement (bottom and even)"),
         (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
         (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
         (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
@@ -60,6 +67,9 @@ def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_w
     for name, (most, least) in {"LAYERS24": (9, 3), "MINMAX": (3, 9)}.items():
         depth = 24 if name == "LAYERS24" else 8
         (tmp_path / name).write_text(json.dumps({"num_layers": depth, "max_layers": most, "min_layers": least}))
+    for name, placement in {"LOWEST": "bottom", "EVEN": "even"}.items():
+        (tmp_path / name).write_text(SkipSchedule(8, 5, 3, placement=placement).to_json())  # type: ignore[arg-type]
+    for name in ("LAYERS24", "MINMAX", "LOWEST", "EVEN"):
         overrides = [override.replace(name, str(tmp_path / name)) for override in overrides]
     folder = tmp_path / "run"
     assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides]) == 2
@@ -67,6 +77,21 @@ def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_w
     assert said.startswith("error: ")
     assert message in said
     assert not folder.exists()
+
+
+def test_schedules_from_files_are_solved_for_other_batches_as_they_are(tmp_path: Path) -> None:
+    """The recipe says that prompts run `max` layers, from the top: the files don't (law 4)."""
+    files = [tmp_path / f"{layers}.json" for layers in (8, 6, 4)]
+    for file, layers in zip(files, (8, 6, 4), strict=True):
+        file.write_text(SkipSchedule(8, layers, layers - 1, horizon=20, placement="bottom", warmup_layers=2).to_json())
+    recipe = load_recipe("quickstart", [*SMALL, "schedule.speedups=null", f"schedule.files={list(map(str, files))}"])
+    assert recipe.schedule.prompt == "max"
+    prepared = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path))
+    config, cost = prepared.skip_config, prepared.cost
+    speeds = sorted(config.schedules)
+    for speedup in (*speeds[1:], sum(speeds[1:]) / 2):  # those of files, and one between
+        schedule = config.schedule_for(cost, speedup, prompts=[[30]])
+        assert (schedule.placement, schedule.prompt, schedule.warmup_layers) == ("bottom", "full", 2)
 
 
 def test_a_process_that_sees_several_gpus_is_refused_before_training(
@@ -129,7 +154,8 @@ def test_what_the_weights_do_not_depend_on_may_change_until_a_run_is_finished(
     train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *changes)
     said = capsys.readouterr().err
     assert "going on with other settings: train.logging_steps was 1, is 3" in said
-    assert f"finished: {folder} is a checkpoint; python -m eval --checkpoint {folder} shows its speeds\n" in said
+    quoted = shlex.quote(str(folder))
+    assert f"finished: {folder} is a checkpoint; python -m eval --checkpoint {quoted} shows its speeds\n" in said
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 6]
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 4, 6)]
     expected = load_file(straight / "model.safetensors")

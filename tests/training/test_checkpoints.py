@@ -203,7 +203,8 @@ def test_weights_of_a_gradient_that_is_no_number_are_not_saved(
 
     monkeypatch.setattr(train.objective, "completion_loss", poisoned)
     folder = tmp_path / "run"
-    overrides = ["train.max_steps=1", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
+    overrides = ["train.max_steps=2", "train.save_steps=1", "train.logging_steps=100", "schedule.speedups=[1]"]
+    overrides.append(f"output.dir={folder}")
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "its gradient was infinite or no number before step 1: no checkpoint had been written" in error
@@ -260,6 +261,34 @@ def test_a_stopped_run_keeps_its_checkpoint_beside_the_best_and_a_damaged_best_d
     with pytest.raises(RunStopped, match=r"checkpoint-3 can't be used .model.safetensors has changed"):
         train_small(folder, *overrides)
     assert not (folder / "config.json").exists()
+
+
+def test_sigterm_in_the_last_step_ends_a_run_with_its_finished_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its evaluation, which the same command goes on with; and the last step's figures are logged."""
+    import train.run
+
+    original = train.run.MetricsFile.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    overrides = ["train.max_steps=3", "train.logging_steps=2", "evaluation.speedups=[1]", "evaluation.limit=2"]
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.run.MetricsFile, "on_step_end", on_step_end)
+        with pytest.raises(RunStopped, match=r"SIGTERM in the last step: .*holds the trained checkpoint"):
+            train_small(folder, *overrides)
+    assert [line["step"] for line in metrics(folder)] == [2, 3]
+    assert (folder / "config.json").exists()
+    assert not (folder / "eval").exists()
+    train_small(folder, *overrides)
+    command = json.loads((folder / "eval" / "report.json").read_text())["command"]
+    options = f"--speedup 1 --limit 2 --batch-size 8 --output {folder}/eval"
+    assert command == f"python -m eval --checkpoint {folder} {options}"
 
 
 def test_a_run_does_not_go_on_under_other_schedules(tmp_path: Path) -> None:

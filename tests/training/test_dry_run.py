@@ -10,7 +10,9 @@ import pytest
 import small_runs
 
 import train.cli
+from train.build import build_task
 from train.dry_run.rehearsal import dry_run
+from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe
 from train.run import run
 
@@ -52,6 +54,10 @@ def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_
     found = dry_run(recipe)
     whole = dry_run(load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=60"]))
     assert (found.prompt_columns, found.new_tokens) == (whole.prompt_columns, whole.new_tokens)
+    recipe = load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=1", f"output.dir={tmp_path / 'out'}"])
+    alone = dry_run(recipe)
+    rows = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path)).encoded.rows
+    assert alone.prompt_columns + alone.new_tokens == max(rows["length"]) > len(max(rows["prompt_ids"], key=len))
     assert found.rows == 60
     assert found.seconds == pytest.approx(3 * found.seconds_a_step, rel=0.5)  # as many steps, none of them wider
 

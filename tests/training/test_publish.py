@@ -371,6 +371,12 @@ def test_what_is_assigned_to_a_password_is_a_secret() -> None:
     assert find_secret('{"password": "correct-horse-1"}\n', "config.json") is not None
 
 
+def test_a_snapshot_of_the_hubs_cache_is_no_key() -> None:
+    commit = "27dcfa74d334bc871f3234de431e71c6eeba5dd6"
+    assert find_secret(f"name_or_path: /c/models--facebook--opt-1.3b/snapshots/{commit}\n") is None
+    assert find_secret(f"key: {commit}\n") is not None
+
+
 def test_an_honest_checkpoint_raises_no_alarm(shared_data: Path) -> None:
     """A vocabulary of 50,000 real words; those of the runs above are packed and sent."""
     for file in (shared_data / "opt").iterdir():

@@ -136,6 +136,9 @@ def test_a_pretrained_model_keeps_the_weights_of_its_layers(tmp_path: Path) -> N
     apart = load_recipe("quickstart", [*start, "model.layers=3", "lora.r=2", "lora.merge=false"])
     with pytest.raises(ConfigError, match=r"model\.layers is 3 with lora\.merge=false"):
         build_model(apart, [])
+    changed = ["model.config={activation_function: gelu}", "lora.r=2", "lora.merge=false"]
+    with pytest.raises(ConfigError, match=r"model\.config is .*gelu.* with lora\.merge=false"):
+        build_model(load_recipe("quickstart", [*start, *changed]), [])
 
 
 def test_a_shape_with_fewer_layers_trains_and_is_a_checkpoint_of_so_many(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ def dry_run(recipe: Recipe) -> DryRun:
 def _widest(rows: datasets.Dataset, count: int) -> list[dict[str, Any]]:
     """The longest rows, with the longest prompt and the longest completion among them; where too few, several times."""
     prompts, completions = row_lengths(rows)
-    chosen = [int(prompts.argmax()), int(completions.argmax()), *map(int, (-prompts - completions).argsort())]
+    widest = list(map(int, (-prompts - completions).argsort()))
+    chosen = widest if count == 1 else [int(prompts.argmax()), int(completions.argmax()), *widest]
     return [rows[number] for number in islice(cycle(dict.fromkeys(chosen)), count)]
 
 

@@ -14,7 +14,9 @@ _UNUSED = ("Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector"
 # What it doesn't know, or knows older forms of.
 _OWN = {
     "a token of the Hub": re.compile(r"\bhf_[A-Za-z0-9]{30,}"),
-    "a key of Weights & Biases": re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{40}(?![0-9A-Za-z])|\bwandb_v\d+_\w{20,}"),
+    "a key of Weights & Biases": re.compile(
+        r"(?<![0-9A-Za-z])(?<!/snapshots/)[0-9a-f]{40}(?![0-9A-Za-z])|\bwandb_v\d+_\w{20,}"
+    ),
     "a key of OpenAI or Anthropic": re.compile(r"\bsk-(?=[\w-]*\d)[\w-]{20,}"),
     "a token of GitHub": re.compile(r"\b(?:github_pat_\w{20,}|gh[a-z]_[A-Za-z0-9]{30,})"),
     "a token of GitLab": re.compile(r"\bgl[a-z]{2,4}-(?=[\w-]*\d)[\w-]{20,}"),
