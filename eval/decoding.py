@@ -173,6 +173,7 @@ def take_turns(
     journal: Journal,
     stage: str = "test",
     lengths: Sequence[int] | None = None,
+    first_turn: int = 0,
     agreement: bool = False,
     processes: Processes = ALONE,
 ) -> Iterator[list[DecodedSet]]:
@@ -185,7 +186,7 @@ def take_turns(
     against full depth.
 
     Batches hold prompts of like length, padded on the left. In each batch the systems take turns
-    (`order_of_turn`). Each decodes a few tokens untimed first.
+    (`order_of_turn`, from `first_turn` on). Each decodes a few tokens untimed first.
 
     Several processes decode a batch each and then tell each other: all yield the same, and `journal`, which must hold
     the same for all of them, goes on doing so.
@@ -202,7 +203,7 @@ def take_turns(
         ids = [prompts[n] for n in batches[number]]
         ends = None if lengths is None else [lengths[n] for n in batches[number]]
         added = []
-        for system in order_of_turn(systems, number):
+        for system in order_of_turn(systems, first_turn + number):
             key = key_of(number, system)
             if key in journal:
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from skipdecode.native import kernels
 from skipdecode.profile import processor
 
 PACKAGES = (
@@ -18,9 +19,11 @@ PACKAGES = (
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads and memory of the machine that `device` belongs to."""
+    """Processor, cores, threads and memory of the machine that `device` belongs to, and which kernels run on a CPU."""
+    compiled = kernels() if device.type == "cpu" else None
     return {
         "processor": processor(device),
+        "kernels": None if compiled is None else compiled.name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -31,7 +34,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def machine_identity(device: torch.device) -> dict[str, Any]:
     """What of the machine a clock depends on, by which a benchmark that was cut off knows it again."""
     machine = describe_machine(device)
-    return {name: machine[name] for name in ("processor", "cores", "threads")}
+    return {name: machine[name] for name in ("processor", "kernels", "cores", "threads")}
 
 
 def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:

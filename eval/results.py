@@ -295,7 +295,7 @@ class Report:
         notes = [
             f"{row.label}: {row.same_texts} of {self.examples} texts are those of the 1x row to the letter."
             for row in self.rows
-            if row.system == "lossless"
+            if row.system == "lossless" and self.reference is None  # whose 1x row is another model's
         ]
         if any(row.agreement for row in self.rows):
             notes.append(
@@ -380,14 +380,14 @@ def show_speed(ratio: Ratio | None) -> str:
 
 
 def _layers_of(row: Row, schedule: dict[str, Any] | None) -> str:
-    """A row's schedule, or one of its own of another batch size, in a table."""
+    """A row's schedule, or one of its own of another batch size, in a table; lossless prompts run every layer."""
     if row.threshold is not None:
         return f"λ {row.threshold.value:.4g}"
     if schedule is None:
         return "-"
     found = SkipSchedule.from_dict(schedule)
     layers = f"{found.max_layers} to {found.min_layers}"
-    whole = found.prompt == "full" and not found.stopped_layers
+    whole = row.system == "lossless" or (found.prompt == "full" and not found.stopped_layers)
     return layers if whole else f"{layers}, prompt {found.prompt_depth}"
 
 

@@ -191,7 +191,8 @@ def _time(
     for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
         drawn = spread_over_lengths(prompt_lengths, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
         if len(drawn) < size:
-            console.print(f"clock at batch {size}: timed in a batch of {len(drawn)}, as there are no more prompts")
+            why = "as there are no more prompts" if request.time_limit is None else "as --time-limit says"
+            console.print(f"clock at batch {size}: timed in a batch of {len(drawn)}, {why}")
         batches = batch_count(len(drawn), size)
         for again in range(-(-FEWEST_BATCHES // batches)):
             turns = take_turns(
@@ -204,6 +205,7 @@ def _time(
                 journal=journal,
                 stage=f"time {again + 1}",
                 lengths=[lengths[n] for n in drawn],
+                first_turn=again * batches,
             )
             timed = _last(turns, f"clock at batch {size}", batches, console)
             for whole, more in zip(found.setdefault(size, timed), timed, strict=True):

@@ -2,7 +2,7 @@
 # What needs a CUDA device, in one go: the gpu tests, the quickstart on the device, the training step on OPT-1.3B's layer
 # shape, decoding speed on the shapes of OPT-1.3B and OPT-6.7B with CUDA graphs beside transformers, and memory over
 # thousands of calls. Results go to the folder named first (default: outputs/gpu).
-set -eu
+set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
 out="${1:-outputs/gpu}"

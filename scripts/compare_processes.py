@@ -20,6 +20,7 @@ must be: each process draws its own. In bf16 rounding is far more than 1e-4.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -126,8 +127,10 @@ def difference(figure: str, way: str, found: dict[str, dict[str, Steps]]) -> flo
         if mine.keys() != other.keys():
             return float("inf")
         for at, value in mine.items():
+            if not math.isfinite(value) or not math.isfinite(other[at]):
+                return float("inf")
             scale = max(value, other[at]) if figure == "gradient norm" else 1.0
-            largest = max(largest, abs(value - other[at]) / scale)
+            largest = max(largest, abs(value - other[at]) / (scale or 1.0))
     return largest
 
 

@@ -71,7 +71,7 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
-    """Copy an evaluation of this checkpoint into its folder."""
+    """Copy an evaluation of this checkpoint into its folder, in place of the one that is there."""
     from eval.results import FILE_NAME, Report
 
     report = Report.load(evaluation / FILE_NAME)
@@ -84,6 +84,9 @@ def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
         if not (evaluation / name).is_file():
             raise ConfigError(f"--evaluation {evaluation} has no {name}: name what `python -m eval` wrote, all of it")
     target.mkdir(exist_ok=True)
+    shutil.rmtree(target / "predictions", ignore_errors=True)  # texts of the one that was there
+    if (evaluation / "predictions").is_dir():
+        shutil.copytree(evaluation / "predictions", target / "predictions", symlinks=True)
     for name in names:
         (target / name).unlink(missing_ok=True)
         shutil.copyfile(evaluation / name, target / name, follow_symlinks=False)  # a link is refused as one

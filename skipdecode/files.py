@@ -24,6 +24,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all."""
+    """Write a text file so that it is there whole or not at all. Names of files that are no UTF-8 are escaped in it."""
     with replaced(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")

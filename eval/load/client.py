@@ -98,7 +98,7 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
             if response.status != 200:
                 return outcome(f"status {response.status}")
             if not asked.stream:
-                tokens = int((await response.json())["usage"]["completion_tokens"])
+                tokens = _count((await response.json())["usage"]["completion_tokens"])
                 return outcome()
             ended = False
             async for line in response.content:
@@ -115,11 +115,20 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
                     if choice.get("text"):
                         parts.append(time.perf_counter() - sent)
                     ended = ended or choice.get("finish_reason") is not None
-                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                usage = event.get("usage") or {}
+                tokens = _count(usage["completion_tokens"]) if "completion_tokens" in usage else tokens
             return outcome(None if ended else "the answer broke off")
     except asyncio.TimeoutError:
         return outcome("timeout")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return outcome("no answer of OpenAI's form")
     except (aiohttp.ClientError, OSError) as error:
         return outcome(type(error).__name__)
+
+
+def _count(tokens: Any) -> int:
+    """The number of tokens that a server says. Raises ValueError or TypeError for what is none."""
+    count = int(tokens)
+    if not 0 <= count < 2**31:
+        raise ValueError(f"{count} tokens")
+    return count

@@ -60,7 +60,10 @@ class LoadRequest:
         if (self.checkpoint is None) == (self.url is None):
             raise ConfigError("name a --checkpoint to serve, or the --url of a server that runs; one of them")
         counts = {"--requests": self.requests, "--rounds": self.rounds, "--rows": self.rows}
-        counts |= {"--max-new-tokens": self.max_new_tokens or 1, "--wave-rows": self.wave_rows}
+        counts |= {
+            "--max-new-tokens": 1 if self.max_new_tokens is None else self.max_new_tokens,
+            "--wave-rows": self.wave_rows,
+        }
         for name, number in counts.items():
             if not 1 <= number <= LARGEST:
                 raise ConfigError(f"{name} is {number}: it must lie between 1 and {LARGEST}")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
+from types import FrameType
 from typing import Any
 
 from eval.load.client import Asked
@@ -31,6 +34,7 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Aske
     The systems that one server answers for share it. Raises ConfigError for a server that doesn't start or answer.
     """
     with ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
         servers: dict[str, tuple[str, str]] = {}  # by kind: address and name of the model
         headers = {}
         if request.url is not None:
@@ -100,6 +104,20 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
             process.wait()
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process as an error does, so that the servers that were started end with it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -108,9 +126,10 @@ def _free_port() -> int:
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", base: str, kind: str, log: Any) -> None:
     until = time.monotonic() + _STARTING
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy doesn't know this machine's ports
     while process.poll() is None and time.monotonic() < until:
         try:
-            with urllib.request.urlopen(f"{base}/health", timeout=5):
+            with opener.open(f"{base}/health", timeout=5):
                 return
         except (OSError, ValueError):
             time.sleep(0.1)
@@ -120,7 +139,9 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", base: str, kind: str
 
 
 def _headers() -> dict[str, str]:
-    key = os.environ.get(API_KEY)
+    key = os.environ.get(API_KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{API_KEY} holds signs that no key has")  # and isn't shown
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -133,6 +154,6 @@ def _first_model(url: str, headers: Mapping[str, str]) -> str:
     except urllib.error.HTTPError as error:
         advice = f"; a key is read from {API_KEY}" if error.code in (401, 403) else ""
         raise ConfigError(f"--url {url}: {url}/models answers with status {error.code}{advice}") from error
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"--url {url}: no server of OpenAI's interface answers there: {reason}") from error

@@ -169,7 +169,7 @@ def merged(texts: Sequence[Text]) -> list[Text]:
 
 def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[Metric]) -> PageSection:
     maps = [(point, schedule_map(point, f"s{number}-{n}")) for n, point in enumerate(line.points)]
-    orders = ORDERS if any(positions.bins for positions in line.positions) else ()
+    orders = tuple(n for n in ORDERS if any(positions.n == n and positions.bins for positions in line.positions))
     return PageSection(
         name=line.name,
         quality=quality_table(line, metrics),

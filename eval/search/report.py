@@ -75,7 +75,7 @@ class SearchReport:
     task_options: dict[str, Any]
     metric: str
     target: str
-    steps: int
+    steps: int | None
     prompts: int
     rungs: list[int]
     trained_on: int
@@ -146,7 +146,8 @@ class SearchReport:
             f"Full depth: {self.full_depth.value:.2f} {metric_named(self.metric).label} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
             "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
-            f"prompts. Predicted: over the first {self.steps} generated tokens"
+            "prompts. Predicted: over "
+            + (f"the first {self.steps} generated tokens" if self.steps else "texts as long as the checkpoint's own")
             + (", by steps timed here." if self.calibrated else ".")
             + " Measured speed: seconds per decode step at full depth over the row's, median of batches [quartiles], "
             "all schedules taking turns on each batch.",

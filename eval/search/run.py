@@ -77,7 +77,8 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     if _PLAN not in journal:
         budget, schedules = _choose(request, config or SkipConfig(solver={"horizon": task.horizon}), data)
         predicted = [budget.predicted(schedule) for schedule in schedules]
-        journal.add(_PLAN, [budget.steps, [schedule.to_dict() for schedule in schedules], predicted])
+        steps = budget.steps if budget.cost.expected_steps is None else None
+        journal.add(_PLAN, [steps, [schedule.to_dict() for schedule in schedules], predicted])
     steps, fields, predicted = journal[_PLAN]
     # By itself it would choose by the memory that is free, of which there may be less when it goes on.
     weights = journal.get_or_add(_WEIGHTS, lambda: data.checkpoint.weights)

@@ -40,7 +40,8 @@ class OverSteps(Cost):
     """A cost that predicts every schedule over the same number of steps, whatever its horizon.
 
     Over its own horizon a schedule with a long one would look as fast as one with a short one, and decode a text of
-    the usual length more slowly, since most of its saving is still to come.
+    the usual length more slowly, since most of its saving is still to come. Where the cost knows how long texts are,
+    those are the steps, as they are for the schedule that the checkpoint decodes by.
     """
 
     cost: Cost
@@ -48,14 +49,16 @@ class OverSteps(Cost):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_layers", self.cost.num_layers)
+        object.__setattr__(self, "margin", self.cost.margin)
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
         """The time that the cost itself gives."""
         return self.cost.step_seconds(layers, step, rows)
 
     def speedup(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
-        """The speed of the first `self.steps` steps over that of full depth, unless others are asked for."""
-        return self.cost.speedup(schedule, steps or self.steps, over=over)
+        """The speed of texts, or of the first `self.steps` steps, over full depth's, unless others are asked for."""
+        usual = self.steps if self.cost.expected_steps is None else None
+        return self.cost.speedup(schedule, steps or usual, over=over)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from skipdecode.files import write_whole
 from skipdecode.schedule import Over
 
 _ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over", "calibrated", "prompt_stop")
-_MACHINE = ("processor", "cores", "threads")
+_MACHINE = ("processor", "kernels", "cores", "threads")
 
 Value = TypeVar("Value")
 
@@ -55,10 +55,10 @@ class MergedReport:
             if self.runs.count(run) > 1:
                 raise ConfigError(f"--merge: {name} is the same run as another of these reports: name each run once")
             for key in (*_ALIKE, *_MACHINE):
-                if values[key] != known[0][key]:
+                found, first = values.get(key), known[0].get(key)
+                if found != first:
                     raise ConfigError(
-                        f"--merge is for runs of one benchmark: {key} is {values[key]} in {name}, and {known[0][key]} "
-                        f"in {names[0]}"
+                        f"--merge is for runs of one benchmark: {key} is {found} in {name}, and {first} in {names[0]}"
                     )
 
     def tables(self) -> list[Table]:

@@ -89,16 +89,16 @@ def _benchmark(request: SpeedRequest) -> None:
         _write(request.output, report)  # after each batch size: what was measured is there, wherever it is cut off
         if batch_size == request.batch_sizes[0]:
             own = [entry.decoder for entry in entries if entry.weights == plan["weights"][0]]
-    journal.remove()
     console = make_console(width=200)
+    if request.profile:
+        ids = _prompts(model, request, request.batch_sizes[0])
+        print_profiles([own[0], own[-1]], ids, request.new_tokens, console)
+    journal.remove()
     for table in report.to_tables():
         console.print(table)
     for line in report.notes():
         console.print(line, style="dim")
     console.print(f"picture: {request.output.with_suffix('.png')}", soft_wrap=True)
-    if request.profile:
-        ids = _prompts(model, request, request.batch_sizes[0])
-        print_profiles([own[0], own[-1]], ids, request.new_tokens, console)
 
 
 def _identity(request: SpeedRequest, model: GenerativeModel) -> dict[str, Any]:

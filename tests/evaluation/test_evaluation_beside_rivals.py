@@ -158,7 +158,7 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
     for row in report.rows:  # the row's own speeds are those of the size that was asked for first
         assert (row.speed("decode"), row.speed("all")) == (row.timings[0].speedup, row.timings[0].whole_speedup)
     (printed, said), written = capsys.readouterr(), (tmp_path / "out" / "report.md").read_text()
-    assert "clock at batch 8: timed in a batch of 7, as there are no more prompts" in " ".join(said.split())
+    assert "clock at batch 8: timed in a batch of 7, as --time-limit says" in " ".join(said.split())
     assert "by batch size" in printed
     assert "| 3x | 5 | 7 |" in written
     for text in (printed, written):

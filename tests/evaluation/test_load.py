@@ -351,6 +351,17 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_key_with_signs_that_none_has_is_refused_and_not_shown(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very\x01secret")
+    words = ["--url", "http://127.0.0.1:9/v1", "--task", "departures", "--rate", "5"]
+    assert main([*words, "--output", str(tmp_path / "load.json")]) == 2
+    said = capsys.readouterr().err
+    assert "OPENAI_API_KEY holds signs that no key has" in said
+    assert "secret" not in said
+
+
 def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,17 @@ def test_a_long_horizon_buys_no_slower_schedule() -> None:
     assert all(budget.predicted(schedule) >= 3 for schedule in found)
 
 
+def test_where_it_is_known_how_long_texts_are_every_schedule_reaches_the_budget_over_them() -> None:
+    """Half of the texts end early: over the horizon a schedule that falls late looks faster than it is."""
+    cost = CostModel(24, 1_000_000, 0, 0, 500, 500, 2).at(lengths=[[4, 50], [32, 50]])
+    default = solve_schedule(cost, 3, horizon=32)
+    budget = Budget(cost, 3, steps=32)
+    found = choose_schedules(budget, Space((1,), DECAYS, (16, 32), ("top",)), default, trials=8, tokens=64)
+    assert len(found) == 8
+    assert all(cost.speedup(schedule) >= 3 for schedule in found)
+    assert any(cost.speedup(schedule, 32) >= 3.3 for schedule in found)
+
+
 def test_a_budget_in_layers_is_met_on_average() -> None:
     cost = LayerCount(24)
     budget = Budget(cost, 24 / 7, steps=32)

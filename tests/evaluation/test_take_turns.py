@@ -42,11 +42,16 @@ class Counting(System):
 
 
 def decode(
-    labels: str, batch_size: int, journal: Journal, calls: list[Any], lengths: list[int] | None = None
+    labels: str,
+    batch_size: int,
+    journal: Journal,
+    calls: list[Any],
+    lengths: list[int] | None = None,
+    first_turn: int = 0,
 ) -> list[Any]:
     task, systems = load_task("departures", **TASK), [Counting(label, calls) for label in labels]
     results: list[Any] = []
-    sizes: Any = {"batch_size": batch_size, "max_new_tokens": 20}
+    sizes: Any = {"batch_size": batch_size, "max_new_tokens": 20, "first_turn": first_turn}
     for so_far in take_turns(systems, task, EXAMPLES, PROMPTS, **sizes, journal=journal, lengths=lengths):
         results = so_far
     return [(r.system.label, r.predictions, r.decode_seconds, r.lengths) for r in results]
@@ -127,6 +132,9 @@ def test_systems_take_turns_and_are_warm_before_they_are_timed() -> None:
     calls: list[Any] = []
     decode("abc", 5, Journal(), calls)
     assert [call[0] for call in timed(calls)] == ["a", "b", "c", "c", "b", "a", "b", "c", "a"]
+    again: list[Any] = []  # batches that come once more go on with the turns
+    decode("abc", 5, Journal(), again, first_turn=3)
+    assert [call[0] for call in timed(again)] == ["a", "c", "b", "c", "a", "b", "b", "a", "c"]
     for label in "abc":
         first, second, *_ = (call for call in calls if call[0] == label)
         assert (first[2], second[2]) == (8, 20)
