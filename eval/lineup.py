@@ -22,6 +22,7 @@ from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import depth_mismatch
 from skipdecode.decode import profile_for
 from skipdecode.lean import choose_weights, lean_decoder
+from skipdecode.lengths import Lengths
 from skipdecode.plain_parts import why_not_lean
 from skipdecode.profile import Profile, describe_clock
 from skipdecode.projections import Weights
@@ -191,7 +192,7 @@ def _thresholds(
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
-                schedule.mean_budget(loaded.config.horizon or schedule.horizon),
+                layers_a_token(schedule, loaded.config),
                 max_new_tokens=loaded.max_new_tokens,
                 journal=journal,
                 advance=lambda: progress.advance(bar),
@@ -235,3 +236,15 @@ def _take_part(
         if labels.count(label) > 1:
             raise ConfigError(f"two rows would be called {label!r}: rename a schedule's file, or leave one out")
     return systems
+
+
+def layers_a_token(schedule: SkipSchedule, config: SkipConfig) -> float:
+    """The layers of a token on average over texts as long as the training's; over the horizon where these aren't known.
+
+    Texts end early, while a falling budget is still large: over the horizon it is a fifth smaller.
+    """
+    if "lengths" not in config.solver:
+        return schedule.mean_budget(config.horizon or schedule.horizon)
+    counts = Lengths.read(config.solver["lengths"]).counts
+    tokens = sum(length * texts for length, texts in counts)
+    return sum(schedule.mean_budget(length) * length * texts for length, texts in counts) / tokens

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 
 from data import Task
 from data.columns import ColumnCollator
+from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
@@ -101,7 +102,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
         )
     sampler, skip_config = recipe_sampler(recipe, task, _cost(model, arguments), encoded.rows)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
-    if len(example) <= LONGEST_EXAMPLE:
+    # Data of one's own may be private, and what a checkpoint holds is published.
+    if len(example) <= LONGEST_EXAMPLE and task.name != OwnText.name:
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded: it is on the Hub

@@ -24,10 +24,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _expand_home(value: str | None) -> str | None:
+    """A shell expands `~` at the start of a word alone, not behind `output.dir=`."""
+    return value if value is None else os.path.expanduser(value)
+
+
 class ModelSection(Section):
     """The model that is trained: a pretrained one, or a shape with random weights."""
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
+    _expand = field_validator("name_or_path")(_expand_home)
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings; else it is refused")
     config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
@@ -49,6 +55,7 @@ class DataSection(Section):
 
     task: str = Field(description="the task's name")
     path: str | None = Field(None, description="a local folder; null reads the Hub, or is right for a built-in task")
+    _expand = field_validator("path", "cache_dir", check_fields=False)(_expand_home)
     options: dict[str, Any] = Field({}, description="the task's own options, such as delexicalise")
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="null: the task's default; a longer article or post is cut, another prompt is an error"
@@ -216,6 +223,7 @@ class OutputSection(Section):
     """The folder that the run goes into."""
 
     dir: str | None = Field(None, description="a folder that holds no other run; null: outputs/RECIPE")
+    _expand = field_validator("dir")(_expand_home)
 
 
 class Recipe(Section):

@@ -2,10 +2,14 @@
 
 from bisect import bisect_right
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.lineup import layers_a_token
 from eval.systems.threshold import CLOSE, PROBES, largest_below
+from skipdecode import SkipSchedule
+from skipdecode.checkpoint import SkipConfig
 
 thresholds = st.floats(0, 1, exclude_min=True)
 
@@ -26,6 +30,15 @@ def test_of_layers_that_grow_in_steps_it_is_the_largest_below_what_is_wanted(ste
     assert len(tried) <= PROBES
     if len(tried) < PROBES:
         assert wanted - found < CLOSE
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 30))
+def test_layers_of_a_token_are_those_of_texts_as_long_as_the_trainings(lengths: list[int], horizon: int) -> None:
+    schedule = SkipSchedule(12, 9, 2, horizon=horizon)
+    config = SkipConfig(solver={"horizon": 64, "lengths": [[n, lengths.count(n)] for n in sorted(set(lengths))]})
+    budgets = [schedule.budget(token) for length in lengths for token in range(length)]
+    assert layers_a_token(schedule, config) == pytest.approx(sum(budgets) / len(budgets))
+    assert layers_a_token(schedule, SkipConfig(solver={"horizon": 64})) == schedule.mean_budget(64)
 
 
 @given(st.floats(1.5, 11.9), st.floats(1, 5))

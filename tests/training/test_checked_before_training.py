@@ -121,6 +121,19 @@ def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_checkpoint_remembers_no_prompt_of_data_of_ones_own(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Jane Doe {n}\n", "completion": f"it is {n}"} for n in range(9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"{{task: text, path: {tmp_path}, options: {{prompt_column: prompt, completion_column: completion}}}}"
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(f"model: {{shape: opt-tiny}}\ndata: {data}\nschedule: {{speedups: [1, 2]}}\n")
+    own = [override for override in SMALL if not override.startswith("data.")]
+    for named, changes in ((str(recipe), own), ("quickstart", SMALL)):
+        loaded = load_recipe(named, changes)
+        prepared = prepare(loaded, build_task(loaded), make_arguments(loaded, tmp_path))
+        assert ("example" in prepared.skip_config.task) == (named == "quickstart")
+
+
 def test_validation_rows_that_are_longer_than_the_model_are_refused_before_training(tmp_path: Path) -> None:
     for split, words in (("train", 1), ("validation", 60)):
         rows = [{"prompt": f"say {n}\n", "completion": " it" * words} for n in range(9)]

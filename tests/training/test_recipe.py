@@ -22,6 +22,14 @@ def test_the_named_recipes_are_there() -> None:
     assert {"quickstart", "e2e-tiny"} <= set(recipe_names())
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves it as it is behind a key, and a folder of that name is dangerous to remove."""
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = load_recipe("quickstart", ["output.dir=~/run", "data.cache_dir=~/rows", "model.name_or_path=~/opt"])
+    assert (recipe.output.dir, recipe.data.cache_dir) == ("/home/me/run", "/home/me/rows")
+    assert recipe.model.name_or_path == "/home/me/opt"
+
+
 def test_overrides_are_typed_and_dotted() -> None:
     recipe = load_recipe(
         "e2e-tiny",
