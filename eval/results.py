@@ -181,6 +181,7 @@ class Report:
     rows: list[Row]
     weights: str = "model"
     prompts_cut: int = 0  # prompts that lost the end of their article or post
+    never_ended: int = 0  # texts of the 1x row that are as long as they may be
     over: Over = "decode"  # what targets are of
     clock: str = ""  # what schedules were solved for
     reference: str | None = None  # the checkpoint of the first row, where that is another
@@ -260,6 +261,7 @@ class Report:
                 if row.threshold is not None
             ),
             self.speed_note(),
+            *self._length_notes(),
             *self._agreement_notes(),
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
             f"(p < {SIGNIFICANT}, paired bootstrap).",
@@ -280,6 +282,15 @@ class Report:
             f"all lengths, and every text is as long as that of the 1x row. Targets are of "
             f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
         )
+
+    def _length_notes(self) -> list[str]:
+        """Say where the texts that speeds are of are no texts of the task: a model that doesn't know 1x ends few."""
+        if 2 * self.never_ended <= self.examples:
+            return []
+        return [
+            f"{self.never_ended} of {self.examples} texts of the 1x row, whose lengths all rows are timed at, never "
+            f"ended: these are speeds of texts of {self.max_new_tokens} tokens, more than those of texts that end."
+        ]
 
     def _process_notes(self) -> list[str]:
         """Say how many processes decoded, where they were several."""

@@ -264,6 +264,7 @@ def _report(
         weights=results[0].system.checkpoint.weights,
         split="layers" if request.device_map is not None else "tensors" if request.tensor_parallel else None,
         prompts_cut=sum(prompt.cut for prompt in loaded.prompts),
+        never_ended=sum(length >= loaded.max_new_tokens for length in results[0].lengths),
         device=str(model.device),
         date=datetime.date.today().isoformat(),
         command=request.command or shlex.join([*launcher(), "-m", "eval", *sys.argv[1:]]),

@@ -7,6 +7,7 @@ import shutil
 import signal
 import statistics
 import time
+from dataclasses import replace
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
         assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
         assert "over this row's at batch 1, of decoding and of the whole" in text.replace("\n", " ")
         assert "Targets are of decoding, solved for each batch size by bytes and " in " ".join(text.split())
+
+
+def test_texts_that_never_end_are_counted_and_said(full: Path, tmp_path: Path) -> None:
+    report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "2")
+    model, tokenizer = load(str(full))
+    most = report.max_new_tokens
+    endless = 0
+    for example in load_task("departures", **TASK).load("test")[: report.examples]:
+        inputs = tokenizer(example.prompt, return_tensors="pt")
+        found = model.generate(**inputs, max_new_tokens=most, do_sample=False)
+        endless += found.shape[1] - inputs["input_ids"].shape[1] == most
+    assert report.never_ended == endless
+    said = "9 of 9 texts of the 1x row, whose lengths all rows are timed at, never ended"
+    assert any(note.startswith(said) for note in replace(report, never_ended=report.examples).notes())
+    assert not any("never ended" in note for note in replace(report, never_ended=report.examples // 2).notes())
 
 
 def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_path: Path) -> None:
