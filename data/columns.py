@@ -39,9 +39,8 @@ def encode_prompts(
     if not examples:
         return []
     most = limit if cut_to is None else min(cut_to, limit)
-    wholes = tokenizer([example.prompt for example in examples], verbose=False)[
-        "input_ids"
-    ]  # lengths are ours to judge
+    # Not verbose: lengths are ours to judge.
+    wholes = tokenizer([example.prompt for example in examples], verbose=False)["input_ids"]
     prompts = [Prompt(ids) for ids in wholes]
     fits = [most if example.instruction else limit for example in examples]
     long = [n for n, fit in enumerate(fits) if len(wholes[n]) > fit]

@@ -5,10 +5,10 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
-from typing import ClassVar, get_args
+from typing import ClassVar
 
-from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError, unknown
+from data.task import Example, Split, Task, check_split
+from skipdecode.errors import ConfigError
 
 Meaning = dict[str, str]  # slot to value, in the order of VALUES
 
@@ -285,8 +285,7 @@ class Departures(Task):
 
     def stream(self, split: Split) -> Iterator[Example]:
         """The examples of a split, no meaning twice. Raises ConfigError for a split that doesn't exist."""
-        if split not in self._sizes:
-            raise unknown("split", split, get_args(Split))
+        check_split(split)
         prompts: set[str] = set()
         for index in range(self._sizes[split]):
             rng = random.Random(f"{self.seed}:{split}:{index}")

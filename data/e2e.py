@@ -3,13 +3,13 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from data.pairs import by_meaning, csv_pairs
 from data.placeholders import capitals, check_slots, hide, placeholder, put_back
 from data.source import check_folder, hub_rows
-from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError, unknown
+from data.task import Example, Split, Task, check_split
+from skipdecode.errors import ConfigError
 
 # In the order in which prompts name them, whatever order a row has.
 SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
@@ -74,6 +74,7 @@ class E2E(Task):
         Its rows are all read first, since those of one meaning representation needn't follow each other, nor name its
         slots in one order.
         """
+        check_split(split)
         rows = self._hub_rows(split) if self.path is None else csv_pairs(self._file(split), parse_mr)
         grouped = by_meaning((_written(parse_mr(mr)), text) for mr, text in rows)
         if split != "test" and self._holds_out():
@@ -119,8 +120,6 @@ class E2E(Task):
     def _file(self, split: Split) -> Path:
         assert self.path is not None
         check_folder(self.path)
-        if split not in get_args(Split):
-            raise unknown("split", split, get_args(Split))
         if (self.path / "trainset.csv").exists():
             names = {"train": "trainset.csv", "validation": "devset.csv", "test": "testset_w_refs.csv"}
         else:

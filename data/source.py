@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
-from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError, first_line, unknown
+from data.task import Example, Split, Task, check_split
+from skipdecode.errors import ConfigError, first_line
 
 # How a file's name starts for each split, and the builder of `datasets` that reads what it ends in.
 PREFIXES: dict[Split, tuple[str, ...]] = {
@@ -67,8 +67,7 @@ class TextToText(Task):
 
     def stream(self, split: Split) -> Iterator[Example]:
         """The examples of a split; beside the one in hand no more rows are held than are held out."""
-        if split not in get_args(Split):
-            raise unknown("split", split, get_args(Split))
+        check_split(split)
         rows = self._hub_rows(split) if self.path is None else self._local_rows(split)
         for number, row in enumerate(rows):
             yield self.example(f"{self.name}-{split}-{number}", row)

@@ -4,10 +4,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
+
+from skipdecode.errors import unknown
 
 Split = Literal["train", "validation", "test"]
 Convention = Literal["mteval", "webnlg"]  # by whose rules published BLEU of a task counts words: eval/score/bleu.py
+
+
+def check_split(split: str) -> None:
+    """Raises ConfigError for a split that no task has."""
+    if split not in get_args(Split):
+        raise unknown("split", split, get_args(Split))
 
 
 @dataclass(frozen=True)

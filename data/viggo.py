@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from data.pairs import by_meaning, csv_pairs
 from data.placeholders import capitals, check_slots, hide, placeholder, put_back
 from data.source import check_folder, hub_rows
-from data.task import Example, Split, Task
-from skipdecode.errors import ConfigError, unknown
+from data.task import Example, Split, Task, check_split
+from skipdecode.errors import ConfigError
 
 ACTS = (
     *("inform", "confirm", "give_opinion", "recommend", "request", "request_attribute", "request_explanation"),
@@ -68,8 +68,7 @@ class ViGGO(Task):
 
     def stream(self, split: Split) -> Iterator[Example]:
         """A split as one example per meaning representation, in the order of their first rows, which are all read."""
-        if split not in get_args(Split):
-            raise unknown("split", split, get_args(Split))
+        check_split(split)
         rows = self._hub_rows(split) if self.path is None else csv_pairs(self.files(split)[0], parse_act)
         for number, (mr, references) in enumerate(by_meaning(rows).items()):
             yield self._example(f"{self.name}-{split}-{number}", mr, references)

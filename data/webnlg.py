@@ -11,14 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import ClassVar, get_args
+from typing import ClassVar
 from xml.etree import ElementTree
 from zlib import crc32
 
 from data.placeholders import capitals, placeholder, put_back
 from data.source import check_folder, hub_rows
-from data.task import Convention, Example, Split, Task
-from skipdecode.errors import ConfigError, unknown
+from data.task import Convention, Example, Split, Task, check_split
+from skipdecode.errors import ConfigError
 
 FOLDERS: dict[Split, str] = {"train": "train", "validation": "dev", "test": "test"}
 TEST_FILE = "testdata_with_lex.xml"  # the file beside it repeats the unseen half
@@ -92,8 +92,7 @@ class WebNLG(Task):
 
     def stream(self, split: Split) -> Iterator[Example]:
         """The entries of a split: files in the order of their names, the test set in the challenge's order."""
-        if split not in get_args(Split):
-            raise unknown("split", split, get_args(Split))
+        check_split(split)
         entries = self._hub_entries(split) if self.path is None else self._local_entries(split)
         for number, entry in enumerate(entries):
             example = self._example(f"{self.name}-{split}-{number}", entry, split)

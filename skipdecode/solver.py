@@ -18,8 +18,8 @@ from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptP
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
 TOLERANCE = 0.03
 # Over prompt and decoding together, prompts keep their layers until decoding would have to be so many times as fast as
-# the target: a text whose tokens run a layer or two may read worse than one after a prompt of fewer
-# layers; nothing here decides it (docs/benchmarks.md, prompts of fewer layers).
+# the target: a text whose tokens run a layer or two may read worse than one after a prompt of fewer layers, which
+# nothing here decides (docs/benchmarks.md, prompts of fewer layers).
 MOST_DECODING = 1.5
 # Times the horizon that was asked for: whole texts may have one so long, to use up what integers of layers leave.
 LONGEST_STRETCH = 4

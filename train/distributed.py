@@ -77,7 +77,8 @@ def read_deepspeed(name: str) -> dict[str, Any]:
         parts[f"zero_optimization.{name}"] = values["zero_optimization"].get(name) or {}
     for name, part in parts.items():
         if not isinstance(part, dict):
-            raise ConfigError(f"deepspeed.config {str(path)!r}: {name} is {part!r}, expected an object")
+            wanted = "an object with a device" if "offload" in name else "an object"
+            raise ConfigError(f"deepspeed.config {str(path)!r}: {name} is {part!r}, expected {wanted}")
     if stage not in (0, 1, 2, 3):
         raise ConfigError(
             f"deepspeed.config {str(path)!r}: zero_optimization.stage is {stage!r}, expected 0, 1, 2 or 3"

@@ -237,20 +237,25 @@ def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> N
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
+    """To this process, when a run has done what it does at an event of a step."""
+    import train.run
+
+    original = getattr(train.run.MetricsFile, event)
+
+    def told(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        original(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(train.run.MetricsFile, event, told)
+
+
 def test_a_stopped_run_keeps_its_checkpoint_beside_the_best_and_a_damaged_best_does_not_finish_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a limit of one checkpoint, and a learning rate so high that the first is the best."""
-    import train.run
-
-    original = train.run.MetricsFile.on_log
-
-    def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        original(self, args, state, control, **kwargs)
-        if state.global_step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(train.run.MetricsFile, "on_log", on_log)
+    send_sigterm(monkeypatch, "on_log", 4)
     overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", "train.finish_with=best"]
     overrides += ["optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
     folder = tmp_path / "run"
@@ -267,19 +272,10 @@ def test_sigterm_in_the_last_step_ends_a_run_with_its_finished_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its evaluation, which the same command goes on with; and the last step's figures are logged."""
-    import train.run
-
-    original = train.run.MetricsFile.on_step_end
-
-    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        original(self, args, state, control, **kwargs)
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     overrides = ["train.max_steps=3", "train.logging_steps=2", "evaluation.speedups=[1]", "evaluation.limit=2"]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(train.run.MetricsFile, "on_step_end", on_step_end)
+        send_sigterm(patch, "on_step_end", 3)
         with pytest.raises(RunStopped, match=r"SIGTERM in the last step: .*holds the trained checkpoint"):
             train_small(folder, *overrides)
     assert [line["step"] for line in metrics(folder)] == [2, 3]

@@ -193,5 +193,5 @@ def test_each_stage_divides_what_it_says(
 
 def test_an_offload_that_is_no_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}')
-    with pytest.raises(ConfigError, match="offload_optimizer is 'cpu', expected an object"):
+    with pytest.raises(ConfigError, match="offload_optimizer is 'cpu', expected an object with a device"):
         estimate_memory(small_recipe(f"deepspeed.config={tmp_path / 'zero.json'}"), STEP)
