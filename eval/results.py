@@ -13,7 +13,7 @@ import rich.table
 
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
-from eval.score.registry import PART, metric_named, short
+from eval.score.registry import METRICS, PART, metric_named, short
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
@@ -202,11 +202,13 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> "Report":
-        """The report of a `report.json`. Raises ConfigError where it can't be read."""
+        """The report of a `report.json`. Raises ConfigError where it can't be read, or shown."""
         try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            report = cls.of(json.loads(path.read_text(encoding="utf-8")))
+            report.check()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
+        return report
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Report":
@@ -221,6 +223,25 @@ class Report:
         if report.over not in get_args(Over) or (report.over == "all" and not whole):
             raise ValueError(f"its targets are over {report.over!r}, and no such speed was measured")
         return report
+
+    def check(self) -> None:
+        """Refuse what the dataclasses don't: values that are no numbers, rows that can't be compared.
+
+        Raises LookupError, TypeError, AttributeError or ValueError, of which ConfigError is one.
+        """
+        json.dumps(asdict(self), ensure_ascii=False, allow_nan=False).encode()
+        scored = set(self.rows[0].scores)
+        for row in self.rows:
+            if unknown := {name for name in row.scores if name.partition(PART)[0] not in METRICS}:
+                raise ValueError(f"the row {row.label} has scores by {min(unknown)!r}, which is no metric")
+            if not scored or set(row.scores) != scored:
+                raise ValueError("its rows are not all scored by the same metrics")
+            if not row.wall_clock_speedup > 0 or not row.layers_per_step > 0 or not (row.speedup_target or 1) > 0:
+                raise ValueError(f"the row {row.label} has a speed, a target or layers that aren't above 0")
+            # Drafted by as many layers as pay, a lossless row has neither.
+            if row.system != "lossless" and (row.schedule is None) == (row.threshold is None):
+                raise ValueError(f"the row {row.label} needs either a schedule or a threshold")
+        self.to_markdown()  # which formats the other figures
 
     def to_markdown(self) -> str:
         """The tables, every score with its interval, and below them what they were measured with."""

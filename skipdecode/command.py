@@ -6,10 +6,11 @@ import gc
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from skipdecode.errors import ConfigError, first_line
@@ -135,6 +136,20 @@ class _Unmarked(ModuleType):
             del torch.__dict__["_dynamo"]
             for name in [name for name in sys.modules if name == _DYNAMO or name.startswith(f"{_DYNAMO}.")]:
                 del sys.modules[name]
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end this process as an error does, so that the processes that it started end with it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave(status: int) -> NoReturn:

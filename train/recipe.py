@@ -311,6 +311,12 @@ def _check_effects(recipe: Recipe) -> None:
             f"optim.warmup_steps is {recipe.optim.warmup_steps} and optim.scheduler 'constant', which has none: use "
             "constant_with_warmup"
         )
+    schedule = recipe.schedule
+    if schedule.decay == "constant" and schedule.spread not in (0, ScheduleSection().spread):
+        raise ConfigError(
+            f"schedule.spread is {schedule.spread:g} and schedule.decay 'constant', a budget that stays: choose another "
+            "decay"
+        )
     lora = recipe.lora
     if lora.r is None and lora != LoraSection():
         key, _ = next(each for each in LoraSection.model_fields.items() if getattr(lora, each[0]) != each[1].default)

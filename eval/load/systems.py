@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,12 +13,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
-from types import FrameType
 from typing import Any
 
 from eval.load.client import Asked
 from eval.load.request import LOCK_STEP, STANDALONE, TRANSFORMERS, LoadRequest, speed_of
 from skipdecode import ConfigError
+from skipdecode.command import ended_by_sigterm
 
 API_KEY = "OPENAI_API_KEY"
 _OWN, _RUNNING = "skipdecode", "running"
@@ -34,7 +33,7 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Aske
     The systems that one server answers for share it. Raises ConfigError for a server that doesn't start or answer.
     """
     with ExitStack() as stack:
-        stack.enter_context(_ended_by_sigterm())
+        stack.enter_context(ended_by_sigterm())
         servers: dict[str, tuple[str, str]] = {}  # by kind: address and name of the model
         headers = {}
         if request.url is not None:
@@ -102,20 +101,6 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
                 process.wait(_ENDING)
             process.kill()
             process.wait()
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end this process as an error does, so that the servers that were started end with it."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _free_port() -> int:

@@ -1,14 +1,12 @@
 """Finished evaluations, read from their folders."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from eval.results import FILE_NAME, Report, Row
 from eval.score.predictions import Prediction, read_predictions
-from eval.score.registry import METRICS, PART
-from skipdecode import ConfigError, SkipSchedule
+from skipdecode import ConfigError
 
 
 @dataclass(frozen=True)
@@ -54,35 +52,12 @@ def read_run(argument: str) -> Run:
         what = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"{path!r} is no evaluation: {what}; name the --output of `python -m eval`")
     report = Report.load(folder / FILE_NAME)
-    _check(report, folder / FILE_NAME)
     predictions = tuple(_predictions(folder, report, row) for row in report.rows)
     _check_prompts(folder, predictions)
     own = folder.resolve().name
     # A checkpoint that was evaluated where it lies is called "." and has its evaluation within.
     known = Path(report.checkpoint).name or folder.resolve().parent.name
     return Run(name or (known if own == "eval" else own), report, predictions)
-
-
-def _check(report: Report, path: Path) -> None:
-    """Refuse what the dataclasses don't: values that are no numbers, rows that can't be compared."""
-    try:
-        json.dumps(asdict(report), ensure_ascii=False, allow_nan=False).encode()
-        for row in report.rows:
-            if unknown := {name for name in row.scores if name.partition(PART)[0] not in METRICS}:
-                raise ValueError(f"the row {row.label} has scores by {min(unknown)!r}, which is no metric")
-            if not row.wall_clock_speedup > 0 or not row.layers_per_step > 0 or not (row.speedup_target or 1) > 0:
-                raise ValueError(f"the row {row.label} has a speed, a target or layers that aren't above 0")
-            # Drafted by as many layers as pay, a lossless row has neither.
-            if row.system != "lossless" and (row.schedule is None) == (row.threshold is None):
-                raise ValueError(f"the row {row.label} needs either a schedule or a threshold")
-            if row.schedule is not None:
-                SkipSchedule.from_dict(row.schedule)
-        report.to_markdown()  # which formats the other figures
-    except (ValueError, TypeError, AttributeError, LookupError, ConfigError) as error:
-        raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
-    metrics = [set(row.scores) for row in report.rows]
-    if not metrics[0] or any(scores != metrics[0] for scores in metrics):
-        raise ConfigError(f"{path}: its rows are not all scored by the same metrics")
 
 
 def _check_prompts(folder: Path, predictions: Sequence[tuple[Prediction, ...]]) -> None:

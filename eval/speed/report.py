@@ -102,13 +102,15 @@ class SpeedReport:
 
     @classmethod
     def load(cls, path: Path) -> "SpeedReport":
-        """The report of a file that holds what `to_json` gives. Raises ConfigError where it can't be read."""
+        """The report of a file that holds what `to_json` gives. Raises ConfigError where it can't be read, or shown."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             rows = [_read_row(row) for row in values.pop("rows")]
-            return cls(SpeedConditions(**values), rows)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            report = cls(SpeedConditions(**values), rows)
+            report.to_markdown()  # which formats the figures
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
+        return report
 
     def to_markdown(self) -> str:
         """Tables for each batch size, ours and that of the peers, and below what they were measured with."""

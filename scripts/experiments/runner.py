@@ -27,11 +27,13 @@ from eval.output import only_writer
 from eval.results import FILE_NAME, Report
 from eval.tables import Table
 from scripts.experiments.variants import Variants
+from skipdecode.command import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.files import write_whole
 from skipdecode.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
+RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 def at_speeds(speeds: Sequence[float] = SPEEDS) -> list[str]:
@@ -242,8 +244,10 @@ def run_python(command: Sequence[str], log: Path, seconds: Path) -> int:
     started = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file)
+        RUNNING.add(process)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+        RUNNING.remove(process)
     entry = {"core": usage.ru_utime + usage.ru_stime, "clock": time.monotonic() - started}
     with seconds.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
@@ -262,7 +266,8 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
 
     failed = False
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    with Progress(*columns, console=make_console(stderr=True)) as progress, ThreadPoolExecutor(at_a_time) as pool:
+    console = make_console(stderr=True)
+    with ended_by_sigterm(), Progress(*columns, console=console) as progress, ThreadPoolExecutor(at_a_time) as pool:
         started = {pool.submit(run, folder): folder for folder in commands if not (folder / mark).exists()}
         bar = progress.add_task("variants", total=len(started))
         try:
@@ -272,7 +277,9 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
                     name = started[future].name
                     progress.console.print(f"{name} failed with status {status}: {name}.log says why")
                 progress.advance(bar)
-        except BaseException:  # such as Ctrl-C: the pool would go on with all that waits
-            pool.shutdown(cancel_futures=True)
+        except BaseException as error:  # such as Ctrl-C: the pool would go on with all that waits
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(RUNNING) if isinstance(error, SystemExit) else ():  # Ctrl-C has reached them
+                process.terminate()  # where it trains, with a checkpoint
             raise
     return not failed

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data import Task
 from data.rows import row_lengths
+from eval.lineup import layers_a_token
 from skipdecode import CostModel
 from skipdecode.families import text_config
 from train.build import build_task, model_config
@@ -64,10 +65,9 @@ class Variants:
         return recipe_sampler(self.recipe(overrides), self.task, self.cost(overrides), rows)[0]
 
     def mean_layers(self, speedup: float) -> int:
-        """The recipe's mean budget at a target, over the horizon and rounded: the layers of a model as fast."""
+        """The layers of a token at a target, rounded: the layers of a model as fast."""
         config = self.prepared.skip_config
-        schedule = config.schedule_for(self.cost(), speedup)
-        return round(schedule.mean_budget(config.horizon or schedule.horizon))
+        return round(layers_a_token(config.schedule_for(self.cost(), speedup), config))
 
     def layers(self, overrides: Sequence[str] = ()) -> int:
         """The layers of a variant's model."""

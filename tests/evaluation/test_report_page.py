@@ -19,6 +19,8 @@ from eval.report.comparison import spread
 from eval.report.page import marked
 from eval.results import Report
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
+from skipdecode import SkipSchedule
+from skipdecode.errors import ConfigError
 from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over
 
@@ -369,7 +371,7 @@ def benchmark() -> SpeedReport:
         batch_size=1,
         weights="packed",
         speedup_target=2.0,
-        schedule={"num_layers": 8},
+        schedule=SkipSchedule(8, 5, 3).to_dict(),
         mean_layers=4.0,
         prefill_seconds=0.5,
         decode_seconds=1.5,
@@ -470,6 +472,8 @@ def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: 
         ({"surprise": 1}, "is no report of an evaluation"),
         ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
         ({"over": "both"}, "its targets are over 'both', and no such speed was measured"),
+        ({"machine": {}}, "is no report of an evaluation"),
+        ({"metrics": None}, "is no report of an evaluation"),
     ],
 )
 def test_a_report_that_can_t_be_used_is_refused(
@@ -478,6 +482,8 @@ def test_a_report_that_can_t_be_used_is_refused(
     write_run(tmp_path / "a")
     file = tmp_path / "a" / "report.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError, match=re.escape(message)):  # wherever it is read, as by --compare
+        Report.load(file)
     assert message in refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
 
 

@@ -241,8 +241,9 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
         words = {"--speedup": "1", "--batch-size": "1", "--peers": "", "--prompt-length": report.stem}
         assert main([*arguments(shape, report, **words), "--predict"]) == 0
     values = json.loads(reports[0].read_text())
-    clock, stopping = tmp_path / "clock.json", tmp_path / "stopping.json"
+    clock, stopping, damaged = (tmp_path / f"{name}.json" for name in ("clock", "stopping", "damaged"))
     clock.write_text(json.dumps({**values, "calibrated": True}))
+    damaged.write_text(json.dumps({**values, "machine": {}}))
     values["rows"][0]["schedule"]["prompt_stop"] = 1
     stopping.write_text(json.dumps(values))
     for others, message in (
@@ -251,6 +252,7 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
         ([stopping], "prompt_stop is 1 in"),
         ([reports[0]], "6.json is the same run as another of these reports"),
         ([tmp_path / "none.json"], "is no report"),
+        ([damaged], "is no report"),
     ):
         assert main(["--merge", str(reports[0]), *map(str, others), "--output", str(tmp_path / "merged.md")]) == 2
         assert message in capsys.readouterr().err

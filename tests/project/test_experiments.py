@@ -1,9 +1,13 @@
 """Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
 
+import concurrent.futures
 import json
+import os
 import random
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -81,12 +85,14 @@ def test_their_names_and_settings_are_those_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("speedup", [2.0, 3.0])
-def test_a_shallow_model_has_as_many_layers_as_the_mean_budget_of_its_target(speedup: float) -> None:
+def test_a_shallow_model_has_as_many_layers_as_a_token_of_the_trainings_texts(speedup: float) -> None:
+    """Texts end early, while a falling budget is large: over the horizon there would be fewer."""
     variants = Variants("quickstart", tuple(SETTINGS))
     config = variants.prepared.skip_config
     schedule = config.schedule_for(CostModel.of(variants.prepared.model), speedup)
-    horizon = config.solver["horizon"]  # the schedule's own may be longer, to meet its target
-    mean = sum(schedule.budget(i) for i in range(horizon)) / horizon
+    texts = [len(row["completion_ids"]) for row in variants.prepared.encoded.rows]
+    budgets = [schedule.budget(token) for length in texts for token in range(length)]
+    mean = sum(budgets) / len(budgets)
     (override,) = Rival("", as_fast_as=speedup).resolve(variants)
     assert override == f"model.layers={round(mean)}"
 
@@ -122,6 +128,29 @@ def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         run_unfinished(commands(tmp_path, first=0, second=0, third=0), "mark", 1)
     assert not (tmp_path / "third").exists()
+
+
+def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that is asked to end leaves a checkpoint: it must neither go on alone nor be killed."""
+    code = "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
+    code += "def end(*_): (folder / 'ended').touch(); sys.exit(143)\n"
+    code += "signal.signal(signal.SIGTERM, end); folder.mkdir(); time.sleep(300)"
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+
+    def terminated(started: Any) -> Iterator[Any]:
+        while not all(folder.exists() for folder in folders[:2]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from concurrent.futures.as_completed(started)
+
+    monkeypatch.setattr(runner, "as_completed", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run_unfinished({folder: ["-c", code, str(folder)] for folder in folders}, "mark", 2)
+    assert ended.value.code == 143
+    assert [(folder / "ended").exists() for folder in folders] == [True, True, False]
+    assert not folders[2].exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def start(experiment: ModuleType, *words: str) -> int:

@@ -144,13 +144,14 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
         overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
         overrides += ["train.logging_steps=1", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
+        overrides += ["data.max_completion_tokens=16"]
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
         if evaluated.setdefault(kind, name) != name:
             overrides.append("evaluation.speedups=null")
         if recipe.data.task == "cnndm":
             overrides.append("data.options={holdout: 4}")
         if recipe.data.task in ("tldr", "cnndm"):
-            overrides.append("data.max_prompt_tokens=64")
+            overrides.append("data.max_prompt_tokens=16")
         if recipe.model.shape is not None:
             overrides += [f"model.tokenizer={shared_data / 'opt'}", f"model.config={json.dumps(SHRUNKEN)}"]
         else:
