@@ -23,7 +23,7 @@ from eval.systems.base import Checkpoint
 from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load
+from skipdecode.loading import adapted_checkpoint, load
 from skipdecode.seal import checksum, decisive_files
 
 
@@ -230,8 +230,17 @@ def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def file_identity(folder: Path) -> dict[str, Any]:
     """The sizes and times of a checkpoint's files; of none where there is no such folder."""
-    files = [*decisive_files(folder), *folder.glob("generation_config.json")]
-    return {file.name: [(status := file.stat()).st_size, status.st_mtime_ns] for file in files}
+    files = {**_files(folder), **{file.name: file for file in folder.glob("generation_config.json")}}
+    return {name: [(status := file.stat()).st_size, status.st_mtime_ns] for name, file in files.items()}
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The files that decide what a checkpoint decodes, by name; of adapters also those of the model that they adapt."""
+    found = {file.name: file for file in decisive_files(folder)}
+    adapted = adapted_checkpoint(folder)
+    if adapted is not None and Path(adapted).is_dir():
+        found |= {f"{Path(adapted).name}/{name}": file for name, file in _files(Path(adapted)).items()}
+    return found
 
 
 def check_same(loaded: Loaded, processes: Processes) -> None:
@@ -265,7 +274,7 @@ def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
     folder = Path(checkpoint.name)
     if not folder.is_dir():
         return {"commit": getattr(checkpoint.model.config, "_commit_hash", None)}
-    return {file.name: checksum(file) for file in decisive_files(folder)}
+    return {name: checksum(file) for name, file in _files(folder).items()}
 
 
 def fingerprint(values: Any) -> str:

@@ -79,8 +79,9 @@ def load_model(
     options["ignore_mismatched_sizes"] = True  # they are listed then, and refused below
     if kwargs.get("local_files_only"):
         options["adapter_kwargs"] = {"local_files_only": True, **kwargs.get("adapter_kwargs", {})}
-    if looks_local and not (path / "config.json").is_file():
-        model = load_model(_adapted(path), dtype, trust_remote_code=trust_remote_code, **kwargs)
+    adapted = adapted_checkpoint(path) if looks_local else None
+    if adapted is not None:
+        model = load_model(adapted, dtype, trust_remote_code=trust_remote_code, **kwargs)
         info = _quietly(name, lambda: model.load_adapter(str(path), use_safetensors=True).to_dict())
     else:
         with _Unfilled():
@@ -171,9 +172,11 @@ def _check_files(folder: Path) -> None:
         raise _pickled(str(folder))
 
 
-def _adapted(folder: Path) -> str:
-    """The checkpoint that a folder of adapters is for."""
+def adapted_checkpoint(folder: Path) -> str | None:
+    """The checkpoint that a folder of adapters is for, or None of another. Raises ConfigError where it isn't said."""
     file = folder / _ADAPTERS_CONFIG
+    if (folder / "config.json").is_file() or not file.is_file():
+        return None
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:

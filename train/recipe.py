@@ -314,7 +314,7 @@ def _check_effects(recipe: Recipe) -> None:
     schedule = recipe.schedule
     if schedule.decay == "constant" and schedule.spread not in (0, ScheduleSection().spread):
         raise ConfigError(
-            f"schedule.spread is {schedule.spread:g} and schedule.decay 'constant', a budget that stays: choose another "
+            f"schedule.spread is {schedule.spread:g} and schedule.decay 'constant', a budget that stays: name another "
             "decay"
         )
     lora = recipe.lora

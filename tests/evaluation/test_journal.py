@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.journal import Journal
+from eval.loading import file_identity
 from skipdecode import ConfigError
 
 HEADER = {"batch_size": 4, "schedules": {"2x": {"max_layers": 6}}, "machine": {"threads": 1}}
@@ -92,3 +93,18 @@ def test_without_a_file_it_is_in_memory() -> None:
     journal.add(("a", "1"), [1, 2])
     assert ("a", "1") in journal
     assert journal["a", "1"] == [1, 2]
+
+
+def test_of_adapters_the_model_that_they_adapt_is_part_of_what_was_evaluated(tmp_path: Path) -> None:
+    base, apart = tmp_path / "base", tmp_path / "apart"
+    for folder, files in ((base, ("config.json", "model.safetensors")), (apart, ("adapter_model.safetensors",))):
+        folder.mkdir()
+        for file in files:
+            (folder / file).write_text("{}")
+    (apart / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    before = file_identity(apart)
+    assert len(before) == 4
+    (base / "model.safetensors").write_text("{ }")
+    assert file_identity(apart) != before
+    (apart / "config.json").write_text("{}")  # merged: the base is no part of it any more
+    assert len(file_identity(apart)) == 3

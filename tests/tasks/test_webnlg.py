@@ -1,6 +1,7 @@
 """WebNLG: reading the challenge's XML and the Hub's form, prompts, names hidden and put back, and what is refused."""
 
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -246,4 +247,5 @@ def test_the_real_data_has_its_known_sizes_and_its_names_come_back(shared_data: 
             assert not re.search(r"X[q-t][a-z]\b", task.restore(example, target))
     assert stated / total > 0.9
     shuffled = WebNLG(str(shared_data / "webnlg"), delexicalise=True, shuffle=True)
-    assert [example.prompt for example in shuffled.load("validation")] == [example.prompt for example in validation]
+    prompts = [example.prompt for example in islice(shuffled.stream("validation"), 99)]
+    assert prompts == [example.prompt for example in validation[:99]]
