@@ -57,8 +57,12 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
     return adapted
 
 
-def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
-    """Turn a folder of adapters into a checkpoint of merged weights, with the adapters in `adapter/` in it."""
+def merge_adapters(base: PreTrainedModel, folder: Path, *, keep: bool) -> None:
+    """Turn a folder of adapters into a checkpoint of merged weights.
+
+    Args:
+        keep: the adapters, in `adapter/` in it; to no use where the model that they adapt can't be found again.
+    """
     import peft
 
     apart = folder / ADAPTER_FOLDER
@@ -74,3 +78,5 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     remembered = SkipConfig.load(apart)
     if remembered is not None:
         remembered.save(folder)
+    if not keep:
+        shutil.rmtree(apart)

@@ -51,7 +51,8 @@ def finish(
         (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
         if recipe.lora.r is not None and recipe.lora.merge:
             base, _ = build_model(recipe, [], tokenizer)
-            merge_adapters(base, partial)
+            found_again = recipe.model.name_or_path and recipe.model.layers is None and not recipe.model.config
+            merge_adapters(base, partial, keep=bool(found_again))
             del base
         if (partial / "config.json").exists():  # not adapters apart
             write_custom_generate(partial)

@@ -78,6 +78,13 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
     assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
 
 
+def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(base: Path, tmp_path: Path) -> None:
+    """`adapter/` names the whole model, whose layers those of a shallow one aren't."""
+    shallow = tuned(base, tmp_path / "shallow", "model.layers=3", "schedule.speedups=[1]", "train.max_steps=1")
+    assert load_model(str(shallow)).config.num_hidden_layers == 3
+    assert not (shallow / "adapter").exists()
+
+
 def test_a_run_killed_while_its_texts_are_measured_can_be_finished(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
