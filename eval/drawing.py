@@ -1,5 +1,6 @@
 """Drawing: the look of every picture, and the parts that several of them share."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,11 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
             rows = sorted(own, key=lambda row: row.speed(over).median)
             draw_quality(axes, number, f" {name}", rows, metric, over)  # a legend leaves out names that start with _
             if number == 0 and few:
+                alike: dict[tuple[float, float], list[Row]] = {}  # targets that got the same budget, which stays
                 for row in own:
-                    _annotate(axes, row, metric, over)
+                    alike.setdefault((row.mean_layers, row.scores[metric.name]), []).append(row)
+                for same in alike.values():
+                    _annotate(axes, same, metric, over)
         axes.axhline(full.scores[metric.name], color=MUTED, lw=0.9, ls=":", zorder=0)
         if first.reference is not None:
             reference = f" {Path(first.reference).name} at full depth"
@@ -172,11 +176,14 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         save_png(path, figure)
 
 
-def _annotate(axes: Axes, row: Row, metric: Metric, over: Over) -> None:
-    name = row.label if row.speedup_target is None else f"target {row.speedup_target:g}x"
+def _annotate(axes: Axes, rows: Sequence[Row], metric: Metric, over: Over) -> None:
+    """Write what was asked for, or the names, and the layers above rows that lie beside each other."""
+    targets = [f"{row.speedup_target:g}x" for row in rows if row.speedup_target is not None]
+    named = [row.label for row in rows if row.speedup_target is None]
+    name = ", ".join([*([f"target {', '.join(targets)}"] if targets else []), *named])
     axes.annotate(
-        f"{name}\n{row.mean_layers:.1f} layers",
-        (row.speed(over).median, row.scores[metric.name]),
+        f"{name}\n{rows[0].mean_layers:.1f} layers",
+        (statistics.fmean(row.speed(over).median for row in rows), rows[0].scores[metric.name]),
         xytext=(0, 9),
         textcoords="offset points",
         ha="center",
