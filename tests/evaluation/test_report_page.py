@@ -14,6 +14,8 @@ import pytest
 from finished_runs import save, write_calm_run, write_run
 from matplotlib.figure import Figure
 
+import eval.drawing
+from eval.drawing import draw_frontier
 from eval.report.cli import main
 from eval.report.comparison import spread
 from eval.report.page import marked
@@ -357,6 +359,20 @@ def test_a_shallow_model_stands_beside_what_skips_at_the_same_speed(tmp_path: Pa
     assert [line["name"] for line in values["lines"]] == ["skips", "shallow: deep", "shallow"]
     (about,) = values["rivals"]
     assert (about["speed"], about["labels"]) == (3, ["3x", None, "full-depth"])
+
+
+def test_a_picture_has_one_label_for_targets_that_got_the_same_budget(tmp_path: Path, monkeypatch: Any) -> None:
+    """Their points lie upon each other, apart by what a clock says twice."""
+    found: list[str] = []
+
+    def noted(path: Path, figure: Figure) -> None:
+        found.extend(text.get_text() for text in figure.axes[0].texts if "layers" in text.get_text())
+
+    report = write_run(tmp_path / "a", speedups=(1.0, 2.0, 3.0))
+    same = replace(report.rows[2], label="2.8x", speedup_target=2.8, wall_clock_speedup=2.9)
+    monkeypatch.setattr(eval.drawing, "save_png", noted)
+    draw_frontier(tmp_path / "picture.png", {"a": replace(report, rows=[*report.rows, same])}, "")
+    assert found == ["target 1x\n8.0 layers", "target 2x\n4.0 layers", "target 3x, 2.8x\n3.0 layers"]
 
 
 def test_an_evaluation_within_a_checkpoint_that_was_called_a_dot_has_its_folders_name(tmp_path: Path) -> None:
