@@ -23,6 +23,7 @@ from eval.systems.base import Checkpoint
 from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.decode import check_mode
 from skipdecode.loading import adapted_checkpoint, load
 from skipdecode.seal import checksum, decisive_files
 
@@ -169,6 +170,10 @@ def load_checkpoint(
             f"the generation_config.json of {name} has stop_strings, and texts end at the end token alone here: take "
             "them out"
         )
+    try:
+        check_mode(model.generation_config)
+    except ConfigError as error:
+        raise ConfigError(f"the generation_config.json of {name}: {error}") from error
     if not placed:
         model.to(device)  # type: ignore[arg-type]
     return Checkpoint(name, model, tokenizer)

@@ -1,5 +1,6 @@
 """Tables: headers and rows of texts, for Markdown and for the terminal."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -9,6 +10,7 @@ from rich.console import JustifyMethod
 
 Item = TypeVar("Item")
 Column: TypeAlias = tuple[str, Callable[[Item], str]]  # a header, and an item's cell below it
+_BARE_BAR = re.compile(r"(?<!\\)\|")  # which would end a cell, as in a schedule file's name
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,14 @@ class Table:
         return cls([header for header, _ in columns], rows, title)
 
     def to_markdown(self) -> str:
-        """The lines of the table, without its title."""
+        r"""The lines of the table, without its title.
+
+        >>> print(Table(["row"], [["a|b"]]).to_markdown().splitlines()[-1])
+        | a\|b |
+        """
         rules = ["---" if number < self.left else "---:" for number in range(len(self.headers))]
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headers, rules, *self.rows))
+        lines = [[_BARE_BAR.sub(r"\|", cell) for cell in cells] for cells in (self.headers, rules, *self.rows)]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
     def to_rich(self) -> rich.table.Table:
         """The table for the terminal."""

@@ -379,12 +379,7 @@ def check_request(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raise ConfigError for what `generate` was asked for and a schedule can't decode, as `skip_generate` says."""
-    if (generation_config.num_beams or 1) > 1:
-        raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
-    mode = generation_config.get_generation_mode(dropped_by_generate("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        asked = mode.value.replace("_", " ")
-        raise ConfigError(f"{asked} is asked for: skip_generate decodes greedily or samples")
+    check_mode(generation_config)
     prepare = vars(unwrap(model)).get("prepare_inputs_for_generation")
     if isinstance(wrapper := getattr(prepare, "__self__", None), nn.Module):
         unwrap(wrapper)  # peft calls its base model's generate with this one set; prompt tuning is refused
@@ -398,6 +393,16 @@ def check_request(
     if generation_config.output_attentions or generation_config.output_hidden_states:
         raise ConfigError("output_attentions and output_hidden_states are not given: layers differ from step to step")
     _check_positions(model, input_ids, generation_config.max_length, model_kwargs)
+
+
+def check_mode(generation_config: GenerationConfig) -> None:
+    """Raise ConfigError where texts are to be searched for: a schedule decodes greedily or samples."""
+    if (generation_config.num_beams or 1) > 1:
+        raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
+    mode = generation_config.get_generation_mode(dropped_by_generate("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked = mode.value.replace("_", " ")
+        raise ConfigError(f"{asked} is asked for: skip_generate decodes greedily or samples")
 
 
 def check_unhealed(token_healing: object) -> None:

@@ -303,6 +303,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--reference", "FULL"], "that is the checkpoint itself"),
         (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
         (["--reference", "STOPS"], "the generation_config.json of STOPS has stop_strings"),
+        (["--reference", "BEAMS"], "the generation_config.json of BEAMS: num_beams is 2"),
         (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
@@ -353,6 +354,8 @@ def test_a_bad_request_is_one_line_and_writes_nothing(
         save_checkpoint(Path("OTHERWORDS"), 2, vocab_size=300)
     if "STOPS" in words:
         set_generation(Path(shutil.copytree(full, "STOPS")), stop_strings=["."])
+    if "BEAMS" in words:
+        set_generation(Path(shutil.copytree(full, "BEAMS")), num_beams=2)
     if "HALF" in words:
         shutil.copytree(full, "HALF")
         load(str(full))[0].bfloat16().save_pretrained("HALF")
