@@ -51,7 +51,10 @@ class OwnText(TextToText):
             ("completion_column", completion_column, "answer"),
         ):
             if not column:
-                raise ConfigError(f"{option} is missing: name a column of the files (data.options.{option}={example})")
+                raise ConfigError(
+                    f"{option} is missing: name a column of the files (data.options.{option}={example}; in the "
+                    f"evaluation --task-option {option}={example})"
+                )
         assert prompt_column is not None
         assert completion_column is not None
         self.prompt_column, self.completion_column = prompt_column, completion_column

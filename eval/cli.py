@@ -112,10 +112,25 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is decoded")
-    group.add_argument("--task", help="default: what the checkpoint was trained on")
-    group.add_argument("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
+    add_task(group)
     group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
+
+
+def add_task(parser: argparse._ActionsContainer) -> None:
+    """The options that name a task."""
+    add = parser.add_argument
+    add("--task", help="default: what the checkpoint was trained on")
+    add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
+    add(
+        "--task-option",
+        dest="task_options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="options of the task beside or in place of those that the checkpoint was trained with, such as "
+        "prompt_column=question",
+    )
 
 
 def _add_systems(parser: argparse.ArgumentParser) -> None:

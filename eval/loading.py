@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from transformers import DistributedConfig
 
+from configs.files import YAML_ERRORS
 from data import Example, Task, load_task
 from data.columns import Prompt
 from eval.decoding import encode_test_set
@@ -24,6 +26,7 @@ from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.decode import check_mode
+from skipdecode.errors import first_line
 from skipdecode.loading import adapted_checkpoint, load
 from skipdecode.seal import checksum, decisive_files
 
@@ -76,7 +79,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     checkpoint = load_named(request.checkpoint)
     reference = load_named(request.reference) if request.reference is not None else None
     config = SkipConfig.of(checkpoint.model.config)
-    name, options = task_options(request.task, config)
+    name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = list(islice(task.stream("test"), request.limit))
     validation = []
@@ -122,6 +125,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "checkpoint": checkpoint_identity(loaded.checkpoint),
         "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
         "task": loaded.task.name,
+        "task_options": list(request.task_options),
         "test_set": fingerprint(
             [[e.id, e.references, p.ids] for e, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),
@@ -184,15 +188,33 @@ def remembered(config: SkipConfig | None, task: str) -> Mapping[str, Any]:
     return config.task if config is not None and config.task.get("name") == task else {}
 
 
-def task_options(asked: str | None, config: SkipConfig | None) -> tuple[str, dict[str, Any]]:
-    """Name and options of the task asked for, or else of the checkpoint's: those that it was trained with.
+def task_options(
+    asked: str | None, config: SkipConfig | None, changes: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Name and options of the task asked for, or else of the checkpoint's: those that it was trained with, changed by
+    pairs of key=value.
 
-    Raises ConfigError where neither names one.
+    Raises ConfigError where neither names a task, and for pairs that are none.
     """
     name = asked or (config.task.get("name") if config is not None else None)
     if name is None:
         raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
-    return name, dict(remembered(config, name).get("options", {}))
+    return name, {**remembered(config, name).get("options", {}), **_changed_options(changes)}
+
+
+def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of the task from `key=value` pairs. Raises ConfigError for what is none."""
+    for pair in pairs:
+        if not all(part.strip() for part in pair.partition("=")):
+            raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
+    try:
+        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+    except YAML_ERRORS as error:
+        raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
+    assert isinstance(changes, dict)
+    if "path" in changes:
+        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
+    return {str(key): value for key, value in changes.items()}
 
 
 def validation_examples(task: Task, limit: int | None, advice: str) -> list[Example]:

@@ -35,6 +35,7 @@ class Request:
     reference: str | None = None
     task: str | None = None
     data_dir: str | None = None
+    task_options: tuple[str, ...] = ()  # key=value
     limit: int | None = None
     batch_size: int = 32
     time_batch_sizes: tuple[int, ...] = ()  # none: batch_size

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from eval.cli import add_task
 from eval.load.request import DEFAULT_RATES, LoadRequest
 from skipdecode.command import run_command
 from skipdecode.projections import Weights
@@ -71,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", dest="rates", type=float, nargs="+", default=list(DEFAULT_RATES), metavar="R", help=rates)
     add("--requests", type=int, default=100, metavar="N", help="of a turn: a system at a rate (default 100)")
     add("--rounds", type=int, default=3, metavar="N", help="each system takes a turn at each rate so often (default 3)")
-    add("--task", help="default: the checkpoint's")
-    add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
+    add_task(parser)
     add("--max-new-tokens", type=int, metavar="N", help="default: the task's")
     add(
         "--rows",

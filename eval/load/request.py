@@ -46,6 +46,7 @@ class LoadRequest:
     rounds: int = 3
     task: str | None = None
     data_dir: str | None = None
+    task_options: tuple[str, ...] = ()  # key=value
     max_new_tokens: int | None = None
     rows: int = 32  # that a server started here decodes at once
     wave_rows: int = 1

@@ -49,7 +49,7 @@ def _benchmark(request: LoadRequest) -> None:
     if folder is not None and not Path(folder).is_dir() and folder.count("/") != 1:
         raise ConfigError(f"--checkpoint {folder} is not a folder, and no name of a repository on the Hub")
     remembered = SkipConfig.load(request.checkpoint) if request.checkpoint is not None else None
-    name, options = task_options(request.task, remembered)
+    name, options = task_options(request.task, remembered, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     prompts = [example.prompt for example in task.stream("test")]
     max_new_tokens = request.max_new_tokens or task.max_new_tokens

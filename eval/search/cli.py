@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from eval.cli import add_task
 from eval.search.paired import METRICS
 from eval.search.request import SearchRequest
 from skipdecode.command import run_command
@@ -44,16 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--speedup", type=float, metavar="X", help="the budget: a target for the wall clock, as in python -m eval")
     add("--mean-layers", type=float, metavar="K", help="or: layers per generated token over the default's horizon")
     add("--trials", type=int, default=20, metavar="N", help="schedules, the default among them (default 20)")
-    add("--task", help="default: what the checkpoint was trained on")
-    add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
-    add(
-        "--task-option",
-        dest="task_options",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="options of the task beside or in place of those that the checkpoint was trained with, such as holdout=60",
-    )
+    add_task(parser)
     add("--limit", type=int, metavar="N", help="only the first N prompts of the validation data")
     add("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
     add("--metric", default="bleu", choices=METRICS, help="what is best (default bleu)")

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from configs.files import YAML_ERRORS
 from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
@@ -36,7 +33,6 @@ from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import Cost
 from skipdecode.device import resolve_device
-from skipdecode.errors import first_line
 
 PICTURE, TRIALS = "search.png", "trials.jsonl"
 HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none are named
@@ -63,8 +59,7 @@ def search(request: SearchRequest) -> SearchReport:
 def _try_schedules(request: SearchRequest) -> SearchReport:
     _check_folder(request.output)
     config = SkipConfig.load(request.checkpoint)
-    name, options = task_options(request.task, config)
-    options |= _changed_options(request.task_options)
+    name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
     if len(examples) < 2:
@@ -133,21 +128,6 @@ def _check_folder(folder: Path) -> None:
     files = {file.name for file in folder.iterdir()} - {LOCK} if folder.exists() else set()
     if files and TRIALS not in files:
         raise ConfigError(f"--output {folder} holds files that are no search's: name another folder, or remove it")
-
-
-def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of the task from `key=value` pairs. Raises ConfigError for what is none."""
-    for pair in pairs:
-        if not all(part.strip() for part in pair.partition("=")):
-            raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
-    try:
-        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
-    except YAML_ERRORS as error:
-        raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
-    assert isinstance(changes, dict)
-    if "path" in changes:
-        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
-    return {str(key): value for key, value in changes.items()}
 
 
 def _trained_on(

@@ -73,6 +73,22 @@ def test_a_checkpoint_whose_generate_returns_more_than_texts_has_the_same_ones(f
         assert predictions(tmp_path / "more", label) == predictions(tmp_path / "plain", label)
 
 
+def test_options_of_a_task_are_named_beside_or_in_place_of_those_of_the_training(full: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "train.csv").write_text("ask,say\nWhen?,Never.\n")
+    (own / "test.csv").write_text("ask,say\nWhere to?,Rome.\nWhen?,Now.\nWhen?,At noon.\n")
+    words = ["--task", "text", "--data-dir", own, "--task-option", "prompt_column=ask", "completion_column=say"]
+    report = evaluate(tmp_path / "text", "--checkpoint", full, "--speedup", "1", *words)
+    lines = [json.loads(line) for line in (tmp_path / "text" / "predictions" / "1x.jsonl").read_text().splitlines()]
+    assert report.task == "text"
+    assert [line["references"] for line in lines] == [["Rome."], ["Now.", "At noon."]]
+    fewer = evaluate(tmp_path / "fewer", "--checkpoint", full, "--speedup", "1", "--task-option", "test_size=5")
+    all_of_them = evaluate(tmp_path / "all", "--checkpoint", full, "--speedup", "1")
+    assert (fewer.task, fewer.examples, all_of_them.examples) == ("departures", 5, 9)
+    assert predictions(tmp_path / "fewer", "1x") == predictions(tmp_path / "all", "1x")[:5]
+
+
 def test_a_shallow_checkpoint_is_measured_against_its_reference(
     full: Path, shallow: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -323,6 +339,8 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--checkpoint", "E2E"], "'E2E' is no checkpoint: it has no config.json"),
         (["--checkpoint", "./nowhere"], "is no checkpoint: it is not a folder"),
         (["--task", "e2ee"], "unknown task 'e2ee'"),
+        (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
+        (["--task-option", "test_size=few"], "test_size is 'few'"),
         (["--speedup", "0.5"], "name different targets of 1 or more"),
         (["--speedup", "inf"], "name different targets of 1 or more"),
         (["--limit", "0"], "--limit is 0"),

@@ -332,6 +332,7 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
         ({"--wave-rows": "4"}, "--wave-rows is of a server that is started here"),
         ({"--url": "http://127.0.0.1:9/v1"}, "no server of OpenAI's interface answers there"),
         ({"--task": "departure"}, "unknown task 'departure': did you mean 'departures'?"),
+        ({"--task-option": "test_size=few"}, "test_size is 'few'"),
         ({"--output": "load.txt"}, "name a .json file"),
     ],
 )
