@@ -56,12 +56,14 @@ class Way:
         share: of the trained model's steps.
         speed: that a shallow model is made for; None of one that decodes at any.
         seed: of its training, and of the trained model's.
+        layers: of a shallow model; None for as many as are as fast.
     """
 
     kind: str
     share: float
     speed: float | None = None
     seed: int = 0
+    layers: int | None = None
 
     @property
     def name(self) -> str:
@@ -79,11 +81,8 @@ class Way:
             return (*start, *FULL_DEPTH)
         if self.speed is None:
             return (*start, *SKIPPING[self.kind])
-        layers = (
-            f"model.layers={variants.mean_layers(self.speed)}",
-            f"model.keep={self.kind.removeprefix('shallow-')}",
-        )
-        return (*start, *FULL_DEPTH, *layers)
+        layers = variants.layers_as_fast(self.speed) if self.layers is None else self.layers
+        return (*start, *FULL_DEPTH, f"model.layers={layers}", f"model.keep={self.kind.removeprefix('shallow-')}")
 
     def row(self, report: Report, speed: float) -> Row | None:
         """The row of a report that is to be compared at a speed."""
@@ -100,6 +99,7 @@ def main() -> int:
     parser.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.2, 1.0], metavar="S", help="of the steps")
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="that all are compared at")
     parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
+    parser.add_argument("--layers", type=int, metavar="N", help="of shallow models (default: as many as are as fast)")
     options = parser.parse_intermixed_args()
     if options.rate is not None and not options.rate > 0:
         raise ConfigError(f"--rate is {options.rate:g}: it must be above 0")
@@ -108,7 +108,8 @@ def main() -> int:
     ways: dict[str, Way] = {}
     for seed, share in product(options.seeds, options.shares):
         several = [Way(kind, share, seed=seed) for kind in (*SKIPPING, BASE)]
-        several += [Way(f"shallow-{keep}", share, speed, seed) for speed in options.speeds for keep in KEPT]
+        shallow = [(speed, seed, options.layers) for speed in options.speeds]
+        several += [Way(f"shallow-{keep}", share, *made) for made in shallow for keep in KEPT]
         ways |= {way.name: way for way in several}
 
     def evaluations(name: str, run: Path) -> dict[str, list[str]]:

@@ -40,7 +40,7 @@ class Rival:
     Attributes:
         what: one line.
         overrides: of the recipe.
-        as_fast_as: a target; the model is a shallow one, of as many layers as the recipe's mean budget at it.
+        as_fast_as: a target; the model is a shallow one, of as many layers as are as fast.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Rival:
         """All overrides, with the layers of a shallow model. Raises ConfigError for a target out of reach."""
         if self.as_fast_as is None:
             return self.overrides
-        return (*self.overrides, f"model.layers={variants.mean_layers(self.as_fast_as)}")
+        return (*self.overrides, f"model.layers={variants.layers_as_fast(self.as_fast_as)}")
 
 
 def _skipdecode(what: str, *overrides: str) -> Rival:

@@ -1,6 +1,7 @@
 """Variants of one recipe that are compared, and the work of each."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from data import Task
 from data.rows import row_lengths
-from eval.lineup import layers_a_token
-from skipdecode import CostModel
+from skipdecode import CostModel, SkipSchedule
+from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from train.build import build_task, model_config
 from train.dry_run.work import SAMPLED_STEPS, mean_work
@@ -64,10 +65,22 @@ class Variants:
         rows = self.prepared.encoded.rows
         return recipe_sampler(self.recipe(overrides), self.task, self.cost(overrides), rows)[0]
 
-    def mean_layers(self, speedup: float) -> int:
-        """The layers of a token at a target, rounded: the layers of a model as fast."""
+    def layers_as_fast(self, speedup: float) -> int:
+        """The layers of a shallow model whose speed over the recipe's model is nearest to a target, as the cost model
+        predicts it: of the same texts, prompts and batches, and of what the recipe's targets are of.
+
+        Raises ConfigError for a target that one layer alone doesn't reach.
+        """
         config = self.prepared.skip_config
-        return round(layers_a_token(config.schedule_for(self.cost(), speedup), config))
+        cost = config.cost_for(self.cost())
+
+        def speed(layers: int) -> float:
+            alone = SkipSchedule(cost.num_layers, layers, layers, decay="constant", prompt="max")
+            return cost.speedup(alone, over=config.over)
+
+        if speedup > speed(1):
+            raise ConfigError(f"speedup is {speedup:g}: one layer alone reaches at most {speed(1):.2f}x")
+        return min(range(1, cost.num_layers + 1), key=lambda layers: abs(math.log(speed(layers) / speedup)))
 
     def layers(self, overrides: Sequence[str] = ()) -> int:
         """The layers of a variant's model."""

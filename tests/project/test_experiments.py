@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import math
 import os
 import random
 import signal
@@ -84,17 +85,22 @@ def test_their_names_and_settings_are_those_of_the_documentation() -> None:
                 assert f"`{override}`" in line, override
 
 
-@pytest.mark.parametrize("speedup", [2.0, 3.0])
-def test_a_shallow_model_has_as_many_layers_as_a_token_of_the_trainings_texts(speedup: float) -> None:
-    """Texts end early, while a falling budget is large: over the horizon there would be fewer."""
-    variants = Variants("quickstart", tuple(SETTINGS))
+@pytest.mark.parametrize("over", ["all", "decode"])
+def test_a_shallow_model_has_the_layers_whose_own_cost_is_nearest_to_the_target(over: str) -> None:
+    """Not those of a token under a falling budget: a batch runs on, at small ones, until its longest text has ended."""
+    falling = ("schedule.decay=linear", "schedule.batch_size=32")
+    variants = Variants("quickstart", (*SETTINGS, f"schedule.over={over}", *falling))
     config = variants.prepared.skip_config
-    schedule = config.schedule_for(CostModel.of(variants.prepared.model), speedup)
-    texts = [len(row["completion_ids"]) for row in variants.prepared.encoded.rows]
-    budgets = [schedule.budget(token) for length in texts for token in range(length)]
-    mean = sum(budgets) / len(budgets)
-    (override,) = Rival("", as_fast_as=speedup).resolve(variants)
-    assert override == f"model.layers={round(mean)}"
+    config.solver["lengths"] = [[8, 900], [48, 100]]  # type: ignore[index]
+
+    def seconds(layers: int) -> float:
+        cost = config.cost_for(variants.cost([f"model.layers={layers}"]))
+        return cost.seconds(SkipSchedule.full_depth(layers), over=over)  # type: ignore[arg-type]
+
+    whole = seconds(variants.layers())
+    for target in (1.0, 1.3, 1.6, 2.0, 3.0, 4.0):
+        found = [abs(math.log(whole / seconds(layers) / target)) for layers in range(1, variants.layers() + 1)]
+        assert Rival("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
 
 
 def test_a_target_out_of_reach_is_refused_before_anything_runs(variants: Variants) -> None:
@@ -327,7 +333,7 @@ def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_lay
         assert recipe.optim.learning_rate == pytest.approx(variants.recipe().optim.learning_rate / 3, rel=1e-3)
         assert recipe.optim.warmup_steps == 0
         model = AutoModelForCausalLM.from_pretrained(tmp_path / way.name)
-        layers = variants.mean_layers(2.0) if way.speed is not None else 8
+        layers = variants.layers_as_fast(2.0) if way.speed is not None else 8
         assert model.config.num_hidden_layers == layers < 9
     # One step at a low rate leaves weights near those that it started from; random ones would be elsewhere.
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
