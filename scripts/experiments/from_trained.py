@@ -103,13 +103,15 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.rate is not None and not options.rate > 0:
         raise ConfigError(f"--rate is {options.rate:g}: it must be above 0")
+    if options.layers is not None and options.layers < 1:
+        raise ConfigError(f"--layers is {options.layers}: it must be at least 1")
     bases = {seed: f"{BASE} seed {seed}" for seed in options.seeds}
     runs = {seed: options.output.resolve() / folder_name(name) for seed, name in bases.items()}
     ways: dict[str, Way] = {}
     for seed, share in product(options.seeds, options.shares):
         several = [Way(kind, share, seed=seed) for kind in (*SKIPPING, BASE)]
-        shallow = [(speed, seed, options.layers) for speed in options.speeds]
-        several += [Way(f"shallow-{keep}", share, *made) for made in shallow for keep in KEPT]
+        for speed, keep in product(options.speeds, KEPT):
+            several.append(Way(f"shallow-{keep}", share, speed, seed, options.layers))
         ways |= {way.name: way for way in several}
 
     def evaluations(name: str, run: Path) -> dict[str, list[str]]:
