@@ -159,7 +159,8 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
         if metrics[0].name in row.intervals:
             low, high = row.intervals[metrics[0].name]
             scores[0] += f" [{low:.1f}, {high:.1f}]"
-        speeds = [show_target(row.speedup_target), str(row.speed("decode")), show_speed(row.whole_speedup)]
+        asked = show_target(row.speedup_target, row.planned_speedup)
+        speeds = [asked, str(row.speed("decode")), show_speed(row.whole_speedup)]
         agreeing = [show_share(row.agreeing) for _ in agreement]
         return [row.label, f"{row.mean_layers:.2f} of {row.num_layers}", *speeds, *scores, *agreeing]
 
@@ -175,7 +176,7 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
         "rows": [cells(row) for row in report.rows],
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
-        f"{report.date}; intervals of scores are of 95 %. {report.speed_note()}",
+        f"{report.date}; intervals of scores are of 95 %. {' '.join([report.speed_note(), *report.planned_notes()])}",
         "picture": picture.as_posix() if (folder / picture).exists() else None,
     }
 

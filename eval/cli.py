@@ -133,6 +133,16 @@ def add_task(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_strict(parser: argparse._ActionsContainer) -> None:
+    """The option that refuses what can't be reached."""
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse a target that can't be reached; without it the fastest schedule that the checkpoint was trained "
+        "for decodes, and the report marks the row",
+    )
+
+
 def _add_systems(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how", "What is named here takes turns with full depth on each batch.")
     group.add_argument(
@@ -150,6 +160,7 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         help="what targets are of: decoding, or prompt and decoding together (default: what the checkpoint was trained "
         "for); both speeds are measured",
     )
+    add_strict(group)
     group.add_argument(
         "--schedule",
         dest="schedules",

@@ -24,6 +24,7 @@ from skipdecode.decode import profile_for
 from skipdecode.lean import choose_weights, lean_decoder
 from skipdecode.lengths import Lengths
 from skipdecode.plain_parts import why_not_lean
+from skipdecode.plan import SpeedPlan
 from skipdecode.profile import Profile, describe_clock
 from skipdecode.projections import Weights
 
@@ -36,20 +37,24 @@ class Plan:
 
     Attributes:
         weights: what decode steps compute with.
-        schedules: by batch size and speedup.
+        schedules: by batch size and speedup, with what they are expected to reach.
         drafts: those of lossless decoding, likewise.
         clock: what the schedules were solved for, in words.
     """
 
     weights: Weights
-    schedules: dict[int, dict[float, SkipSchedule]]
-    drafts: dict[int, dict[float, SkipSchedule]]
+    schedules: dict[int, dict[float, SpeedPlan]]
+    drafts: dict[int, dict[float, SpeedPlan]]
     clock: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a journal."""
         solved = {
-            name: [[size, speedup, one.to_dict()] for size, found in by_size.items() for speedup, one in found.items()]
+            name: [
+                [size, speedup, one.schedule.to_dict(), one.speedup, one.limit]
+                for size, found in by_size.items()
+                for speedup, one in found.items()
+            ]
             for name, by_size in (("schedules", self.schedules), ("drafts", self.drafts))
         }
         return {"weights": self.weights, **solved, "clock": self.clock}
@@ -57,11 +62,22 @@ class Plan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Plan":
         """The plan that `to_dict` described."""
-        solved: dict[str, dict[int, dict[float, SkipSchedule]]] = {"schedules": {}, "drafts": {}}
+        solved: dict[str, dict[int, dict[float, SpeedPlan]]] = {"schedules": {}, "drafts": {}}
         for name, by_size in solved.items():
-            for size, speedup, schedule in values[name]:
-                by_size.setdefault(size, {})[float(speedup)] = SkipSchedule.from_dict(schedule)
+            for size, target, schedule, speedup, limit in values[name]:
+                found = SpeedPlan(SkipSchedule.from_dict(schedule), float(target), speedup, limit, values["clock"])
+                by_size.setdefault(size, {})[float(target)] = found
         return cls(values["weights"], **solved, clock=values["clock"])
+
+    def warnings(self) -> list[str]:
+        """Say of each target that can't be reached what decodes in its place, at the first batch size that has none."""
+        missed: dict[float | None, str] = {}
+        for by_size in (self.schedules, self.drafts):
+            for size, found in by_size.items():
+                for one in found.values():
+                    if not one.reached:
+                        missed.setdefault(one.target, f"at batch {size}, {one.warning()}")
+        return list(missed.values())
 
 
 @dataclass(frozen=True)
@@ -83,15 +99,17 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
     What is decided and found goes into the journal. Raises ConfigError, before anything does, for what can't be met.
     """
     if _PLAN not in journal:
-        plan = _plan(request, loaded)
+        plan = _plan(request, loaded, console)
         _take_part(request, loaded, plan, {}, request.batch_size)  # for the errors
         journal.add(_PLAN, plan.to_dict())
     plan = Plan.from_dict(journal[_PLAN])
+    for warning in plan.warnings():
+        console.print(f"warning: {warning}", soft_wrap=True)
     thresholds = _thresholds(request, loaded, plan, journal, console)
     return Lineup({size: _take_part(request, loaded, plan, thresholds, size) for size in plan.schedules}, plan.clock)
 
 
-def _plan(request: Request, loaded: Loaded) -> Plan:
+def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
     for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
         if asked and (reason := why_not_lean(checkpoint.model)) is not None:
@@ -110,16 +128,17 @@ def _plan(request: Request, loaded: Loaded) -> Plan:
         )
     decoder = replace(checkpoint, weights=weights)
     sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
-    profile = clock_of(decoder, config, sizes, loaded.prompt_ids, calibrate=request.calibrate)
-    schedules: dict[int, dict[float, SkipSchedule]] = {}
-    drafts: dict[int, dict[float, SkipSchedule]] = {}
+    profile = clock_of(decoder, config, sizes, loaded.prompt_ids, console, calibrate=request.calibrate)
+    schedules: dict[int, dict[float, SpeedPlan]] = {}
+    drafts: dict[int, dict[float, SpeedPlan]] = {}
     for size in sizes:
-        at_hand: Any = {"prompts": prompts_at_hand(loaded.prompt_ids, size), "profile": profile}
+        prompts = prompts_at_hand(loaded.prompt_ids, size)
+        at_hand: Any = {"prompts": prompts, "profile": profile, "strict": request.strict}
         schedules[size] = {
-            speedup: config.schedule_for(checkpoint.cost, speedup, over=request.over, **at_hand) for speedup in speedups
+            speedup: config.plan_for(checkpoint.cost, speedup, over=request.over, **at_hand) for speedup in speedups
         }
         drafts[size] = {  # lossless prompts run every layer
-            speedup: config.schedule_for(checkpoint.cost, speedup, over="decode", **at_hand)
+            speedup: config.plan_for(checkpoint.cost, speedup, over="decode", **at_hand)
             for speedup in filter(None, request.lossless)
         }
     return Plan(weights, schedules, drafts, describe_clock(profile))
@@ -130,23 +149,27 @@ def clock_of(
     config: SkipConfig,
     batch_sizes: Sequence[int],
     prompts: Sequence[Sequence[int]],
+    console: Console,
     *,
     calibrate: bool,
 ) -> Profile | None:
     """The clock that a target's schedule follows from: the profile that is kept for this machine.
 
     Or one that is measured now, where that is asked for: as by `skipdecode calibrate`, but behind prompts such as
-    these, and not kept. None: bytes and operations.
+    these, and not kept; the console is told where its rounds disagree. None: bytes and operations.
     """
     if not calibrate:
         return profile_for(checkpoint.model, checkpoint.weights)
     fewer = {max(1, size // 4) for size in batch_sizes}  # rows whose texts have ended leave
-    return measure_profile(
+    measured = measure_profile(
         checkpoint.model,
         batch_sizes=sorted({*batch_sizes, *fewer}),
         prompt_lengths=config.timed_lengths(round(statistics.median(map(len, prompts)))),
         weights=checkpoint.weights,
     )
+    if (warning := measured.warning()) is not None:
+        console.print(f"warning: {warning}", soft_wrap=True)
+    return measured.profile
 
 
 def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
@@ -188,7 +211,7 @@ def _thresholds(
     with Progress(console=console, disable=not speedups) as progress:
         bar = progress.add_task("thresholds on validation prompts", total=PROBES * len(speedups))
         for number, speedup in enumerate(speedups, start=1):
-            schedule = plan.schedules[request.batch_size][speedup]
+            schedule = plan.schedules[request.batch_size][speedup].schedule
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
@@ -206,25 +229,27 @@ def _take_part(
 ) -> list[System]:
     checkpoint, schedules = replace(loaded.checkpoint, weights=plan.weights), plan.schedules[batch_size]
     if loaded.reference is None:
-        systems: list[System] = [SkipSystem("1x", checkpoint, schedules[1.0], 1.0)]
+        systems: list[System] = [SkipSystem("1x", checkpoint, schedules[1.0].schedule, 1.0)]
     else:
         reference = replace(loaded.reference, weights=plan.weights)
         systems = [SkipSystem("1x", reference, SkipSchedule.full_depth(reference.num_layers), 1.0)]
         if 1.0 in schedules:
-            systems.append(SkipSystem("full-depth", checkpoint, schedules[1.0]))
+            systems.append(SkipSystem("full-depth", checkpoint, schedules[1.0].schedule))
     for speedup in request.speedups:
         if speedup == 1:
             continue
+        found = schedules[speedup]
         if request.system == "skip":
-            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, schedules[speedup], speedup))
+            systems.append(SkipSystem(f"{speedup:g}x", checkpoint, found.schedule, speedup, found.shortfall))
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))
-            systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup))
+            systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.shortfall))
     for drafts in request.lossless:
         if drafts is None:
             systems.append(LosslessSystem("lossless", checkpoint, None))
         else:
-            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, plan.drafts[batch_size][drafts]))
+            found = plan.drafts[batch_size][drafts]
+            systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.shortfall))
     for value in request.calm_thresholds:
         systems.append(CalmSystem(f"calm-{value:g}", checkpoint, Threshold(value)))
     for name, schedule in loaded.schedules:

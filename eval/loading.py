@@ -133,6 +133,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "system": request.system,
         "speedups": list(request.speedups),
         "over": request.over,
+        "strict": request.strict,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
         "lossless": list(request.lossless),
         "agreement": request.agreement,

@@ -27,6 +27,7 @@ class Request:
     output: Path
     speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
     over: Over | None = None  # what targets are of; None: what the checkpoint was trained for
+    strict: bool = False  # whether a target that can't be reached is refused
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     lossless: tuple[float | None, ...] = ()  # speedups that draft for full depth; None: as many layers as pay
     agreement: bool = False  # whether to count the tokens that full depth would have chosen

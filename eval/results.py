@@ -17,6 +17,7 @@ from eval.score.registry import METRICS, PART, metric_named, short
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
+from skipdecode.plan import show_planned
 from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over, SkipSchedule
 
@@ -77,6 +78,7 @@ class Timing:
     tokens_per_second: float
     whole_speedup: Ratio | None = None
     schedule: dict[str, Any] | None = None  # for this batch size; None of confidence exits, and in older reports
+    planned_speedup: float | None = None  # as of a row, for this batch size
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Row:
         checkpoint: what it decodes with.
         num_layers: the layers of that model.
         speedup_target: what the schedule or the threshold was made for; None where it was named, or only drafts.
+        planned_speedup: what was expected in place of a target that can't be reached on that machine: the speed of the
+            fastest schedule that the checkpoint was trained for, which decoded. None where the target can be reached.
         schedule: its fields; None for "calm".
         threshold: of "calm".
         mean_layers: layers per generated token, over the tokens that were generated.
@@ -149,6 +153,7 @@ class Row:
     agreement: list[tuple[int, int]] = field(default_factory=list)
     lossless_speedup: float | None = None
     processes: int = 1
+    planned_speedup: float | None = None
 
     @property
     def agreeing(self) -> float | None:
@@ -282,6 +287,7 @@ class Report:
                 if row.threshold is not None
             ),
             self.speed_note(),
+            *self.planned_notes(),
             *self._length_notes(),
             *self._agreement_notes(),
             f"Scores: [95 % interval over {RESAMPLES:,} resamples of the prompts]; * differs from the 1x row "
@@ -303,6 +309,23 @@ class Report:
             f"all lengths, and every text is as long as that of the 1x row. Targets are of "
             f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
         )
+
+    def planned_notes(self) -> list[str]:
+        """Say which rows have a target that couldn't be reached."""
+        missed: dict[str, list[str]] = {}
+        for row in self.rows:
+            by_size = {timing.batch_size: timing.planned_speedup for timing in row.timings}
+            by_size[self.batch_size] = row.planned_speedup
+            for size, planned in sorted(by_size.items()):
+                if planned is not None:
+                    missed.setdefault(row.label, []).append(f"{planned:.2f}x at batch {size}")
+        if not missed:
+            return []
+        rows = "; ".join(f"{label}: planned {', '.join(planned)}" for label, planned in missed.items())
+        return [
+            f"Targets that can't be reached by {self.clock or 'bytes and operations'}, in place of which the fastest "
+            f"schedule that the checkpoint was trained for decoded: {rows}."
+        ]
 
     def _length_notes(self) -> list[str]:
         """Say where the texts that speeds are of are no texts of the task: a model that doesn't know 1x ends few."""
@@ -396,9 +419,9 @@ def speed_headers(asked: Over) -> list[str]:
     return [f"{name} (asked)" if over == asked else name for over, name in SPEEDS.items()]
 
 
-def show_target(speedup: float | None) -> str:
-    """A target such as `3x`; a dash where a row was made for none."""
-    return NOT_MEASURED if speedup is None else f"{speedup:g}x"
+def show_target(speedup: float | None, planned: float | None = None) -> str:
+    """A target such as `3x`, with what was planned where it can't be reached; a dash where a row was made for none."""
+    return NOT_MEASURED if speedup is None else show_planned(speedup, planned)
 
 
 def show_share(share: float | None) -> str:
@@ -432,7 +455,7 @@ def _speed_columns(asked: Over) -> list[Column[Row]]:
         SYSTEM,
         ("layers", lambda r: f"{r.mean_layers:.2f} of {r.num_layers}"),
         ("max to min", lambda r: _layers_of(r, r.schedule)),
-        ("asked", lambda r: show_target(r.speedup_target)),
+        ("asked", lambda r: show_target(r.speedup_target, r.planned_speedup)),
         (decoding, lambda r: str(r.speed("decode"))),
         (whole, lambda r: show_speed(r.whole_speedup)),
     ]
@@ -447,7 +470,7 @@ def timing_columns(asked: Over) -> list[Column[tuple[Row, Timing]]]:
         ("prompts", lambda pair: str(pair[1].prompts)),
         ("layers per step", lambda pair: f"{pair[1].layers_per_step:.2f}"),
         ("max to min", lambda pair: _layers_of(pair[0], pair[1].schedule)),
-        ("asked", lambda pair: show_target(pair[0].speedup_target)),
+        ("asked", lambda pair: show_target(pair[0].speedup_target, pair[1].planned_speedup)),
         (decoding, lambda pair: str(pair[1].speedup)),
         (whole, lambda pair: show_speed(pair[1].whole_speedup)),
         ("prefill s", lambda pair: f"{pair[1].prefill_seconds:.2f}"),

@@ -117,7 +117,7 @@ def main() -> int:
             at_hand = {"weights": weights, "repeats": options.repeats}
             profile = measure_profile(
                 model, batch_sizes=[1, 2, 4, 8], prompt_lengths=[options.prompt_length], **at_hand
-            )
+            ).profile
             profile.save()
             cost = profile.at(prompt_length=options.prompt_length)
             schedule = solve_schedule(cost, options.speedup, horizon=options.new_tokens)

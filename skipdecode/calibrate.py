@@ -4,6 +4,7 @@ import datetime
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.lean import usual_weights
 from skipdecode.profile import Profile, TimedBatch, setting_of
 from skipdecode.projections import Weights
-from skipdecode.ratio import order_of_turn
+from skipdecode.ratio import Ratio, order_of_turn
 from skipdecode.schedule import PromptPolicy, SkipSchedule
 
 # Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
@@ -29,6 +30,7 @@ DEPTHS = (1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
 STEPS = 16  # that are timed, behind those of a short text
 SHORT = 4  # steps of a text of which most of the time may be what it takes once
 _LONGER = 2  # times as long: behind such prompts decoding takes something else once, as they fill the caches
+DISAGREEING = 0.15  # spread of the rounds from which on something else must have had the machine, too
 _ROOM = 128  # tokens that a text may have: a cache laid out for few would be quicker to fill than those of users
 
 
@@ -59,7 +61,8 @@ def measure_cost(
     """
     check_counts(prompt_length=prompt_length, steps=steps)
     steps, most = room_for(model, steps)
-    return _measure(model, [(batch_size, min(prompt_length, most))], weights, repeats, steps)[0]
+    (timed,) = _measure(model, [(batch_size, min(prompt_length, most))], weights, repeats, steps)
+    return _cost(batch_size, timed, len(decoder_layers(model)))
 
 
 def room_for(model: nn.Module, steps: int = STEPS) -> tuple[int, int]:
@@ -84,8 +87,8 @@ def _measure(
     repeats: int,
     steps: int,
     advance: Callable[[], None] = lambda: None,
-) -> list[MeasuredCost]:
-    """The costs of batches, of rows and columns of their prompts, which take turns in each repeat."""
+) -> "list[list[_Repeat]]":
+    """The times of batches, of rows and columns of their prompts, which take turns in each repeat."""
     for rows, _ in batches:
         check_counts(batch_size=rows, repeats=repeats)
     num_layers = len(decoder_layers(model))
@@ -121,7 +124,7 @@ def _measure(
     finally:
         inner.train(training)
         inner.generation_config = own
-    return [_cost(batch[0], timed[batch], num_layers) for batch in batches]
+    return [timed[batch] for batch in batches]
 
 
 class _Times(NamedTuple):
@@ -214,6 +217,48 @@ def _cost(rows: int, timed: Sequence[_Repeat], num_layers: int) -> MeasuredCost:
     return MeasuredCost(num_layers, step, rows, prefill=prefill, start=start, stopped_share=share, cold=cold)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How far the rounds of a measurement lie apart, of one batch.
+
+    Attributes:
+        batch_size, prompt_length: of it.
+        share: the distance of the quartiles over the median: of the seconds of a step at full depth, of one layer, or
+            of how these compare, whichever is largest. 0 of a single round.
+    """
+
+    batch_size: int
+    prompt_length: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A profile as it was measured, and how well its rounds agree."""
+
+    profile: Profile
+    spreads: tuple[Spread, ...]
+
+    def warning(self) -> str | None:
+        """Say that the rounds disagree; None where they agree."""
+        worst = max(self.spreads, key=lambda spread: spread.share)
+        if worst.share <= DISAGREEING:
+            return None
+        return (
+            f"the rounds disagree by up to {worst.share:.0%} (batch {worst.batch_size} behind {worst.prompt_length} "
+            "tokens): other work ran beside the measurement, or the machine changed its pace, so that speeds that are "
+            "solved for it may miss their targets; measure again while nothing else runs"
+        )
+
+
+def _spread(timed: Sequence[_Repeat], num_layers: int) -> float:
+    """`Spread.share` of a batch's rounds."""
+    full, one = ([repeat.times[depth].step for repeat in timed] for depth in (num_layers, 1))
+    ones = [1.0] * len(timed)
+    ratios = (Ratio.of(full, ones), Ratio.of(one, ones), Ratio.of(full, one))
+    return max((ratio.upper - ratio.lower) / ratio.median for ratio in ratios)
+
+
 def measure_profile(
     model: nn.Module,
     *,
@@ -222,8 +267,8 @@ def measure_profile(
     weights: Weights | None = None,
     repeats: int = 8,
     advance: Callable[[], None] = lambda: None,
-) -> Profile:
-    """Time batches of every size behind prompts of every length, as `measure_cost`; `save` keeps the profile.
+) -> Calibration:
+    """Time batches of every size behind prompts of every length, as `measure_cost`; `Profile.save` keeps what is found.
 
     They take turns in each repeat, so that on a machine whose speed drifts they compare.
 
@@ -245,7 +290,9 @@ def measure_profile(
     steps, most = room_for(inner)
     lengths = dict.fromkeys(min(columns, most) for columns in prompt_lengths)
     sized = [(rows, columns) for columns in lengths for rows in dict.fromkeys(batch_sizes)]
-    costs = _measure(model, sized, weights, repeats, steps, advance)
+    num_layers = len(decoder_layers(inner))
+    timed = _measure(model, sized, weights, repeats, steps, advance)
+    costs = [_cost(rows, repeats_of, num_layers) for (rows, _), repeats_of in zip(sized, timed, strict=True)]
     batches = [
         TimedBatch(
             rows,
@@ -261,7 +308,9 @@ def measure_profile(
     ]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()
-    return Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
+    profile = Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
+    spreads = (Spread(*size, _spread(each, num_layers)) for size, each in zip(sized, timed, strict=True))
+    return Calibration(profile, tuple(spreads))
 
 
 def relative_times(repeats: Sequence[Mapping[int, float]], units: Sequence[float]) -> dict[int, float]:

@@ -19,10 +19,11 @@ from skipdecode.errors import ConfigError, check_counts, first_line, unknown
 from skipdecode.files import write_whole
 from skipdecode.internals import FROM_MODEL_CONFIG
 from skipdecode.lengths import Lengths, LengthsByPrompt
-from skipdecode.profile import Profile
+from skipdecode.plan import SpeedPlan, rounded_down
+from skipdecode.profile import Profile, describe_clock
 from skipdecode.reach import without_network
 from skipdecode.schedule import Over, SkipSchedule
-from skipdecode.solver import check_speedup, solve_schedule
+from skipdecode.solver import OutOfReachError, check_speedup, solve_schedule
 
 CONFIG_KEY = "skipdecode"  # of config.json
 DEFAULT_SPEEDUP = "default_speedup"  # of generation_config.json: for whoever asks for no speed (`skipdecode.hub`)
@@ -97,6 +98,9 @@ class SkipConfig:
             prompts: the batches at hand, for which a CostModel's schedule is solved where the checkpoint knows how long
                 its texts are: of each batch, the tokens of every prompt. None for those of the training.
             profile: this machine's clock, for which every schedule but full depth is solved anew.
+
+        Raises:
+            OutOfReachError: for a speedup that no schedule reaches; `plan_for` has the next best one.
         """
         conditions = self.conditions_at_hand(prompts, measured=profile is not None)
         over = self.over if over is None else over
@@ -110,6 +114,54 @@ class SkipConfig:
             cost = self._cost_under(conditions, cost, profile)
         settings = {name: value for name, value in self.solver.items() if name not in (*_CONDITIONS, "over")}
         return solve_schedule(cost, speedup, over=over, **settings)
+
+    def plan_for(
+        self,
+        cost: CostModel | Cost,
+        speedup: float,
+        *,
+        over: Over | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+        profile: Profile | None = None,
+        strict: bool = False,
+    ) -> SpeedPlan:
+        """What a target is decoded with: `schedule_for`, or where that is out of reach the fastest trained schedule.
+
+        So is the schedule of a checkpoint that learnt one alone, where the profile says that it misses its target. By
+        bytes, and in an exported checkpoint, a schedule that was trained for the target is taken to reach it.
+
+        Args:
+            cost, speedup, over, prompts, profile: as of `schedule_for`.
+            strict: whether a target that can't be reached is refused.
+
+        Raises:
+            ConfigError: for a target that can't be reached if it is strict, or where nothing was trained in its place.
+        """
+        over = self.over if over is None else over
+        at_hand: dict[str, Any] = {"prompts": prompts, "profile": profile}
+        schedule: SkipSchedule | None = None
+        limit = 0.0
+        try:
+            schedule = self.schedule_for(cost, speedup, over=over, **at_hand)
+        except OutOfReachError as error:
+            if not self.schedules:
+                raise
+            limit = error.most
+        clock = describe_clock(profile)
+        as_trained = speedup == 1 or profile is None or not self.solver
+        if as_trained and schedule is not None and schedule == self.schedules.get(float(speedup)):
+            return SpeedPlan(schedule, float(speedup), float(speedup), clock=clock)
+        if isinstance(cost, CostModel):
+            cost = self.cost_for(cost, **at_hand)
+        candidates = self.schedules.values() if schedule is None else [schedule]
+        expected = {each: cost.speedup(each, over=over) for each in candidates}
+        schedule = max(expected, key=lambda each: expected[each])
+        found = expected[schedule]
+        missed = max(limit, rounded_down(found)) if found < speedup else None
+        plan = SpeedPlan(schedule, float(speedup), found, missed, clock)
+        if strict and not plan.reached:
+            raise plan.refusal()
+        return plan
 
     def cost_for(
         self, sizes: CostModel, *, prompts: Sequence[Sequence[int]] | None = None, profile: Profile | None = None

@@ -28,7 +28,8 @@ fine-tuned models want their prompt to end in one (`skipdecode info` shows an ex
 """
 _INFO = """\
 Say what a checkpoint was trained for, and what each speed costs: layers per token, speed by the bytes that a step
-reads, or by this machine's clock where `skipdecode calibrate` has measured it, keys and values held.
+reads, or by this machine's clock where `skipdecode calibrate` has measured it, keys and values held. A target that
+can't be reached is marked with the speed that is planned in its place.
 """
 _COMPARE = """\
 Decode the same prompts at full depth and at other speeds, in turns, and show texts and times side by side.
@@ -44,8 +45,9 @@ without schedules and without code. Then every token must have been trained to r
 
 _SERVE = """\
 Answer requests with OpenAI's interface (/v1/completions, /v1/chat/completions), many at once, each at a speed of its
-own: `speedup` in the body, or in `extra_body` of the openai client. At / is a page to try it, at /metrics are figures
-for Prometheus. SIGTERM and Ctrl-C take no more requests and answer those there are.
+own: `speedup` in the body, or in `extra_body` of the openai client. The speedup that an answer
+was planned at is its field skipdecode.planned_speedup and its header X-Skipdecode-Planned-Speedup. At / is a page to
+try it, at /metrics are figures for Prometheus. SIGTERM and Ctrl-C take no more requests and answer those there are.
 
 Needs pip install 'skipdecode[serve]'.
 """
@@ -145,6 +147,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_prompts(generate)
     generate.add_argument("--speedup", type=float, default=1, metavar="X", help="target wall-clock speedup (default 1)")
     _add_over(generate)
+    _add_strict(generate)
     generate.add_argument("--schedule", metavar="FILE", help="a schedule of your own, in place of a target")
     generate.add_argument(
         "--lossless",
@@ -166,6 +169,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     info.add_argument("--prompt-length", type=int, default=64, metavar="N", help="tokens (default 64)")
     info.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default 64")
     _add_over(info)
+    _add_strict(info)
     info.set_defaults(run=subcommands.info)
 
     compare = command(
@@ -177,6 +181,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_prompts(compare)
     compare.add_argument("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="targets (default 3)")
     _add_over(compare)
+    _add_strict(compare)
     compare.add_argument("--repeats", type=int, default=5, metavar="N", help="timed rounds at least (default 5)")
     compare.set_defaults(run=subcommands.compare)
 
@@ -190,6 +195,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_checkpoint(export, weights="those whose calibrated clock the speed is solved for; they are saved as they are")
     export.add_argument("output", metavar="FOLDER", help="a new folder")
     export.add_argument("--speedup", type=float, required=True, metavar="X", help="the target")
+    _add_strict(export)
     export.add_argument("--standalone", action="store_true", help="a plain model of fewer layers, for any engine")
     export.set_defaults(run=subcommands.export)
 
@@ -241,6 +247,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--speedup", type=float, default=1, metavar="X", help="of requests that name none (default 1)")
     _add_over(parser)
+    _add_strict(parser)
     add("--name", help="of the model in requests (default: the last part of the checkpoint's name)")
     add("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1: this machine alone)")
     add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default 8000)")
@@ -262,6 +269,15 @@ def _add_over(parser: argparse.ArgumentParser) -> None:
         choices=["decode", "all"],
         help="the time that a speedup is of: of decoding, or all, prompt and decoding together (default: as the "
         "checkpoint was trained)",
+    )
+
+
+def _add_strict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse a target that can't be reached; without it the fastest schedule that the checkpoint was trained "
+        "for decodes, with a warning",
     )
 
 

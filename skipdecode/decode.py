@@ -31,7 +31,8 @@ from skipdecode.lean import LeanDecoder, draft_decoder, draft_weights, lean_deco
 from skipdecode.loop import GenerativeModel, decode_loop
 from skipdecode.lossless import DraftCounts, LosslessLoop
 from skipdecode.plain_parts import why_not_lean
-from skipdecode.profile import Profile, find_profile, has_profiles, setting_of
+from skipdecode.plan import SpeedPlan
+from skipdecode.profile import Profile, describe_clock, find_profile, has_profiles, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
 from skipdecode.schedule import Over, SkipSchedule
@@ -40,6 +41,7 @@ from skipdecode.solver import check_speedup
 MOST_SOLVED = 1000  # schedules that are kept of a model
 DRAFTS = 4  # depths that may draft where none is named: so many multiples of a twelfth of the layers
 _SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
+_WARNED: set[Any] = set()  # targets that can't be reached, with their models: each is told once
 
 
 @given_a_tokenizer
@@ -54,6 +56,7 @@ def skip_generate(
     schedule: SkipSchedule | Mapping[str, Any] | None = None,
     speedup: float | None = None,
     over: Over | None = None,
+    strict: bool = False,
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     lossless: bool = False,
@@ -81,10 +84,12 @@ def skip_generate(
         speedup: on the wall clock, in place of a schedule, for a model whose config says what it was trained for
             (`skipdecode.checkpoint.SkipConfig`); the schedule is the one that training drew for it, or is solved with
             the same settings: for this batch, where the model knows how long its texts are, and for this machine's
-            clock where `skipdecode calibrate` has measured it.
+            clock where `skipdecode calibrate` has measured it. Where it can't be reached, the fastest schedule that the
+            model was trained for decodes, and a warning says so once.
         over: the time that the speedup is of: "decode", from the first new token on; "all", that of the prompts too,
             which then run fewer layers where they must. None for what the model was trained for, and for "decode" of
             lossless texts, whose prompts run every layer.
+        strict: whether a speedup that can't be reached is refused in place of that.
         weights: what the prompt and decode steps are computed with. "packed" (on CPU, in float32
             and bfloat16): copies in the layout that the processor reads fastest. "int8" and "int4" (on CPU): copies
             in so many bits, and activations in 8; "int4-int8-head" and "int8-int4-head": those of layers in one and of
@@ -105,11 +110,11 @@ def skip_generate(
 
     Raises:
         ConfigError: without a schedule or a speedup (unless drafts are chosen) or with both; for a schedule of another
-            depth, or a speedup of a model that wasn't trained to skip; for beam search and the other ways of decoding
-            that aren't greedy or sampling, `use_cache=False`, a cache that already holds tokens or is offloaded,
-            attention or hidden state outputs, prompt tuning, more tokens than the model has positions, or weights that
-            are copies or CUDA graphs where steps can't be lean; for `lossless` too where they can't; for CUDA graphs
-            with a sliding window or with `lossless`.
+            depth, or a speedup of a model that wasn't trained to skip, or if `strict` one that can't be reached; for
+            beam search and the other ways of decoding that aren't greedy or sampling, `use_cache=False`, a cache that
+            already holds tokens or is offloaded, attention or hidden state outputs, prompt tuning, more tokens than the
+            model has positions, or weights that are copies or CUDA graphs where steps can't be lean; for `lossless` too
+            where they can't; for CUDA graphs with a sliding window or with `lossless`.
     """
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)
@@ -118,6 +123,7 @@ def skip_generate(
     not_lean = why_not_lean(unwrap(model))  # every call asks: it is answered once
     usual = weights or usual_weights(unwrap(model), lean=not_lean is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
+    how["strict"] = strict
     schedule = resolve_schedule(model, schedule, speedup, **how)
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
@@ -181,12 +187,31 @@ def resolve_schedule(
     weights: Weights | None = None,
     prompts: Sequence[int] | None = None,
     lossless: bool = False,
+    strict: bool = False,
 ) -> SkipSchedule:
     """The schedule that `skip_generate` decodes a batch with, of its arguments, for `prompts` of so many tokens; or
     drafts with, of `lossless` texts.
 
     Raises ConfigError as that says.
     """
+    how: dict[str, Any] = {"over": over, "weights": weights, "prompts": prompts, "lossless": lossless}
+    return resolve_plan(model, schedule, speedup, strict=strict, **how).schedule
+
+
+def resolve_plan(
+    model: GenerativeModel,
+    schedule: SkipSchedule | Mapping[str, Any] | None,
+    speedup: float | None,
+    *,
+    over: Over | None = None,
+    weights: Weights | None = None,
+    prompts: Sequence[int] | None = None,
+    lossless: bool = False,
+    strict: bool = False,
+) -> SpeedPlan:
+    """`resolve_schedule` with the speed that is expected, and whether that is the target."""
+    if strict not in (True, False):
+        raise ConfigError(f"strict is {strict!r}: it must be True or False")
     if schedule is not None and speedup is not None:
         raise ConfigError("both schedule and speedup are given: a schedule says how fast it is; leave one out")
     if over is not None and speedup is None:
@@ -195,7 +220,7 @@ def resolve_schedule(
         schedule = SkipSchedule.from_dict(schedule)
     if schedule is not None:
         check_schedule(schedule, decoder_layers(model))
-        return schedule
+        return SpeedPlan(schedule)
     if speedup is None:
         raise ConfigError(
             "schedule is missing: model.generate(..., custom_generate=skip_generate, schedule=...), "
@@ -209,13 +234,18 @@ def resolve_schedule(
     solved = _solved(unwrap(model))
     if solved.config is None:
         if speedup == 1:
-            return SkipSchedule.full_depth(solved.sizes.num_layers)
+            return SpeedPlan(SkipSchedule.full_depth(solved.sizes.num_layers), 1.0, 1.0, clock=describe_clock(None))
         raise ConfigError(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
-    found = solved.schedule(float(speedup), over, prompts, profile_for(model, weights))
-    check_schedule(found, decoder_layers(model))  # its config may be of another depth than what is left of the model
+    found = solved.plan(float(speedup), over, prompts, profile_for(model, weights))
+    # Its config may be of another depth than what is left of the model.
+    check_schedule(found.schedule, decoder_layers(model))
+    if not found.reached:
+        if strict:
+            raise found.refusal()
+        _warn_once(model, over, found)
     return found
 
 
@@ -314,13 +344,13 @@ def _best_draft(
 
 
 class _Solved:
-    """Schedules by speedup and batch that follow from a model's config."""
+    """Schedules, with what they are expected to reach, by speedup and batch, as they follow from a model's config."""
 
     def __init__(self, model: Any, origin: Any) -> None:
         self.origin = copy.deepcopy(origin)
         self.config = SkipConfig.of(model.config)
         self.sizes = CostModel.of(model)
-        self._schedules: dict[Any, SkipSchedule] = {}
+        self._plans: dict[Any, SpeedPlan] = {}
 
     def profile(self, model: Any, weights: Weights | None) -> Profile | None:
         """What was measured of this machine's clock for the model, if it was."""
@@ -328,13 +358,13 @@ class _Solved:
             return None
         return find_profile(setting_of(model, self.sizes, weights or usual_weights(model)))
 
-    def schedule(
+    def plan(
         self, speedup: float, over: Over | None, prompts: Sequence[int] | None, profile: Profile | None
-    ) -> SkipSchedule:
-        """The schedule of a speedup for a batch."""
+    ) -> SpeedPlan:
+        """What a speedup is decoded with in a batch."""
         assert self.config is not None
         asked = (speedup, over, tuple(prompts) if prompts is not None else None, profile)
-        found = self._schedules.get(asked)
+        found = self._plans.get(asked)
         if found is not None:
             return found
         batches = None if prompts is None else [prompts]
@@ -342,15 +372,16 @@ class _Solved:
         names = ("batch_size", "prompt_length", "prompt_tokens", "expected_steps")
         at_hand = [conditions.get(name) for name in names]
         key = (speedup, over, *at_hand, profile)
-        found = self._schedules.get(key)
-        if len(self._schedules) >= MOST_SOLVED:
-            self._schedules.clear()
+        found = self._plans.get(key)
+        if len(self._plans) >= MOST_SOLVED:
+            self._plans.clear()
         if found is None:
-            found = self._schedules[key] = self.config.schedule_for(
+            found = self._plans[key] = self.config.plan_for(
                 self.sizes, speedup, over=over, prompts=batches, profile=profile
             )
-            _warn_beyond(self.config, speedup)
-        self._schedules[asked] = found
+            if found.reached:
+                _warn_beyond(self.config, speedup)
+        self._plans[asked] = found
         return found
 
 
@@ -361,6 +392,14 @@ def _solved(model: Any) -> _Solved:
     if known is None or known.origin != origin:
         known = _SOLVED[model] = _Solved(model, origin)
     return known
+
+
+def _warn_once(model: GenerativeModel, over: Over | None, plan: SpeedPlan) -> None:
+    """Say that a target can't be reached, once for each model and target: the next batch has the same in its way."""
+    key = (unwrap(model).config.name_or_path, plan.target, over)
+    if key not in _WARNED:
+        _WARNED.add(key)
+        logging.get_logger("transformers.skipdecode").warning(plan.warning())
 
 
 def _warn_beyond(config: SkipConfig, speedup: float) -> None:

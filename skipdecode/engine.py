@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skipdecode.arena import Arena, ArenaCache, Span
-from skipdecode.decode import choose_draft, resolve_schedule
+from skipdecode.decode import choose_draft, resolve_plan
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import text_config, unwrap
 from skipdecode.lean import free_memory, lean_decoder
@@ -176,6 +176,7 @@ class Engine:
         schedule: SkipSchedule | Mapping[str, Any] | None = None,
         speedup: float | None = None,
         over: Over | None = None,
+        strict: bool = False,
         lossless: bool = False,
         seed: int | None = None,
         logprobs: int | None = None,
@@ -189,6 +190,7 @@ class Engine:
             schedule: as in `skip_generate`.
             speedup: likewise; it is solved for the prompt alone.
             over: likewise.
+            strict: likewise; `Answer.plan` says what a speedup is decoded with.
             lossless: give full depth's own text, also when sampling with a seed. Where few texts decode, schedule or
                 speedup draft tokens, by default as many layers as pay, and full depth verifies several at a time.
             seed: of sampling. Without one, samples are drawn from torch's own generator.
@@ -214,12 +216,13 @@ class Engine:
         if lossless and schedule is None and speedup is None:
             if over is not None:
                 raise ConfigError(f"over is {over!r} without a speedup: it says what the speedup is of")
-            drafts = choose_draft(self.model, [len(prompt)], weights=self.weights)
+            plan, drafts = None, choose_draft(self.model, [len(prompt)], weights=self.weights)
         else:
-            how: Any = {"over": over, "weights": self.weights, "prompts": [len(prompt)], "lossless": lossless}
-            drafts = resolve_schedule(self.model, schedule, speedup, **how)
+            how: Any = {"over": over, "strict": strict, "weights": self.weights, "prompts": [len(prompt)]}
+            plan = resolve_plan(self.model, schedule, speedup, lossless=lossless, **how)
+            drafts = plan.schedule
         found = SkipSchedule.full_depth(self._depth) if lossless else drafts
-        answer = Answer(len(prompt), found, listener)
+        answer = Answer(len(prompt), found, None if lossless else plan, listener)
         text = Text(prepared, answer, seed, logprobs, drafts if lossless else None)
         needed = sum(_columns(text))
         if needed > self._cache.arena.columns:

@@ -10,15 +10,15 @@ from skipdecode.decode import skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 
-_ASKED = ("schedule", "speedup", "over", "lossless", "weights", "cuda_graphs")
+_ASKED = ("schedule", "speedup", "over", "strict", "lossless", "weights", "cuda_graphs")
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     """`model.generate(...)` with layers skipped.
 
-    Takes what `generate` takes, and `speedup` or `schedule`, `over`, `lossless`, `weights` and `cuda_graphs` as
-    `skip_generate` does. They may also stand in the generation config that is passed, as servers do that know of none
-    (`transformers serve`: `"generation_config": "{\\"speedup\\": 3}"` in a request). With neither a speedup nor a
+    Takes what `generate` takes, and `speedup` or `schedule`, `over`, `strict`, `lossless`, `weights` and `cuda_graphs`
+    as `skip_generate` does. They may also stand in the generation config that is passed, as servers do that know of
+    none (`transformers serve`: `"generation_config": "{\\"speedup\\": 3}"` in a request). With neither a speedup nor a
     schedule the text is decoded at the checkpoint's own speed, `default_speedup` of its `generation_config.json`;
     without one all layers run and it is `generate` itself. `speedup=1` is full depth always.
 
@@ -35,6 +35,8 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
         kwargs["speedup"] = default
     # Not model.generate: of a model that was loaded with trust_remote_code it is this function.
     kwargs["custom_generate"] = skip_generate if skips or by_default else None
+    if kwargs["custom_generate"] is None:
+        kwargs.pop("strict", None)  # full depth is always reached
     if passed is not None and kwargs["custom_generate"] is not None:
         kwargs["generation_config"] = _within_positions(model, passed, *args, **kwargs)
     try:

@@ -27,6 +27,7 @@ from skipdecode.decode import check_request, check_unhealed
 from skipdecode.endings import Endings, limited_config
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.internals import given_a_tokenizer
+from skipdecode.plan import SpeedPlan
 from skipdecode.runners import why_not_lean_steps
 from skipdecode.schedule import SkipSchedule
 
@@ -222,18 +223,24 @@ class Answer:
     Args:
         prompt_tokens: of the prompt.
         schedule: which layers its tokens run.
+        plan: what its speedup is decoded with; None of lossless texts, whose speed depends on their drafts.
         listener: called with each token in place of keeping it for an iterator, in the engine's thread: it must be
             quick and raise nothing.
 
     Attributes:
-        prompt_tokens, schedule: as given.
+        prompt_tokens, schedule, plan: as given.
     """
 
     def __init__(
-        self, prompt_tokens: int, schedule: SkipSchedule, listener: Callable[[Chosen], None] | None = None
+        self,
+        prompt_tokens: int,
+        schedule: SkipSchedule,
+        plan: SpeedPlan | None,
+        listener: Callable[[Chosen], None] | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.schedule = schedule
+        self.plan = plan
         self._times = Times()
         self._tokens: list[int] = []
         self._last: Chosen | None = None

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from skipdecode.cost import Cost, CostModel, Machine
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.lengths import Lengths
+from skipdecode.plan import rounded_down
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy, SkipSchedule
 
 # Among schedules whose predicted speedup is this close to the one nearest above the target, the spread decides.
@@ -109,13 +110,13 @@ def solve_schedule(
 
 
 class OutOfReachError(ConfigError):
-    """A target that no schedule reaches; `most` is the largest that one does, of two decimals."""
+    """A target that no schedule reaches; `most` is the largest that one does, to two decimals."""
 
     def __init__(self, speedup: float, reachable: float, warmup_layers: int) -> None:
-        self.most = f"{math.floor(reachable * 100) / 100:.2f}"
+        self.most = rounded_down(reachable)
         super().__init__(
             f"speedup is {speedup:g}: with warmup_layers = min_layers = {warmup_layers} this model reaches at most "
-            f"{self.most}; ask for less, or lower warmup_layers"
+            f"{self.most:.2f}; ask for less, or lower warmup_layers"
         )
 
 

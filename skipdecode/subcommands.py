@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from skipdecode.texts import Decoded, Decoder
 
 API_KEY = "SKIPDECODE_API_KEY"  # the environment's, of `serve`
+PLANNED_NOTE = (
+    "planned: the target can't be reached by that clock, and the fastest schedule that the checkpoint was trained for "
+    "runs in its place"
+)
 
 # Ends of lines to readers of Unicode texts, though not to JSON.
 _LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
@@ -24,8 +28,8 @@ _LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
 
 def generate(options: argparse.Namespace) -> int:
     """Write what follows each prompt. Returns the exit status."""
-    if options.schedule is not None and (options.speedup != 1 or options.over is not None):
-        raise ConfigError("--schedule says how fast it is: leave --speedup and --over out")
+    if options.schedule is not None and (options.speedup != 1 or options.over is not None or options.strict):
+        raise ConfigError("--schedule says how fast it is: leave --speedup, --over and --strict out")
     if options.stream and options.json:
         raise ConfigError("--stream writes words as they come: leave --json out")
     if options.lossless and options.over is not None and options.speedup == 1:
@@ -43,8 +47,12 @@ def generate(options: argparse.Namespace) -> int:
     schedule = SkipSchedule.load(options.schedule) if options.schedule is not None else None
     decoder = _decoder(options, **sampling)
     decoder.check(prompts)
-    if schedule is None:
-        decoder.schedule(options.speedup, options.over)  # for the errors, before anything is written
+    size = 1 if options.stream else options.batch_size
+    batches = [prompts[at : at + size] for at in range(0, len(prompts), size)]
+    chosen = options.lossless and schedule is None and options.speedup == 1
+    if schedule is None and not chosen:
+        for batch in batches:
+            decoder.plan_of(batch, options.speedup, options.over)  # for the errors, before anything is written
     if "do_sample" in sampling:
         import torch
 
@@ -55,12 +63,9 @@ def generate(options: argparse.Namespace) -> int:
         from transformers import TextStreamer
 
         streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    size = 1 if streamer is not None else options.batch_size
-    chosen = options.lossless and schedule is None and options.speedup == 1
-    for at in range(0, len(prompts), size):
-        batch = prompts[at : at + size]
+    for batch in batches:
         named = decoder.draft_schedule(batch) if chosen else schedule
-        solved = named or decoder.schedule_of(batch, options.speedup, options.over)
+        solved = named or decoder.plan_of(batch, options.speedup, options.over).schedule
         decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():
             line = completion.text
@@ -90,8 +95,8 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.cost import CostModel, count_parameters
     from skipdecode.decode import profile_for
     from skipdecode.families import text_config
+    from skipdecode.plan import show_planned
     from skipdecode.profile import describe_clock
-    from skipdecode.solver import OutOfReachError
     from skipdecode.texts import price
 
     model = decoder.model
@@ -115,20 +120,14 @@ def info(options: argparse.Namespace) -> int:
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
     headers = ["target", "layers", "prompt", "layers per token", "decoding", "whole", "cache MB", "trained for"]
     rows = []
-    for speedup in speedups:
-        try:
-            (found,) = price(decoder, [speedup], over=options.over, **conditions, new_tokens=options.new_tokens)
-        except OutOfReachError as error:
-            if options.speedup:
-                raise
-            out_of_reach = f"out of reach: {error.most}x at most"
-            rows.append([f"{speedup:g}x", out_of_reach, *["-"] * 5, "yes"])
-            continue
+    found_for = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
+    for speedup, found in zip(speedups, found_for, strict=True):
+        schedule = found.plan.schedule
         rows.append(
             [
-                f"{found.speedup:g}x",
-                f"{found.schedule.max_layers} to {found.schedule.min_layers} of {depth}",
-                str(found.schedule.prompt_depth),
+                show_planned(speedup, found.plan.shortfall),
+                f"{schedule.max_layers} to {schedule.min_layers} of {depth}",
+                str(schedule.prompt_depth),
                 f"{found.layers:.2f}",
                 f"{found.predicted:.2f}x",
                 f"{found.whole:.2f}x",
@@ -146,6 +145,8 @@ def info(options: argparse.Namespace) -> int:
         f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
         "depth"
     )
+    if any(not found.plan.reached for found in found_for):
+        print(PLANNED_NOTE)
     return 0
 
 
@@ -170,9 +171,10 @@ def compare(options: argparse.Namespace) -> int:
     decoder = _decoder(options)
     decoder.check(prompts)
     from skipdecode import texts
+    from skipdecode.plan import show_planned
 
     found = texts.compare(decoder, prompts, options.speedup, options.repeats, options.over)
-    names = [f"{speedup:g}x" for speedup in found.speedups]
+    names = [f"{plan.target:g}x" for plan in found.plans]
     width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
     for number, prompt in enumerate(prompts):
         print(f"> {prompt.rstrip()}")
@@ -186,7 +188,7 @@ def compare(options: argparse.Namespace) -> int:
     headers = ["target", "decoding", "whole", "layers per token", "agreement", "tokens/s", "prompts s", "decoding s"]
     rows = [
         [
-            name,
+            show_planned(plan.target or 1.0, plan.shortfall),
             *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{100 * agreement:.1f} %",
@@ -194,7 +196,7 @@ def compare(options: argparse.Namespace) -> int:
             f"{pace.prefill_seconds:.3f}",
             f"{pace.decode_seconds:.3f}",
         ]
-        for number, (name, agreement, pace) in enumerate(zip(names, found.agreements, found.paces, strict=True))
+        for number, (plan, agreement, pace) in enumerate(zip(found.plans, found.agreements, found.paces, strict=True))
     ]
     for line in _aligned([headers, *rows]):
         print(line)
@@ -203,6 +205,8 @@ def compare(options: argparse.Namespace) -> int:
         f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has\n"
         "agreement: tokens of the texts above that full depth would have chosen behind what stands before them"
     )
+    if any(not plan.reached for plan in found.plans):
+        print(PLANNED_NOTE)
     return 0
 
 
@@ -210,16 +214,17 @@ def export(options: argparse.Namespace) -> int:
     """Write a smaller checkpoint for one speed. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode import prune
+    from skipdecode.plan import show_planned
 
-    schedule = decoder.schedule(options.speedup)
+    plan = decoder.plan(options.speedup)
     found = prune.export(
-        decoder.model, decoder.tokenizer, schedule, options.speedup, options.output, standalone=options.standalone
+        decoder.model, decoder.tokenizer, plan.schedule, options.speedup, options.output, standalone=options.standalone
     )
     saved = 1 - found.parameters / found.parameters_before
     print(
         f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
-        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for {options.speedup:g}x alone"
-        + (", as a plain model" if options.standalone else "")
+        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for "
+        f"{show_planned(options.speedup, plan.shortfall)} alone" + (", as a plain model" if options.standalone else "")
     )
     return 0
 
@@ -246,7 +251,7 @@ def calibrate(options: argparse.Namespace) -> int:
         done += 1
         print(f"{done} of {options.repeats + 1} rounds of {len(sizes) * len(lengths)} batches timed", file=sys.stderr)
 
-    profile = measure_profile(
+    measured = measure_profile(
         decoder.model,
         batch_sizes=sorted(sizes),
         prompt_lengths=sorted(lengths),
@@ -254,6 +259,7 @@ def calibrate(options: argparse.Namespace) -> int:
         repeats=options.repeats,
         advance=advance,
     )
+    profile = measured.profile
     depth = profile.num_layers
     rows = [
         [
@@ -263,12 +269,17 @@ def calibrate(options: argparse.Namespace) -> int:
             f"{batch.step[1] * 1000:.2f}",
             f"{batch.prefill[depth] * 1000:.1f}",
             f"{batch.prefill[1] * 1000:.1f}",
+            f"{spread.share:.0%}",
         ]
-        for batch in profile.batches
+        for batch, spread in zip(profile.batches, measured.spreads, strict=True)
     ]
-    for line in _aligned([["batch", "prompt", "ms a step", "of 1 layer", "ms of prompts", "of 1 layer"], *rows]):
+    headers = ["batch", "prompt", "ms a step", "of 1 layer", "ms of prompts", "of 1 layer", "spread"]
+    for line in _aligned([headers, *rows]):
         print(line)
-    print(f"\nkept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
+    print("\nspread: of the middle half of the rounds, of a step at full depth, of one layer, or of how these compare")
+    if (warning := measured.warning()) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"kept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
     return 0
 
 
@@ -287,6 +298,7 @@ def serve(options: argparse.Namespace) -> int:
         name=options.name or Path(os.path.abspath(options.checkpoint)).name,  # which "." has too
         speedup=options.speedup,
         over=options.over,
+        strict=options.strict,
         new_tokens=min(options.max_new_tokens, options.most_new_tokens),
         most_new_tokens=options.most_new_tokens,
         timeout=options.timeout,
@@ -392,5 +404,6 @@ def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
         tokenizer,
         getattr(options, "max_new_tokens", 1),
         options.weights,
+        strict=getattr(options, "strict", False),
         **sampling,
     )

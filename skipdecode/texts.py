@@ -13,10 +13,11 @@ from skipdecode.agreement import agreeing_tokens
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.clock import StepClock
 from skipdecode.cost import Cost, CostModel
-from skipdecode.decode import check_unhealed, choose_draft, profile_for, resolve_schedule, skip_generate
+from skipdecode.decode import check_unhealed, choose_draft, profile_for, resolve_plan, skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.lossless import DraftCounts
+from skipdecode.plan import SpeedPlan
 from skipdecode.projections import Weights
 from skipdecode.ratio import Ratio, order_of_turn
 from skipdecode.schedule import Over, SkipSchedule
@@ -98,7 +99,7 @@ class Decoder:
         model, tokenizer: as `skipdecode.load` gives them.
         max_new_tokens: of each prompt.
         weights: as in `skip_generate`.
-        lossless: as in `skip_generate`.
+        lossless, strict: as in `skip_generate`.
         sampling: generate's settings, such as `do_sample` and `temperature`; greedy without.
 
     Raises:
@@ -112,6 +113,7 @@ class Decoder:
         max_new_tokens: int,
         weights: Weights | None = None,
         lossless: bool = False,
+        strict: bool = False,
         **sampling: Any,
     ) -> None:
         if max_new_tokens < 1:
@@ -120,23 +122,23 @@ class Decoder:
         check_unhealed(self.model.generation_config.token_healing)
         self.tokenizer: Any = tokenizer
         self.weights = weights
-        self._lossless = lossless
+        self._lossless, self._strict = lossless, strict
         self._request = {"max_new_tokens": max_new_tokens, "weights": weights, "do_sample": False, **sampling}
         self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
 
-    def schedule(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SkipSchedule:
-        """The checkpoint's schedule for a speedup. Raises ConfigError as `skip_generate` does.
+    def plan(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SpeedPlan:
+        """What the checkpoint decodes a speedup with. Raises ConfigError as `skip_generate` does.
 
         Args:
             speedup, over: as in `skip_generate`.
             prompts: the tokens of each prompt of the batch that it is for.
         """
         how: Any = {"over": over, "weights": self.weights, "prompts": prompts, "lossless": self._lossless}
-        return resolve_schedule(self.model, None, speedup, **how)
+        return resolve_plan(self.model, None, speedup, strict=self._strict, **how)
 
-    def schedule_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SkipSchedule:
+    def plan_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SpeedPlan:
         """The same for prompts that are decoded together."""
-        return self.schedule(speedup, over, self._tokens(prompts))
+        return self.plan(speedup, over, self._tokens(prompts))
 
     def draft_schedule(self, prompts: Sequence[str]) -> SkipSchedule:
         """What drafts for lossless texts of prompts that are decoded together, where no speedup is named.
@@ -243,7 +245,7 @@ class Compared:
     """The same prompts at several speeds.
 
     Attributes:
-        speedups: that were asked for, 1 first.
+        plans: of the speedups that were asked for, 1 first.
         decoded: the texts at each, in the same order.
         agreements: at each, the share of tokens that full depth would have chosen (`agreeing_tokens`).
         tokens: of each prompt in what was timed: as many as the longest text has, whatever ends the others.
@@ -251,7 +253,7 @@ class Compared:
         paces: at each; empty where no text is long enough to be timed.
     """
 
-    speedups: tuple[float, ...]
+    plans: tuple[SpeedPlan, ...]
     decoded: tuple[Decoded, ...]
     agreements: tuple[float, ...]
     tokens: int
@@ -269,7 +271,8 @@ def compare(
     `skip_generate` does.
     """
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
-    schedules = [decoder.schedule_of(prompts, speedup, over) for speedup in speedups]
+    plans = tuple(decoder.plan_of(prompts, speedup, over) for speedup in speedups)
+    schedules = [plan.schedule for plan in plans]
     decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
     prompt_ids = decoder.tokenizer(list(prompts), verbose=False)["input_ids"]
     agreements = tuple(
@@ -278,7 +281,7 @@ def compare(
     )
     tokens = max(completion.tokens for one in decoded for completion in one.completions)
     if tokens < SHORTEST:
-        return Compared(speedups, decoded, agreements, tokens, 0, ())
+        return Compared(plans, decoded, agreements, tokens, 0, ())
     for schedule in schedules:
         decoder.decode(prompts, schedule, tokens=tokens)
     timed: list[list[Decoded]] = [[] for _ in speedups]
@@ -299,7 +302,7 @@ def compare(
         )
         for schedule, own in zip(schedules, timed, strict=True)
     )
-    return Compared(speedups, decoded, agreements, tokens, rounds, paces)
+    return Compared(plans, decoded, agreements, tokens, rounds, paces)
 
 
 @dataclass(frozen=True)
@@ -307,8 +310,7 @@ class Price:
     """The price of one speedup.
 
     Attributes:
-        speedup: that was asked for, on the wall clock.
-        schedule: the checkpoint's for it.
+        plan: of the speedup that was asked for, on the wall clock.
         layers: per token, over the new tokens.
         predicted, whole: times that decoding, and prompts and decoding together, are faster: by what was measured of
             this machine, or else by bytes and operations (`CostModel`).
@@ -316,8 +318,7 @@ class Price:
         trained: True where training drew this speedup.
     """
 
-    speedup: float
-    schedule: SkipSchedule
+    plan: SpeedPlan
     layers: float
     predicted: float
     whole: float
@@ -334,7 +335,7 @@ def price(
     prompt_length: int,
     new_tokens: int,
 ) -> list[Price]:
-    """The price of each speedup for texts of one length. Raises ConfigError for one out of reach."""
+    """The price of each speedup for texts of one length. Raises ConfigError as `Decoder.plan` does."""
     sizes = CostModel.of(decoder.model)
     profile = profile_for(decoder.model, decoder.weights)
     at_hand: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length}
@@ -342,11 +343,11 @@ def price(
     config = SkipConfig.of(decoder.model.config)
     found = []
     for speedup in speedups:
-        schedule = decoder.schedule(speedup, over, [prompt_length] * batch_size)
+        plan = decoder.plan(speedup, over, [prompt_length] * batch_size)
+        schedule = plan.schedule
         found.append(
             Price(
-                speedup,
-                schedule,
+                plan,
                 schedule.mean_budget(new_tokens),
                 cost.speedup(schedule, new_tokens),
                 cost.speedup(schedule, new_tokens, over="all"),

@@ -67,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="that is asked for at --url; default: the first that the server names")
     systems = "default: 1x 2x 3x, or at a --url what the server does by itself"
     add("--system", dest="systems", nargs="+", default=[], metavar="NAME", help=systems)
+    add(
+        "--strict",
+        action="store_true",
+        help="refuse a speed that a server says it can't reach; without it the report marks such rows",
+    )
     add("--standalone", metavar="DIR", help="what `skipdecode export --standalone` wrote, for the system of that name")
     rates = "requests a second, or inf: all at once; default: " + " ".join(f"{rate:g}" for rate in DEFAULT_RATES)
     add("--rate", dest="rates", type=float, nargs="+", default=list(DEFAULT_RATES), metavar="R", help=rates)

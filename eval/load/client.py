@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from skipdecode.plan import PLANNED_HEADER
 
 ENDED = "[DONE]"
 
@@ -39,6 +42,7 @@ class Outcome:
         seconds: when its answer had ended.
         tokens: of the text, as the server counts them; parts where it doesn't.
         error: what went wrong, in few words; None where nothing did.
+        planned: the speedup that the server planned, where it says so.
     """
 
     at: float
@@ -46,17 +50,18 @@ class Outcome:
     seconds: float
     tokens: int
     error: str | None = None
+    planned: float | None = None
 
     def to_list(self) -> list[Any]:
         """Plain values, for a journal."""
         times = [round(part, 6) for part in self.parts]
-        return [round(self.at, 6), times, round(self.seconds, 6), self.tokens, self.error]
+        return [round(self.at, 6), times, round(self.seconds, 6), self.tokens, self.error, self.planned]
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> "Outcome":
         """The outcome that `to_list` described."""
-        at, parts, seconds, tokens, error = values
-        return cls(at, tuple(parts), seconds, tokens, error)
+        at, parts, seconds, tokens, error, planned = values
+        return cls(at, tuple(parts), seconds, tokens, error, planned)
 
 
 async def play(
@@ -87,16 +92,18 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
     sent = time.perf_counter()
     parts: list[float] = []
     tokens: int | None = None
+    planned: float | None = None
     body = {**asked.body, "prompt": prompt, "stream": asked.stream}
 
     def outcome(error: str | None = None) -> Outcome:
         counted = len(parts) if tokens is None else tokens
-        return Outcome(sent - start, tuple(parts), time.perf_counter() - sent, counted, error)
+        return Outcome(sent - start, tuple(parts), time.perf_counter() - sent, counted, error, planned)
 
     try:
         async with session.post(f"{asked.url}/completions", json=body, headers=asked.headers) as response:
             if response.status != 200:
                 return outcome(f"status {response.status}")
+            planned = _planned(response.headers.get(PLANNED_HEADER))
             if not asked.stream:
                 tokens = _count((await response.json())["usage"]["completion_tokens"])
                 return outcome()
@@ -124,6 +131,14 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
         return outcome("no answer of OpenAI's form")
     except (aiohttp.ClientError, OSError) as error:
         return outcome(type(error).__name__)
+
+
+def _planned(header: str | None) -> float | None:
+    """The speedup of a header. Raises ValueError for what is none."""
+    planned = None if header is None else float(header)
+    if planned is not None and not 0 < planned < math.inf:
+        raise ValueError(f"{header} is no speedup")
+    return planned
 
 
 def _count(tokens: Any) -> int:

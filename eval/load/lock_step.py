@@ -23,7 +23,10 @@ from pydantic import BaseModel
 
 from skipdecode import load, skip_generate
 from skipdecode.command import run_command
+from skipdecode.decode import resolve_plan
 from skipdecode.device import resolve_device
+from skipdecode.plan import PLANNED_HEADER
+from skipdecode.projections import Weights
 
 
 class Asked(BaseModel):
@@ -40,16 +43,21 @@ class Waiting:
     """A request, and where its text goes: its tokens, the end token among them."""
 
     asked: Asked
-    answer: "asyncio.Future[list[int]]"
+    answer: "asyncio.Future[tuple[list[int], float]]"
 
 
-def decode(model: Any, tokenizer: Any, asked: Sequence[Asked], weights: str | None) -> list[list[int]]:
-    """The tokens of each request's text, of one batch."""
+def decode(
+    model: Any, tokenizer: Any, asked: Sequence[Asked], weights: Weights | None
+) -> list[tuple[list[int], float]]:
+    """The tokens of each request's text, of one batch, and the speedup that was planned for it."""
     inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True).to(model.device)
+    prompts = inputs["attention_mask"].sum(dim=-1).tolist()
+    plan = resolve_plan(model, None, asked[0].speedup, weights=weights, prompts=prompts)
+    assert plan.planned is not None  # as a speedup was named
     output = model.generate(
         **inputs,
         custom_generate=skip_generate,
-        speedup=asked[0].speedup,
+        schedule=plan.schedule,
         weights=weights,
         max_new_tokens=max(each.max_tokens for each in asked),
         do_sample=False,
@@ -57,11 +65,11 @@ def decode(model: Any, tokenizer: Any, asked: Sequence[Asked], weights: str | No
     texts = []
     for each, row in zip(asked, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
         end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-        texts.append(row[: min(end, each.max_tokens)])
+        texts.append((row[: min(end, each.max_tokens)], plan.planned))
     return texts
 
 
-def make_app(model: Any, tokenizer: Any, rows: int, weights: str | None) -> FastAPI:
+def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> FastAPI:
     """The application; it decodes batches of so many rows at most."""
     queue: asyncio.Queue[Waiting] = asyncio.Queue()
 
@@ -100,12 +108,14 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: str | None) -> Fast
         waiting = Waiting(asked, asyncio.get_running_loop().create_future())
         queue.put_nowait(waiting)
 
-        tokens = await waiting.answer
+        tokens, planned = await waiting.answer
+        headers = {PLANNED_HEADER: f"{planned:.2f}"}
         choice = {"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": "stop"}
         body = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
         if not asked.stream:
-            return JSONResponse(body)
-        return Response(f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+            return JSONResponse(body, headers=headers)
+        events = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
+        return Response(events, media_type="text/event-stream", headers=headers)
 
     return app
 

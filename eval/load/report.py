@@ -17,7 +17,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from eval.drawing import STYLE, add_note, draw_series, save_png
 from eval.load.client import Outcome
+from eval.load.request import speed_of
 from eval.tables import Column, Table
+from skipdecode.plan import rounded_down
 from skipdecode.ratio import Ratio
 
 PERCENTILES = (50, 95, 99)
@@ -58,6 +60,8 @@ class LoadRow:
         seconds: from the first arrival of a round to its last answer, the median of the rounds.
         tokens_per_second, requests_per_second: over that time, medians.
         over_first: tokens a second over those of the first system at this rate, of each round.
+        planned: the speedup that the server planned, the median of requests, where that is less than the system's name
+            says; else None.
         first_token, between_tokens, whole: seconds from a request to the first part of its text, from each part to the
             next, and from a request to the end of its answer.
     """
@@ -74,6 +78,18 @@ class LoadRow:
     first_token: Percentiles
     between_tokens: Percentiles
     whole: Percentiles
+    planned: float | None = None
+
+
+def shortfall(system: str, outcomes: Sequence[Outcome]) -> float | None:
+    """The speedup that a server planned, the median of requests, where that is less than a system such as `3x` asks
+    for; else None.
+    """
+    target = speed_of(system)
+    planned = [outcome.planned for outcome in outcomes if outcome.planned is not None]
+    if target is None or not planned or (median := statistics.median(planned)) >= rounded_down(target):
+        return None
+    return median
 
 
 def throughput(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
@@ -106,6 +122,7 @@ def row_of(
         first_token=Percentiles.of([outcome.parts[0] for outcome in good if outcome.parts]),
         between_tokens=Percentiles.of([b - a for o in good for a, b in zip(o.parts, o.parts[1:], strict=False)]),
         whole=Percentiles.of([outcome.seconds for outcome in good]),
+        planned=shortfall(system, good),
     )
 
 
@@ -173,6 +190,12 @@ class LoadReport:
             for row in self.rows
             if row.errors
         ]
+        missed = dict.fromkeys(row.system for row in self.rows if row.planned is not None)
+        if missed:
+            lines.append(
+                f"Speeds that the server can't reach, in place of which the fastest schedule that the checkpoint was "
+                f"trained for decoded: {', '.join(missed)}."
+            )
         if wrong:
             lines.append(f"Requests that failed are in no other figure. {'; '.join(wrong)}.")
         return [*lines, f"Command: `{c.command}`"]
@@ -183,7 +206,7 @@ def _rate(row: LoadRow) -> str:
 
 
 COLUMNS: list[Column[LoadRow]] = [
-    ("system", lambda r: r.system),
+    ("system", lambda r: r.system if r.planned is None else f"{r.system} (planned {r.planned:.2f}x)"),
     ("requests come", _rate),
     ("errors", lambda r: str(sum(r.errors.values()))),
     ("requests/s", lambda r: f"{r.requests_per_second:.1f}"),

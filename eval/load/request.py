@@ -39,6 +39,7 @@ class LoadRequest:
     checkpoint: str | None = None
     url: str | None = None
     model: str | None = None
+    strict: bool = False  # whether a speed that can't be reached is refused
     systems: tuple[str, ...] = ()  # none: of a checkpoint 1x, 2x and 3x; of an address what it does by itself
     standalone: str | None = None
     rates: tuple[float, ...] = DEFAULT_RATES  # requests a second; infinite: all at once

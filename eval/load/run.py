@@ -17,7 +17,7 @@ from eval.console import bar_columns, make_console
 from eval.journal import Journal
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.client import Asked, Outcome, play
-from eval.load.report import LoadConditions, LoadReport, draw_load, row_of
+from eval.load.report import LoadConditions, LoadReport, draw_load, row_of, shortfall
 from eval.load.request import LoadRequest
 from eval.load.systems import served
 from eval.loading import file_identity, fingerprint, task_options
@@ -101,6 +101,12 @@ def _take_turns(
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if len(errors) == len(outcomes):
             raise ConfigError(f"--system {name} answers nothing: {errors[0]}")
+        missed = shortfall(name, outcomes)
+        if missed is not None and request.strict:
+            raise ConfigError(
+                f"--system is {name}: the server can't reach it and plans {missed:.2f}x; ask for less, or leave "
+                "--strict out"
+            )
     seed = 1000 * request.seed
     columns = (*bar_columns(), TimeRemainingColumn())
     with Progress(*columns, console=make_console(stderr=True)) as progress:

@@ -116,7 +116,7 @@ def timing_table(line: Line) -> PageTable | None:
             _number(timing.prompts, "{}"),
             _number(timing.layers_per_step, "{:.2f}"),
             _text(columns["max to min"]((point, timing))),
-            _asked(point),
+            _asked(point.speedup_target, timing.planned_speedup),
             _times(timing.speedup),
             _times(timing.whole_speedup),
             _number(timing.prefill_seconds, "{:.2f}"),
@@ -233,13 +233,18 @@ def _name(point: Row) -> Cell:
     return (Part(point.label), *exits)
 
 
-def _asked(point: Row) -> Cell:
-    return _text(NOT_MEASURED) if point.speedup_target is None else _number(point.speedup_target, "{:g}x")
+def _asked(target: float | None, planned: float | None) -> Cell:
+    """A target, with what was planned where it can't be reached."""
+    if target is None:
+        return _text(NOT_MEASURED)
+    missed = () if planned is None else (Part(" (planned "), *_number(planned, "{:.2f}x"), Part(")"))
+    return (*_number(target, "{:g}x"), *missed)
 
 
 def _speeds(point: Row) -> tuple[Cell, Cell, Cell]:
     """What was asked, decoding and the whole."""
-    return _asked(point), _times(point.speed("decode")), _times(point.whole_speedup)
+    asked = _asked(point.speedup_target, point.planned_speedup)
+    return asked, _times(point.speed("decode")), _times(point.whole_speedup)
 
 
 def _score(point: Row, metric: Metric) -> Cell:

@@ -43,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
     add("--output", required=True, type=Path, metavar="DIR", help="a folder: new, or of the same search")
     add("--speedup", type=float, metavar="X", help="the budget: a target for the wall clock, as in python -m eval")
+    add(
+        "--strict",
+        action="store_true",
+        help="refuse a --speedup that can't be reached; without it schedules are searched as fast as the fastest that "
+        "the checkpoint was trained for, and the report says so",
+    )
     add("--mean-layers", type=float, metavar="K", help="or: layers per generated token over the default's horizon")
     add("--trials", type=int, default=20, metavar="N", help="schedules, the default among them (default 20)")
     add_task(parser)

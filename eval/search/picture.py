@@ -47,7 +47,7 @@ def draw_search(path: Path, report: SearchReport) -> None:
         main.set_xlabel("measured decode speed, times full depth on the wall clock")
         main.xaxis.set_major_formatter("{x:.3g}x")
         figure.suptitle(
-            f"{report.task} at {report.target}: {len(report.trials)} schedules", x=0.01, ha="left", fontsize=12
+            f"{report.task} at {report.budget}: {len(report.trials)} schedules", x=0.01, ha="left", fontsize=12
         )
         main.set_title(
             f"default: {default.score.value:.2f} {name}; dotted: full depth, {report.full_depth.value:.2f}\n"

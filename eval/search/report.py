@@ -67,7 +67,8 @@ class SearchReport:
     """A search: what for, on what, every schedule that was tried, best first, and the winner's number.
 
     `trained_on` counts the validation prompts that the checkpoint was trained on; `rungs` the prompts at each rung's
-    end; `steps` are those over which speeds were predicted.
+    end; `steps` are those over which speeds were predicted; `planned_speedup` is what was searched for in place of a
+    target that can't be reached.
     """
 
     checkpoint: str
@@ -93,6 +94,13 @@ class SearchReport:
     full_depth: Estimate
     winner: int
     trials: list[TrialRow]
+    planned_speedup: float | None = None
+
+    @property
+    def budget(self) -> str:
+        """The target, with what was searched for where it can't be reached."""
+        planned = self.planned_speedup
+        return self.target if planned is None else f"{self.target} (planned {planned:.2f}x)"
 
     @property
     def winning(self) -> TrialRow:
@@ -116,7 +124,7 @@ class SearchReport:
 
     def to_table(self) -> rich.table.Table:
         """The same for the terminal."""
-        table = Table.of(self.trials, self._columns(), f"{self.task} at {self.target}: {self.checkpoint}")
+        table = Table.of(self.trials, self._columns(), f"{self.task} at {self.budget}: {self.checkpoint}")
         return replace(table, bold=[n for n, row in enumerate(self.trials) if row.trial == self.winner]).to_rich()
 
     def verdict(self) -> str:
@@ -156,6 +164,11 @@ class SearchReport:
             f"{others} comparisons) and measured at most {SLOWER:.0%} slower. A winner's score is that of the best of "
             "many: measure it on the test set.",
         ]
+        if self.planned_speedup is not None:
+            lines.append(
+                f"{self.target} can't be reached here: the default is the fastest schedule that the checkpoint was "
+                f"trained for, and the others are as fast as it is predicted to be, {self.planned_speedup:.2f}x."
+            )
         if others + 1 < self.asked_for:
             lines.append(f"{self.asked_for} trials were asked for: no more schedules of this space reach the target.")
         if self.trained_on:

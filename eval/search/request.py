@@ -24,6 +24,7 @@ class SearchRequest:
     checkpoint: str
     output: Path
     speedup: float | None = None
+    strict: bool = False
     mean_layers: float | None = None
     trials: int = 20
     task: str | None = None
@@ -51,6 +52,8 @@ class SearchRequest:
             raise ConfigError(f"--speedup is {self.speedup:g}: it must be above 1, where there is something to choose")
         if self.mean_layers is not None and not 1 <= self.mean_layers < float("inf"):
             raise ConfigError(f"--mean-layers is {self.mean_layers:g}: it must be at least 1")
+        if self.mean_layers is not None and self.strict:
+            raise ConfigError("--strict is for --speedup: a budget in layers can always be reached; leave it out")
         if self.mean_layers is not None and self.calibrate:
             raise ConfigError("--calibrate is for --speedup: a budget in layers needs no clock")
         if not 2 <= self.trials <= MOST_TRIALS:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
@@ -70,11 +72,12 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     if trained_on:
         make_console(stderr=True).print(warning(trained_on, len(examples)), style="bold red")
     if _PLAN not in journal:
-        budget, schedules = _choose(request, config or SkipConfig(solver={"horizon": task.horizon}), data)
+        known = config or SkipConfig(solver={"horizon": task.horizon})
+        budget, schedules, planned = _choose(request, known, data, make_console(stderr=True))
         predicted = [budget.predicted(schedule) for schedule in schedules]
         steps = budget.steps if budget.cost.expected_steps is None else None
-        journal.add(_PLAN, [steps, [schedule.to_dict() for schedule in schedules], predicted])
-    steps, fields, predicted = journal[_PLAN]
+        journal.add(_PLAN, [steps, [schedule.to_dict() for schedule in schedules], predicted, planned])
+    steps, fields, predicted, planned = journal[_PLAN]
     # By itself it would choose by the memory that is free, of which there may be less when it goes on.
     weights = journal.get_or_add(_WEIGHTS, lambda: data.checkpoint.weights)
     data = replace(data, checkpoint=replace(data.checkpoint, weights=weights))
@@ -106,6 +109,7 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
         full_depth=estimate(request.metric, statistics_of(batches, FULL_DEPTH)),
         winner=choose_winner(rows),
         trials=rows,
+        planned_speedup=planned,
     )
     draw_search(request.output / PICTURE, report)
     report.save(request.output)
@@ -169,9 +173,11 @@ def _load(request: SearchRequest, config: SkipConfig | None, task: Task, example
     )
 
 
-def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tuple[Budget, list[SkipSchedule]]:
-    """The budget, and the schedules that reach it, the default first."""
-    depth = data.checkpoint.num_layers
+def _choose(
+    request: SearchRequest, config: SkipConfig, data: Validation, console: Console
+) -> tuple[Budget, list[SkipSchedule], float | None]:
+    """The budget; the schedules that reach it, the default first; what is planned where the target can't be reached."""
+    depth, profile = data.checkpoint.num_layers, None
     if request.mean_layers is not None:
         if request.mean_layers >= depth:
             raise ConfigError(f"--mean-layers is {request.mean_layers:g}: it must be below the model's {depth} layers")
@@ -185,17 +191,19 @@ def _choose(request: SearchRequest, config: SkipConfig, data: Validation) -> tup
         assert request.speedup is not None  # one of the two is given
         speedup = request.speedup
         clock = (data.checkpoint, config, (request.batch_size,), data.prompts)
-        profile = clock_of(*clock, calibrate=request.calibrate)
+        profile = clock_of(*clock, console, calibrate=request.calibrate)
         prompts = prompts_at_hand(data.prompts, request.batch_size)
         cost = config.cost_for(data.checkpoint.cost, prompts=prompts, profile=profile)
-        if profile is not None:
-            config = replace(config, schedules={})
-    default = config.schedule_for(cost, speedup, over="decode")
+    plan = config.plan_for(cost, speedup, over="decode", profile=profile, strict=request.strict)
+    default = plan.schedule
     steps = config.horizon or default.horizon  # the default's own may be longer, to meet the target
     budget = Budget(cost, speedup, steps=steps, prompt=default.prompt, prompt_stop=default.prompt_stop)
+    if not plan.reached:
+        console.print(f"warning: {plan.warning()}", soft_wrap=True)
+        budget = replace(budget, speedup=budget.predicted(default))
     horizons = request.horizons or tuple(dict.fromkeys(max(1, round(share * steps)) for share in HORIZONS))
     space = Space(request.warmup, request.decays, horizons, request.placements)
     schedules = choose_schedules(
         budget, space, default, trials=request.trials, tokens=data.max_new_tokens, seed=request.seed
     )
-    return budget, schedules
+    return budget, schedules, plan.shortfall

@@ -100,14 +100,18 @@ class System(ABC):
         checkpoint: what it decodes with.
         kind: how.
         speedup_target: what it was made for; None where it was named by its settings.
+        planned: the speedup that is expected in place of a target that can't be reached; None where it can.
     """
 
     kind: SystemKind
 
-    def __init__(self, label: str, checkpoint: Checkpoint, speedup_target: float | None = None) -> None:
+    def __init__(
+        self, label: str, checkpoint: Checkpoint, speedup_target: float | None = None, planned: float | None = None
+    ) -> None:
         self.label = label
         self.checkpoint = checkpoint
         self.speedup_target = speedup_target
+        self.planned = planned
 
     @property
     @abstractmethod
@@ -185,9 +189,14 @@ class SkipSystem(System):
     """A checkpoint under a schedule, by `skip_generate`."""
 
     def __init__(
-        self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule, speedup_target: float | None = None
+        self,
+        label: str,
+        checkpoint: Checkpoint,
+        schedule: SkipSchedule,
+        speedup_target: float | None = None,
+        planned: float | None = None,
     ) -> None:
-        super().__init__(label, checkpoint, speedup_target)
+        super().__init__(label, checkpoint, speedup_target, planned)
         self.schedule = schedule
         self.kind = "skip" if schedule.skips else "full depth"
 
@@ -210,8 +219,10 @@ class LosslessSystem(System):
     Layers are those of all passes, over its steps.
     """
 
-    def __init__(self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule | None) -> None:
-        super().__init__(label, checkpoint)
+    def __init__(
+        self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule | None, planned: float | None = None
+    ) -> None:
+        super().__init__(label, checkpoint, planned=planned)
         self.kind = "lossless"
         self.schedule = schedule
 

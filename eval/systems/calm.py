@@ -42,9 +42,14 @@ class CalmSystem(System):
     kind = "calm"
 
     def __init__(
-        self, label: str, checkpoint: Checkpoint, threshold: Threshold, speedup_target: float | None = None
+        self,
+        label: str,
+        checkpoint: Checkpoint,
+        threshold: Threshold,
+        speedup_target: float | None = None,
+        planned: float | None = None,
     ) -> None:
-        super().__init__(label, checkpoint, speedup_target)
+        super().__init__(label, checkpoint, speedup_target, planned)
         self.threshold = threshold
 
     @property

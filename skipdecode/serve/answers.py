@@ -11,7 +11,7 @@ from skipdecode.serve.spelling import Spelling
 
 async def whole(job: Job, spelling: Spelling) -> dict[str, Any]:
     """The answer in one piece, once every text has ended. Raises Failure."""
-    envelope = Envelope(job.asked)
+    envelope = Envelope(job.asked, _speed(job))
     async for _ in job.parts():
         pass
     choices = [
@@ -23,13 +23,14 @@ async def whole(job: Job, spelling: Spelling) -> dict[str, Any]:
         )
         for choice in job.choices
     ]
-    body = envelope.body(choices, usage=usage(job.prompt_tokens, job.new_tokens))
-    return {**body, "skipdecode": _details(job)} if job.asked.details else body
+    if job.asked.details:
+        envelope.skipdecode["layers_per_token"] = job.layers_per_token
+    return envelope.body(choices, usage=usage(job.prompt_tokens, job.new_tokens))
 
 
 async def events(job: Job, spelling: Spelling) -> AsyncIterator[str]:
     """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
-    envelope = Envelope(job.asked)
+    envelope = Envelope(job.asked, _speed(job))
     try:
         if envelope.chat:
             yield _event(
@@ -68,6 +69,7 @@ def _events(job: Job, envelope: Envelope, spelling: Spelling, together: Sequence
         body = envelope.body([envelope.choice(choice.index, part.text, part.end, logprobs, part=True)], part=True)
         if job.asked.details:
             body["skipdecode"] = {
+                **envelope.skipdecode,
                 "token": part.chosen.token,
                 "layers": part.layers,
                 "seconds": part.chosen.at - choice.answer.times.submitted,
@@ -79,8 +81,8 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"  # in ASCII: some clients take U+2028 and U+0085 for ends of lines
 
 
-def _details(job: Job) -> dict[str, Any]:
-    return {"speedup": job.speedup, "layers_per_token": job.layers_per_token}
+def _speed(job: Job) -> dict[str, Any]:
+    return {"speedup": job.speedup, "planned_speedup": job.planned}
 
 
 def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Sequence[int]) -> dict[str, Any] | None:

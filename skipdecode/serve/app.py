@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import resolve_schedule
+from skipdecode.decode import resolve_plan
 from skipdecode.engine import Engine
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
+from skipdecode.plan import PLANNED_HEADER, SpeedPlan, show_planned
 from skipdecode.schedule import Over
 from skipdecode.serve.answers import events, whole
 from skipdecode.serve.job import Bell, Job
@@ -55,8 +56,11 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
     app.add_middleware(Guard, settings=settings, metrics=metrics)
     _add_errors(app)
     page = _page(engine, tokenizer, settings)
-    model: dict[str, Any] = {"id": settings.name, "object": "model", "created": started, "owned_by": "skipdecode"}
-    model["speedup"] = settings.speedup
+
+    def model() -> dict[str, Any]:
+        described = {"id": settings.name, "object": "model", "created": started, "owned_by": "skipdecode"}
+        planned = _plan(engine, settings.over, settings.speedup).planned  # asked each time: as texts are decoded now
+        return {**described, "speedup": settings.speedup, "planned_speedup": planned}
 
     def check_model(name: str) -> None:
         if name != settings.name:
@@ -78,26 +82,27 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
     def one_model(name: str) -> dict[str, Any]:
         check_model(name)
-        return model
+        return model()
 
     async def answer(asked: Asked, request: Request) -> Response:
         check_model(asked.model)
         job = Job(engine, tokenizer, settings, metrics, app.state.bell, asked)
         request.state.job = job  # for the line of the log
         await job.start()
+        headers = {} if job.planned is None else {PLANNED_HEADER: f"{job.planned:.2f}"}
         if asked.stream:
-            return StreamingResponse(events(job, spelling), media_type="text/event-stream")
+            return StreamingResponse(events(job, spelling), media_type="text/event-stream", headers=headers)
         work, gone = asyncio.ensure_future(whole(job, spelling)), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=499)  # nobody reads it
-            return JSONResponse(work.result())
+            return JSONResponse(work.result(), headers=headers)
         finally:
             job.cancel()
             for task in (work, gone):
@@ -124,11 +129,18 @@ def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
     remembered = SkipConfig.of(engine.model.config)
     trained = remembered.trained_range if remembered is not None else None
     example = remembered.task.get("example", "") if remembered is not None else ""
-    fastest = _reached(engine, settings.over, trained[1], len(tokenizer(example)["input_ids"])) if trained else 1.0
+    tokens = max(len(tokenizer(example)["input_ids"]), 1)
+
+    def reached(speedup: float) -> float:
+        """The speedup, or the largest in quarters that a prompt such as the example's can be decoded at."""
+        limit = _plan(engine, settings.over, speedup, [tokens]).limit
+        return speedup if limit is None else max(1.0, math.floor(4 * limit) / 4)
+
+    speedup = reached(settings.speedup)
     known = {
         "model": settings.name,
-        "speedup": settings.speedup,
-        "fastest": max(fastest, settings.speedup),
+        "speedup": speedup,
+        "fastest": max(reached(trained[1]) if trained else 1.0, speedup),
         "layers": len(decoder_layers(engine.model)),
         "example": example,
         "tokens": settings.new_tokens,
@@ -139,17 +151,9 @@ def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
     return text.replace("{{known}}", json.dumps(known).replace("<", "\\u003c"))
 
 
-def _reached(engine: Engine, over: Over | None, speedup: float, tokens: int) -> float:
-    """The largest speedup, in quarters, up to the one given that a prompt of so many tokens alone can be decoded at: by
-    this machine's clock what was trained may be out of reach.
-    """
-    while speedup > 1:
-        try:
-            resolve_schedule(engine.model, None, speedup, over=over, weights=engine.weights, prompts=[max(tokens, 1)])
-            break
-        except ConfigError:
-            speedup = math.ceil(4 * speedup - 1) / 4
-    return speedup
+def _plan(engine: Engine, over: Over | None, speedup: float, prompts: Sequence[int] | None = None) -> SpeedPlan:
+    """What the engine decodes a speedup with, of prompts of so many tokens or of those of the training."""
+    return resolve_plan(engine.model, None, speedup, over=over, weights=engine.weights, prompts=prompts)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -252,7 +256,7 @@ class Guard:
         line = f"{scope['method']} {path} {status} {seconds:.3f} s"
         if job is not None:
             texts = f"{len(job.choices)} texts, " if len(job.choices) != 1 else ""
-            speed = "lossless" if job.asked.lossless else f"{job.speedup:g}x"
+            speed = "lossless" if job.asked.lossless else show_planned(job.speedup, job.shortfall)
             line += (
                 f", {texts}{speed}, {job.prompt_tokens} + {job.new_tokens} tokens, "
                 f"{job.layers_per_token:.2f} layers a token"

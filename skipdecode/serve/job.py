@@ -13,6 +13,7 @@ from typing import Any
 from skipdecode.engine import Engine, EngineClosed, EngineFull
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
+from skipdecode.plan import SpeedPlan
 from skipdecode.request import Answer, Chosen
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure
@@ -237,6 +238,7 @@ class Job:
                     prompt,
                     # A draft at 1x is none: then as many layers draft as pay.
                     speedup=None if asked.lossless and self.speedup == 1 else self.speedup,
+                    strict=settings.strict,
                     over=asked.over or (settings.over if asked.speedup is None and not asked.lossless else None),
                     seed=seed,
                     logprobs=asked.top_logprobs_asked,
@@ -312,6 +314,22 @@ class Job:
         for choice in self.choices:
             if choice.end is None:
                 choice.answer.cancel()
+
+    @property
+    def planned(self) -> float | None:
+        """The speedup that is expected: of several texts the smallest; None of lossless ones, which it depends on how
+        well drafts do.
+        """
+        return min((plan.planned for plan in self._plans if plan.planned is not None), default=None)
+
+    @property
+    def shortfall(self) -> float | None:
+        """What is planned where the speedup can't be reached, likewise; None where it is reached."""
+        return min((plan.shortfall for plan in self._plans if plan.shortfall is not None), default=None)
+
+    @property
+    def _plans(self) -> list[SpeedPlan]:
+        return [choice.answer.plan for choice in self.choices if choice.answer.plan is not None]
 
     @property
     def new_tokens(self) -> int:

@@ -219,7 +219,8 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
 class Envelope:
     """What all answers to one request, or all parts of a stream, have in common."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, skipdecode: Mapping[str, Any]) -> None:
+        self.skipdecode = dict(skipdecode)  # what is no part of OpenAI's answers
         self.chat = isinstance(asked, ChatAsked)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -234,6 +235,7 @@ class Envelope:
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            "skipdecode": self.skipdecode,
             **more,
         }
 

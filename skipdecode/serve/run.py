@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from skipdecode.decode import resolve_schedule
+from skipdecode.decode import resolve_plan
 from skipdecode.engine import Engine
 from skipdecode.errors import ConfigError
 from skipdecode.serve.app import LOG, make_app
@@ -24,14 +24,17 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
 
     Raises ConfigError for an address that can't be had, and a speed that the checkpoint can't have.
     """
-    schedule = resolve_schedule(engine.model, None, settings.speedup, over=settings.over, weights=engine.weights)
+    how: Any = {"over": settings.over, "strict": settings.strict, "weights": engine.weights}
+    plan = resolve_plan(engine.model, None, settings.speedup, **how)
+    schedule = plan.schedule
     app = make_app(engine, tokenizer, settings)
     listening = _listen(host, port)
     _log_to_stderr()
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     LOG.info(
-        f"serving {settings.name} at {settings.speedup:g}x ({schedule.max_layers} to {schedule.min_layers} of "
-        f"{schedule.num_layers} layers a token; others by `speedup`) on {address}/v1, a page at {address}/"
+        f"serving {settings.name} at {settings.speedup:g}x (planned {plan.planned:.2f}x by {plan.clock}: "
+        f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers a token; others by `speedup`) "
+        f"on {address}/v1, a page at {address}/"
     )
     if host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         LOG.warning("anybody who reaches this address may use it: there is no --api-key")

@@ -14,6 +14,7 @@ class ServeSettings:
     Args:
         name: of the model, as requests say it.
         speedup, over: of requests that name none.
+        strict: whether speedups that can't be reached are refused, those of requests too.
         new_tokens: of requests that don't say how many.
         most_new_tokens: that a text may have.
         most_texts: of a request, over its prompts and `n`.
@@ -29,6 +30,7 @@ class ServeSettings:
     name: str
     speedup: float = 1.0
     over: Over | None = None
+    strict: bool = False
     new_tokens: int = 64
     most_new_tokens: int = 1024
     most_texts: int = 64

@@ -138,7 +138,7 @@ def test_what_decoding_takes_once_is_told_apart_behind_prompts_that_are_twice_as
         return 1.0, columns + steps * depth
 
     monkeypatch.setattr(calibrate, "_time_text", timed)
-    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[2], prompt_lengths=[20, 30, 60], repeats=1)
+    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[2], prompt_lengths=[20, 30, 60], repeats=1).profile
     starts = {20: 20, 30: 20, 60: 60}
     assert {batch.prompt_length: batch.start[3] for batch in found.batches} == pytest.approx(starts)
     assert {batch.prompt_length: batch.step[3] for batch in found.batches} == pytest.approx({20: 3, 30: 3.5, 60: 3})
@@ -155,7 +155,7 @@ def test_prompts_that_a_model_has_no_positions_for_are_neither_run_nor_recorded(
         return generate(self, input_ids=input_ids, **request)
 
     monkeypatch.setattr(type(model), "generate", generating)
-    found = measure_profile(model, batch_sizes=[1, 1], prompt_lengths=[38, 76, 92, 95], repeats=1)
+    found = measure_profile(model, batch_sizes=[1, 1], prompt_lengths=[38, 76, 92, 95], repeats=1).profile
     assert [(batch.batch_size, batch.prompt_length) for batch in found.batches] == [(1, 38), (1, 76)]
     assert ran == {38, 76}
 
@@ -164,7 +164,7 @@ def test_a_model_of_few_positions_is_measured_over_fewer_steps(monkeypatch: pyte
     model = tiny_opt.__wrapped__("opt", 2)
     monkeypatch.setattr(model.config, "max_position_embeddings", 16)
     assert measure_cost(model, repeats=1).num_layers == 2
-    (batch,) = measure_profile(model, batch_sizes=[1], prompt_lengths=[40], repeats=1).batches
+    (batch,) = measure_profile(model, batch_sizes=[1], prompt_lengths=[40], repeats=1).profile.batches
     assert (batch.prompt_length, batch.context) == (1, 8)
     monkeypatch.setattr(model.config, "max_position_embeddings", 5)
     with pytest.raises(ConfigError, match="the model has 5 positions: to time its steps takes 6 at least"):
@@ -181,7 +181,7 @@ def test_what_another_batch_left_in_caches_counts_for_no_depth(monkeypatch: pyte
         return cold * depth * columns, cold * steps * depth
 
     monkeypatch.setattr(calibrate, "_time_text", timed)
-    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[1, 4], prompt_lengths=[10, 30], repeats=8)
+    found = measure_profile(tiny_opt("opt", 6), batch_sizes=[1, 4], prompt_lengths=[10, 30], repeats=8).profile
     for batch in found.batches:
         assert batch.step == pytest.approx({n: n for n in batch.step})
         assert batch.prefill == pytest.approx({n: n * batch.prompt_length for n in batch.prefill})
@@ -267,7 +267,7 @@ def test_texts_take_what_is_predicted_where_a_step_takes_longer_with_every_colum
 
     monkeypatch.setattr(calibrate, "_time_text", time_text)
     model = tiny_opt.__wrapped__("opt", 6)
-    timed = measure_profile(model, batch_sizes=[1, 4], prompt_lengths=[10, 30, 90], repeats=1)
+    timed = measure_profile(model, batch_sizes=[1, 4], prompt_lengths=[10, 30, 90], repeats=1).profile
     for rows, prompt, steps in ((1, 20, 50), (4, 20, 50), (4, 25, 7), (1, 60, 40), (4, 41, 1)):
         cost = timed.at(batch_size=rows, prompt_length=prompt)
         schedule = SkipSchedule(6, 5, 2, horizon=40)
@@ -382,7 +382,7 @@ def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
     model = tiny_opt("opt", 2)
     seen: list[None] = []
     sizes: Any = {"batch_sizes": [1, 2], "prompt_lengths": [5, 9], "weights": "model", "repeats": 1}
-    timed = measure_profile(model, **sizes, advance=lambda: seen.append(None))
+    timed = measure_profile(model, **sizes, advance=lambda: seen.append(None)).profile
     assert [(b.batch_size, b.prompt_length) for b in timed.batches] == [(1, 5), (2, 5), (1, 9), (2, 9)]
     assert len(seen) == 2, "a repeat, and one that warms up"
     assert all(seconds > 0 for b in timed.batches for seconds in (*b.step.values(), *b.prefill.values()))
@@ -396,7 +396,7 @@ def test_a_models_own_generation_config_has_no_part_in_what_is_timed() -> None:
     model = copy.deepcopy(tiny_opt("opt", 2))
     own = GenerationConfig(num_beams=4, max_time=1e-3, use_cache=False, repetition_penalty=1.3, stop_strings=["a"])
     model.generation_config = own
-    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1)
+    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1).profile
     assert all(seconds > 0 for seconds in timed.batches[0].step.values())
     assert model.generation_config is own
 
@@ -406,7 +406,7 @@ def test_a_home_that_cannot_be_read_holds_no_profile_and_keeps_none(
     kept: None, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_opt("opt", 2)
-    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1)
+    timed = measure_profile(model, batch_sizes=[1], prompt_lengths=[5], weights="model", repeats=1).profile
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise error

@@ -131,7 +131,7 @@ def test_the_checkpoints_own_stop_strings_end_each_text_of_a_batch(
 ) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     decoder = Decoder(model, tokenizer, 9)
-    plain = decoder.decode(PROMPTS, decoder.schedule(1)).completions
+    plain = decoder.decode(PROMPTS, decoder.plan(1).schedule).completions
     stop = next(text for token in plain[0].ids[2:] if (text := tokenizer.decode([token])).isascii())
     folder = with_settings(checkpoint, tmp_path / "own", stop_strings=[stop], return_dict_in_generate=True)
     assert main(["generate", str(folder), *TYPED, *SHORT, "--speedup", "1", "--json"]) == 0
@@ -232,10 +232,16 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
     try:
         assert main(["info", trained]) == 0
         out, _ = said(capsys)
-        assert [line.split()[:2] for line in out[-5:-2]] == [["1x", "6"], ["2x", "3"], ["4x", "out"]]
-        assert "out of reach: 3.00x at most" in out[-3]
-        assert main(["info", trained, "--speedup", "4"]) == 2
-        assert "this model reaches at most 3.00" in said(capsys)[1]
+        rows = [line.split() for line in out[-6:-3]]
+        assert [row[:2] for row in rows] == [["1x", "6"], ["2x", "3"], ["4x", "(planned"]]
+        assert rows[2][2:7] == ["3.00x)", "1", "to", "1", "of"]
+        assert rows[2][-1] == "yes"
+        assert "the fastest schedule that the checkpoint was trained for runs in its place" in out[-1]
+        assert main(["info", trained, "--speedup", "4", "--strict"]) == 2
+        assert (
+            "speedup is 4: by this machine's clock, measured 2026-01-02 this checkpoint reaches 3.00 at most"
+            in (said(capsys)[1][0])
+        )
     finally:
         path.unlink()
 
@@ -287,7 +293,7 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
 
     monkeypatch.setattr(decoder, "decode", timed)
     found = compare(decoder, PROMPTS, [2.0], 5)
-    depth, fast = decoder.schedule(1), decoder.schedule(2)
+    depth, fast = decoder.plan(1).schedule, decoder.plan(2).schedule
     written = decoder.tokenizer(expected(checkpoint, PROMPTS, speedup=1))["input_ids"]
     assert found.tokens >= max(map(len, written)) - 1
     assert calls[:4] == [(6, None), (fast.max_layers, None), (6, found.tokens), (fast.max_layers, found.tokens)]
@@ -395,9 +401,10 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json"], "12 layers"),
         (
             ["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"],
-            "leave --speedup and --over out",
+            "leave --speedup, --over and --strict out",
         ),
-        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--over", "all"], "leave --speedup and --over"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--over", "all"], "leave --speedup, --over"),
+        (["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--strict"], "leave --speedup, --over and --stri"),
         (["calibrate", "CHECKPOINT", "--batch-size", "1", "0"], "--batch-size is 0"),
         (["calibrate", "CHECKPOINT", "--prompt-length", "-3"], "--prompt-length is -3"),
         (

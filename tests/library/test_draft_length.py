@@ -10,7 +10,7 @@ from lean_cases import SCHEDULES, fresh, generate
 
 from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, decode, skip_generate
 from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import choose_draft, draft_candidates, lossless_costs, resolve_schedule
+from skipdecode.decode import choose_draft, draft_candidates, lossless_costs, resolve_plan, resolve_schedule
 from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
 from skipdecode.lean import lean_decoder
 from skipdecode.native import kernels
@@ -254,17 +254,17 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
     drafted: list[SkipSchedule] = []
 
     def note(*args: Any, **how: Any) -> Any:
-        found = resolve_schedule(*args, **how)
-        drafted.append(found)
+        found = resolve_plan(*args, **how)
+        drafted.append(found.schedule)
         return found
 
     for module in ("decode", "engine", "texts"):
-        monkeypatch.setattr(f"skipdecode.{module}.resolve_schedule", note)
+        monkeypatch.setattr(f"skipdecode.{module}.resolve_plan", note)
     ids = torch.arange(6, 30)[None]
     request: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     model.generate(**request, custom_generate=skip_generate, lossless=True, speedup=1.5, eos_token_id=None)
-    Decoder(model, None, 4, lossless=True).schedule(1.5, prompts=[24])  # type: ignore[arg-type]
+    Decoder(model, None, 4, lossless=True).plan(1.5, prompts=[24])  # type: ignore[arg-type]
     with Engine(model) as engine:
         engine.submit(ids[0].tolist(), max_new_tokens=4, lossless=True, speedup=1.5, eos_token_id=None)
     assert drafted == [expected] * 3
-    assert resolve_schedule(model, None, 1.5, prompts=[24]) == Decoder(model, None, 4).schedule(1.5, prompts=[24])  # type: ignore[arg-type]
+    assert resolve_schedule(model, None, 1.5, prompts=[24]) == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule  # type: ignore[arg-type]

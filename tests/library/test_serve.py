@@ -457,9 +457,9 @@ def test_the_page_offers_no_speed_that_is_out_of_reach(server: Server) -> None:
     assert 1 < fastest < 40
     assert fastest % 0.25 == 0
     prompt = tokenizer(PROMPTS[1])["input_ids"]
-    engine.submit(prompt, speedup=fastest, over="all", max_new_tokens=4)
+    engine.submit(prompt, speedup=fastest, over="all", strict=True, max_new_tokens=4)
     with pytest.raises(ConfigError, match="at most"):
-        engine.submit(prompt, speedup=fastest + 0.25, over="all", max_new_tokens=4)
+        engine.submit(prompt, speedup=fastest + 0.25, over="all", strict=True, max_new_tokens=4)
 
 
 def test_figures_count_what_was_done(server: Server) -> None:
