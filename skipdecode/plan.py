@@ -56,7 +56,7 @@ class SpeedPlan:
     def refusal(self) -> ConfigError:
         """The error of whoever asked for the target strictly. For plans that aren't `reached`."""
         return ConfigError(
-            f"speedup is {self.target:g}: by {self.clock} this checkpoint reaches {self.limit:.2f} at most; ask for "
+            f"speedup is {self.target:g}: this checkpoint reaches {self.limit:.2f} at most by {self.clock}; ask for "
             "less, or leave strict out, and the fastest schedule that it was trained for decodes"
         )
 
