@@ -140,6 +140,8 @@ class Slow(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Connection", "close")
+        if "speedup" in asked:  # it reaches 2x at most
+            self.send_header("X-Skipdecode-Planned-Speedup", f"{min(asked['speedup'], 1.87):.2f}")
         self.end_headers()
         if "rubbish" in prompt:
             self._say("data: {\n\n")
@@ -257,6 +259,21 @@ def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load.json", "load.md", "load.png"]
     assert main(arguments(slow_url, output)) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_a_speed_that_a_server_cannot_reach_is_marked_and_refused_if_that_is_asked_for(
+    slow_url: str, tmp_path: Path, capsys: Any
+) -> None:
+    words = {"--system": "1.5x 9x", "--rate": "inf", "--rounds": "1", "--requests": "2"}
+    output = tmp_path / "load.json"
+    assert main([*arguments(slow_url, output, **words), "--strict"]) == 2
+    assert "--system is 9x: the server can't reach it and plans 1.87x; ask for less, or" in capsys.readouterr().err
+    assert not output.exists()
+    assert main(arguments(slow_url, output, **words)) == 0
+    assert [row["planned"] for row in json.loads(output.read_text())["rows"]] == [None, 1.87]
+    markdown = output.with_suffix(".md").read_text()
+    assert "| 9x (planned 1.87x) |" in markdown
+    assert "Speeds that the server can't reach, in place of which the fastest schedule" in markdown
 
 
 def test_rates_of_many_digits_are_played_each(slow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
