@@ -50,12 +50,12 @@ def decode(
     model: Any, tokenizer: Any, asked: Sequence[Asked], weights: Weights | None
 ) -> list[tuple[list[int], float]]:
     """The tokens of each request's text, of one batch, and the speedup that was planned for it."""
-    inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True).to(model.device)
+    inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
     prompts = inputs["attention_mask"].sum(dim=-1).tolist()
     plan = resolve_plan(model, None, asked[0].speedup, weights=weights, prompts=prompts)
     assert plan.planned is not None  # as a speedup was named
     output = model.generate(
-        **inputs,
+        **inputs.to(model.device),
         custom_generate=skip_generate,
         schedule=plan.schedule,
         weights=weights,

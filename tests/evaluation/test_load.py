@@ -140,8 +140,8 @@ class Slow(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Connection", "close")
-        if "speedup" in asked:  # it reaches 2x at most
-            self.send_header("X-Skipdecode-Planned-Speedup", f"{min(asked['speedup'], 1.87):.2f}")
+        if "speedup" in asked:  # of which it can reach 4.87 at most
+            self.send_header("X-Skipdecode-Planned-Speedup", f"{min(asked['speedup'], 4.87):.2f}")
         self.end_headers()
         if "rubbish" in prompt:
             self._say("data: {\n\n")
@@ -267,12 +267,12 @@ def test_a_speed_that_a_server_cannot_reach_is_marked_and_refused_if_that_is_ask
     words = {"--system": "1.5x 9x", "--rate": "inf", "--rounds": "1", "--requests": "2"}
     output = tmp_path / "load.json"
     assert main([*arguments(slow_url, output, **words), "--strict"]) == 2
-    assert "--system is 9x: the server can't reach it and plans 1.87x; ask for less, or" in capsys.readouterr().err
+    assert "--system is 9x: the server can't reach it and plans 4.87x; ask for less, or" in capsys.readouterr().err
     assert not output.exists()
     assert main(arguments(slow_url, output, **words)) == 0
-    assert [row["planned"] for row in json.loads(output.read_text())["rows"]] == [None, 1.87]
+    assert [row["planned"] for row in json.loads(output.read_text())["rows"]] == [None, 4.87]
     markdown = output.with_suffix(".md").read_text()
-    assert "| 9x (planned 1.87x) |" in markdown
+    assert "| 9x (planned 4.87x) |" in markdown
     assert "Speeds that the server can't reach, in place of which the fastest schedule" in markdown
 
 
