@@ -36,6 +36,7 @@ from rich.progress import track
 
 from skipdecode import ConfigError
 from skipdecode.command import run_command
+from skipdecode.files import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # Processes, parts that each accumulates, and DeepSpeed's config.
@@ -114,9 +115,7 @@ def train(options: argparse.Namespace, way: str, folder: Path) -> None:
 
 def read(folder: Path, figure: str) -> Steps:
     file, belongs = FIGURES[figure]
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()
-    ]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in read_lines(folder / file)]
     return {(line["step"], name): value for line in lines for name, value in line.items() if belongs(name)}
 
 

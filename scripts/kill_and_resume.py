@@ -30,6 +30,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 
 from skipdecode.command import run_command
+from skipdecode.files import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -143,7 +144,7 @@ def differing_steps(one: Path, other: Path) -> list[int]:
 
 
 def losses(folder: Path) -> Counter[tuple[int, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
     return Counter((line["step"], line["loss"]) for line in lines)
 
 

@@ -23,6 +23,15 @@ def replaced(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, which end at newlines.
+
+    `str.splitlines` also ends them at U+2028, U+2029, U+0085 and others, which JSON leaves as they are within a text.
+    """
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return [line.removesuffix("\n") for line in file]
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that it is there whole or not at all. Names of files that are no UTF-8 are escaped in it."""
     with replaced(path) as partial:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from skipdecode.files import write_whole
+from skipdecode.files import read_lines, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -27,8 +27,9 @@ class MetricsFile(TrainerCallback):
         for path in (self.folder / METRICS_FILE, self.folder / VALIDATION_FILE):
             if state.is_world_process_zero and path.exists():
                 # A resumed run logs the steps after its checkpoint again.
-                lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= state.global_step and state.global_step > 0]
+                kept = [
+                    line for line in read_lines(path) if _step_of(line) <= state.global_step and state.global_step > 0
+                ]
                 write_whole(path, "".join(line + "\n" for line in kept))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,16 +1,17 @@
 """A run in Weights & Biases: the Trainer's own callback logs the figures of steps, this the rest."""
 
-import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 
 from eval.results import Report
+from eval.score.predictions import read_predictions
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.distributed import is_first_process
@@ -51,9 +52,10 @@ class Tracker:
         columns = report.columns()
         values = [[cell(row) for _, cell in columns] for row in report.rows]
         labels = [row.label for row in report.rows]
-        predictions = [_lines(folder / "predictions" / f"{label}.jsonl") for label in labels]
+        files = [read_predictions(folder / "predictions" / f"{label}.jsonl") for label in labels]
+        predictions = [list(islice(found.values(), SAMPLES)) for found in files]
         samples = [
-            [first["prompt"], first["references"][0], *(texts[n]["prediction"] for texts in predictions)]
+            [first.prompt, first.references[0], *(texts[n].prediction for texts in predictions)]
             for n, first in enumerate(predictions[0])
         ]
         self._run.log(
@@ -157,7 +159,3 @@ def _run_id(folder: Path) -> str:
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:SAMPLES]]

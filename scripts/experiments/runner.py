@@ -29,7 +29,7 @@ from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.command import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
-from skipdecode.files import write_whole
+from skipdecode.files import read_lines, write_whole
 from skipdecode.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
@@ -202,7 +202,7 @@ def spent_in(output: Path) -> dict[str, tuple[float, float]]:
     """By folder, the seconds of a core and those of a clock that its commands took, also those that were cut off."""
     spent: dict[str, tuple[float, float]] = {}
     for file in sorted(output.rglob("*.seconds")):
-        entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        entries = [json.loads(line) for line in read_lines(file)]
         spent[str(file)] = (sum(entry["core"] for entry in entries), sum(entry["clock"] for entry in entries))
     return spent
 

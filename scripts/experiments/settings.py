@@ -27,6 +27,7 @@ from scripts.experiments.runner import SPEEDS, Experiment, at_speeds, make_parse
 from scripts.experiments.variants import Variants
 from skipdecode import SkipSchedule
 from skipdecode.command import run_command
+from skipdecode.files import read_lines
 from skipdecode.ratio import Ratio
 from skipdecode.schedule import Over
 from train.tracking import VALIDATION_FILE
@@ -101,7 +102,7 @@ def last_losses(run: Path) -> dict[str, str]:
     path = run / VALIDATION_FILE
     if not path.exists():
         return {}
-    logged = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    logged = json.loads(read_lines(path)[-1])
     prefix = "eval_loss_"
     return {name.removeprefix(prefix): f"{value:.3f}" for name, value in logged.items() if name.startswith(prefix)}
 

@@ -1,17 +1,25 @@
 """What a run leaves behind is complete: an offline W&B run is read back from its own file."""
 
 import json
+import shutil
 import time
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from small_runs import metrics, train_small
 from wandb.proto.wandb_internal_pb2 import Record
 
+from eval.results import Report
+from eval.score.predictions import write_predictions
+from skipdecode.files import read_lines
 from skipdecode.seal import DECISIVE
-from train.weights_and_biases import _ARTIFACT
+from train.weights_and_biases import _ARTIFACT, Tracker
 
 BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records
 HEADER = 7
@@ -115,8 +123,27 @@ def test_pictures_and_tables_are_there(tracked: Path, run_folder: Path, written:
     (path,) = [row["samples.path"] for row in rows if "samples.path" in row]
     table = json.loads((media / path).read_text())
     assert table["columns"] == ["prompt", "reference", "1x", "3x"]
-    predictions = (tracked / "eval" / "predictions" / "3x.jsonl").read_text().splitlines()
+    predictions = read_lines(tracked / "eval" / "predictions" / "3x.jsonl")
     assert [cells[3] for cells in table["data"]] == [json.loads(line)["prediction"] for line in predictions][:8]
+
+
+def test_samples_may_hold_any_character_that_ends_a_line(tracked: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tracked / "eval", tmp_path / "eval")
+    text = "a\vb\fc\x1cd\x1de\x1ef\x85g\u2028h\u2029i\r\nj"
+    for file in (folder / "predictions").glob("*.jsonl"):
+        lines = [json.loads(line) for line in read_lines(file)]
+        write_predictions(file, [{**line, "prompt": text, "references": [text], "prediction": text} for line in lines])
+    logged: dict[str, Any] = {}
+    run = SimpleNamespace(log=logged.update, summary={})
+    Tracker(run).evaluation(folder, Report.load(folder / "report.json"))
+    assert logged["samples"].data == [[text] * 4] * 8
+
+
+@given(st.lists(st.dictionaries(st.text(), st.text() | st.sampled_from(["\u2028", "\u2029", "\x85", "\r"]))))
+def test_json_lines_are_read_back_as_they_were_written(values: list[dict[str, str]]) -> None:
+    with TemporaryDirectory() as folder:
+        write_predictions(Path(folder, "lines.jsonl"), values)
+        assert [json.loads(line) for line in read_lines(Path(folder, "lines.jsonl"))] == values
 
 
 def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
