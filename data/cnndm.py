@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from data.source import Row, TextToText
+from data.files import Row
+from data.source import TextToText
 from data.task import Example
 
 INSTRUCTION = "\n\nTL;DR:"

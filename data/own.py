@@ -1,18 +1,20 @@
 """A task of the user's own: two columns of local files, one that asks and one that answers."""
 
 import json
+import reprlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
-from data.source import Row, TextToText
+from data.files import Row
+from data.source import TextToText
 from data.task import Example, Split
 from skipdecode.errors import ConfigError
 
 
 class OwnText(TextToText):
-    """The task `text`: any prompts and completions in CSV, JSONL, JSON or Parquet files.
+    """The task `text`: any prompts and completions in CSV, TSV, JSON or Parquet files, kept as they are written.
 
     Args:
         path: a folder with a file for each split, as `TextToText` finds them. There is no Hub to fall back on.
@@ -23,6 +25,8 @@ class OwnText(TextToText):
         references_column: a column, of every file, with the texts that predictions are compared with, a list (in a CSV
             a JSON list) or one text; None: the completion.
         holdout: rows that are held out of the training file for each split without a file.
+        encoding: of the files that are text, as Python names it.
+        strip: take the whitespace around prompts, completions and references off.
     """
 
     name: ClassVar[str] = "text"
@@ -40,12 +44,14 @@ class OwnText(TextToText):
         instruction: str = "",
         references_column: str | None = None,
         holdout: int = 0,
+        encoding: str = "utf-8",
+        strip: bool = False,
     ) -> None:
-        super().__init__(path, holdout)
         if path is None:
             raise ConfigError(
                 "data.path is missing (--data-dir in the evaluation): name a folder of .csv or .jsonl files"
             )
+        super().__init__(path, holdout, encoding)
         for option, column, example in (
             ("prompt_column", prompt_column, "question"),
             ("completion_column", completion_column, "answer"),
@@ -60,6 +66,7 @@ class OwnText(TextToText):
         self.prompt_column, self.completion_column = prompt_column, completion_column
         self.instruction = instruction
         self.references_column = references_column
+        self.strip = strip
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -88,16 +95,32 @@ class OwnText(TextToText):
             yield replace(example, id=f"{self.name}-{split}-{number}")
 
     def example(self, name: str, row: Row) -> Example:
-        """The prompt with the instruction or a newline behind it, and its completion, parted from it by one blank."""
-        completion = row.text(self.completion_column).strip()
-        end = self.instruction or "\n"
+        """The prompt with the instruction or a newline behind it, and its completion behind what parts the two."""
+        completion = self._kept(row.text(self.completion_column))
+        column = self.references_column
         return Example(
             id=name,
-            prompt=row.text(self.prompt_column).strip() + end,
-            references=(completion,) if self.references_column is None else _texts(row, self.references_column),
-            targets=(completion if end[-1].isspace() else " " + completion,),
+            prompt=self._kept(row.text(self.prompt_column)) + self._end,
+            references=(completion,) if column is None else tuple(map(self._kept, _texts(row, column))),
+            targets=(self._separator + completion,),
             instruction=self.instruction,
         )
+
+    def restore(self, example: Example, text: str) -> str:
+        """A prediction without what parts it from the prompt: what a completion was before it became a target."""
+        return self._kept(text.removeprefix(self._separator))
+
+    @property
+    def _end(self) -> str:
+        return self.instruction or "\n"
+
+    @property
+    def _separator(self) -> str:
+        """One blank, unless the prompt ends in whitespace: the two are tokenised apart."""
+        return "" if self._end[-1].isspace() else " "
+
+    def _kept(self, text: str) -> str:
+        return text.strip() if self.strip else text
 
 
 def _texts(row: Row, column: str) -> tuple[str, ...]:
@@ -107,7 +130,9 @@ def _texts(row: Row, column: str) -> tuple[str, ...]:
         with suppress(ValueError, RecursionError):  # a text may start with a bracket, or with thousands
             value = json.loads(value)
     if not isinstance(value, list):
-        return (row.text(column).strip(),)
+        return (row.text(column),)
     if not value or not all(isinstance(text, str) and text.strip() for text in value):
-        raise ConfigError(f"{row.where}: {column} is {value!r}: it must be a list of texts, none of them empty")
-    return tuple(text.strip() for text in value)
+        raise ConfigError(
+            f"{row.where}: {column} is {reprlib.repr(value)}: it must be a list of texts, none of them empty"
+        )
+    return tuple(value)

@@ -1,47 +1,21 @@
 """Tasks of one text in and one text out, their rows read one by one from local files or from the Hub."""
 
-import glob
-import json
-import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from data.files import ENDINGS, Row, check_encoding, ending_of, file_rows, in_order
 from data.task import Example, Split, Task, check_split
-from skipdecode.errors import ConfigError, first_line
+from skipdecode.errors import ConfigError
 
-# How a file's name starts for each split, and the builder of `datasets` that reads what it ends in.
+# How a file's name starts for each split, whatever its case.
 PREFIXES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
 }
-BUILDERS = {".csv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Else pandas takes a text such as "NA" or "null" for a missing one.
-BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"csv": {"keep_default_na": False}}
-_UNNAMED = "__index_level_0__"  # where pandas puts the first field of rows with more fields than the header
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a source, and where it stands, for messages."""
-
-    where: str
-    values: dict[str, Any]
-
-    def text(self, column: str) -> str:
-        """The text of a column. Raises ConfigError where there is none."""
-        if column not in self.values:
-            raise ConfigError(f"{self.where}: no column {column!r}, only {', '.join(map(str, self.values))}")
-        value = self.values[column]
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{self.where}: {column} is {value!r}: it must be text")
-        if value is None or not value.strip():
-            raise ConfigError(f"{self.where}: {column} must not be empty")
-        return value
 
 
 class TextToText(Task):
@@ -49,9 +23,11 @@ class TextToText(Task):
 
     Args:
         path: a folder with a file for each split, its name starting with train, validation (valid, val, dev) or test
-            and ending in .csv, .jsonl, .json or .parquet.
+            and ending in .csv, .tsv, .jsonl or .json, or one of these and .gz, or in .parquet; or with all shards of
+            it, as in `train-00000-of-00002.parquet`.
         holdout: rows for each of the validation and the test split that has no file. They come off the end of the
             training file, the test split's last, and aren't trained on. The Hub has every split: none is held out.
+        encoding: of the files that are text, as Python names it.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL", "bertscore")
@@ -59,11 +35,15 @@ class TextToText(Task):
     repository: ClassVar[str]
     configuration: ClassVar[str | None] = None
 
-    def __init__(self, path: str | None = None, holdout: int = 0) -> None:
+    def __init__(self, path: str | None = None, holdout: int = 0, encoding: str = "utf-8") -> None:
         if type(holdout) is not int or holdout < 0:
             raise ConfigError(f"holdout is {holdout!r}: it must be an integer of 0 or more")
+        check_encoding(encoding)
+        if path is None and encoding != "utf-8":
+            raise ConfigError(f"encoding is {encoding!r}: it is that of local files, and data.path names no folder")
         self.path = Path(path) if path is not None else None
         self.holdout = holdout
+        self.encoding = encoding
 
     def stream(self, split: Split) -> Iterator[Example]:
         """The examples of a split; beside the one in hand no more rows are held than are held out."""
@@ -74,7 +54,7 @@ class TextToText(Task):
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """The columns that are read as they are written, where a CSV might take 007 for a number."""
+        """The columns that are read, of which a table must have one each."""
         return self.columns
 
     @abstractmethod
@@ -82,46 +62,40 @@ class TextToText(Task):
         """A row as an example of that name. Raises ConfigError for a row that isn't one."""
 
     def files(self, split: Split) -> tuple[Path, ...]:
-        """The file of the split; with a holdout every split's, since a file that appears changes what is held out."""
+        """The files of the split; with a holdout every split's, since one that appears changes what is held out."""
         if self.path is None:
             return ()
         found = self._found()
         if split not in found and (not self.holdout or "train" not in found):
             names = " or ".join(PREFIXES[split])
-            advice = f"add a file whose name starts with {names} and ends in {', '.join(BUILDERS)}"
+            advice = f"add a file whose name starts with {names} and ends in {ENDINGS}"
             if split != "train":
                 advice += ", or take rows off a training file with the option holdout (data.options.holdout=100)"
             raise ConfigError(f"split {split!r} of {self.name} has no file in {self.path}: {advice}")
-        return tuple(found.values()) if self.holdout else (found[split],)
+        return tuple(file for files in found.values() for file in files) if self.holdout else found[split]
 
-    def _found(self) -> dict[Split, Path]:
-        """The file of each split that has one."""
+    def _found(self) -> dict[Split, tuple[Path, ...]]:
+        """The file, or the shards in their order, of each split that has one."""
         assert self.path is not None
         check_folder(self.path)
-        files = sorted(file for file in self.path.iterdir() if file.suffix in BUILDERS and file.is_file())
-        found: dict[Split, Path] = {}
+        files = sorted(file for file in self.path.iterdir() if ending_of(file) and file.is_file())
+        found: dict[Split, tuple[Path, ...]] = {}
         for split, prefixes in PREFIXES.items():
-            matches = [file for file in files if file.name.startswith(prefixes)]
-            if len(matches) > 1:
-                raise ConfigError(
-                    f"split {split!r} of {self.name} has two files in {self.path}, {matches[0].name} and "
-                    f"{matches[1].name}: keep one"
-                )
-            if matches:
-                found[split] = matches[0]
+            if matches := [file for file in files if file.name.lower().startswith(prefixes)]:
+                found[split] = in_order(matches)
         return found
 
     def _local_rows(self, split: Split) -> Iterator[Row]:
         self.files(split)  # which refuses a split that can't be read
         found = self._found()
         if split != "train" and split in found:
-            yield from file_rows(found[split], self.text_columns)
+            yield from self._rows(found[split])
             return
         without_file: list[Split] = [name for name in ("validation", "test") if name not in found]
         held_out = self.holdout * len(without_file)
-        last: deque[Row] = deque()  # the rows that may yet turn out to be the file's last ones
+        last: deque[Row] = deque()  # the rows that may yet turn out to be the last ones
         enough = False
-        for row in file_rows(found["train"], self.text_columns):
+        for row in self._rows(found["train"]):
             last.append(row)
             if len(last) > held_out:
                 enough = True
@@ -130,12 +104,22 @@ class TextToText(Task):
                     yield first
         if not enough:
             raise ConfigError(
-                f"holdout is {self.holdout}: {found['train']} has {len(last)} rows, too few to hold "
+                f"holdout is {self.holdout}: {found['train'][0]} has {len(last)} rows, too few to hold "
                 f"{held_out} out and train on the rest"
             )
         if split != "train":
             start = without_file.index(split) * self.holdout
             yield from list(last)[start : start + self.holdout]
+
+    def _rows(self, files: Sequence[Path]) -> Iterator[Row]:
+        """The rows of all shards, one or the other of which may have none."""
+        empty = True
+        for file in files:
+            for row in file_rows(file, self.text_columns, self.encoding):
+                empty = False
+                yield row
+        if empty:
+            raise ConfigError(f"{files[0]} has no rows{', nor has a shard behind it' if len(files) > 1 else ''}")
 
     def _hub_rows(self, split: Split) -> Iterator[Row]:
         options: dict[str, Any] = {"name": self.configuration} if self.configuration else {}
@@ -146,51 +130,6 @@ def check_folder(path: Path) -> None:
     """Raises ConfigError where a task's folder isn't there."""
     if not path.is_dir():
         raise ConfigError(f"data.path is {str(path)!r}: no such folder")
-
-
-def file_rows(file: Path, text_columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a CSV, JSON or Parquet file, read as they are asked for.
-
-    Args:
-        text_columns: columns that a CSV's reader takes as they are written, whatever they look like.
-
-    Raises ConfigError that names the file.
-    """
-    builder = BUILDERS[file.suffix]
-    number = 0
-    try:
-        rows = _json_rows(file) if builder == "json" else _table_rows(file, builder, text_columns)
-        for number, values in enumerate(rows, start=1):
-            if _UNNAMED in values:
-                raise ValueError("more fields than the first line names; quote texts with commas")
-            yield Row(f"{file}, row {number}", values)
-    except Exception as error:  # the readers of pandas, pyarrow and datasets each have their own types
-        raise ConfigError(f"{file}: not {builder.upper()}, near row {number} ({first_line(error)})") from error
-    if number == 0:
-        raise ConfigError(f"{file} has no rows")
-
-
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a list or of JSON lines. Arrow, which `datasets` reads JSON with, makes dates of some texts."""
-    with file.open(encoding="utf-8-sig") as stream:
-        is_list = stream.read(64).lstrip().startswith("[")
-        stream.seek(0)
-        for values in json.load(stream) if is_list else map(json.loads, filter(str.strip, stream)):
-            if not isinstance(values, dict):
-                raise ValueError(f"expected an object, got {type(values).__name__}")
-            json.dumps(values, ensure_ascii=False).encode()  # which refuses half of a character
-            yield values
-
-
-def _table_rows(file: Path, builder: str, text_columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    import datasets  # here, since it takes seconds and a task that isn't read doesn't need it
-
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what is wrong with a file is said by the caller
-    options = dict(BUILDER_OPTIONS.get(builder, {}))
-    if builder == "csv":
-        options["converters"] = dict.fromkeys(text_columns, str)
-    options |= {"data_files": glob.escape(str(file)), "split": "train", "streaming": True}
-    yield from datasets.load_dataset(builder, **options)
 
 
 def hub_rows(repository: str, split: Split, **options: Any) -> Iterator[Row]:

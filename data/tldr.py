@@ -3,7 +3,8 @@
 import re
 from typing import ClassVar
 
-from data.source import Row, TextToText
+from data.files import Row
+from data.source import TextToText
 from data.task import Example
 from skipdecode.errors import ConfigError
 

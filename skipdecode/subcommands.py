@@ -62,7 +62,9 @@ def generate(options: argparse.Namespace) -> int:
     if options.stream:
         from transformers import TextStreamer
 
-        streamer = TextStreamer(decoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(
+            decoder.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
     for batch in batches:
         named = decoder.draft_schedule(batch) if chosen else schedule
         solved = named or decoder.plan_of(batch, options.speedup, options.over).schedule

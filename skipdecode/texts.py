@@ -216,7 +216,7 @@ class Decoder:
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         count = next((n for n, token in enumerate(ids.tolist(), start=1) if token in ends), len(ids))
         own = tuple(ids[:count].tolist())
-        text = self.tokenizer.decode(own, skip_special_tokens=True)
+        text = self.tokenizer.decode(own, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Completion(prompt, text, own, schedule.mean_budget(count - 1) if count > 1 else 0.0)
 
 

@@ -110,7 +110,8 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> 
 
         tokens, planned = await waiting.answer
         headers = {PLANNED_HEADER: f"{planned:.2f}"}
-        choice = {"text": tokenizer.decode(tokens, skip_special_tokens=True), "finish_reason": "stop"}
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        choice = {"text": text, "finish_reason": "stop"}
         body = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
         if not asked.stream:
             return JSONResponse(body, headers=headers)

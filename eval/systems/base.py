@@ -164,7 +164,10 @@ class System(ABC):
         going = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
         held = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
         return DecodedBatch(
-            texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows],
+            # As they are trained on, also by a tokenizer that takes blanks before punctuation away.
+            texts=[
+                str(tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for row in rows
+            ],
             lengths=list(lengths),
             prefill_seconds=clock.prefill_seconds,
             decode_seconds=clock.decode_seconds,

@@ -69,7 +69,8 @@ def test_references_may_have_a_column_of_their_own(tmp_path: Path) -> None:
     line = json.dumps({"question": "a", "answer": "1", "all": ["one", " 1 "]})
     folder = folder_with(tmp_path, test=line + "\n", train='question,answer,all\na,1,"[""one"", ""1""]"\nb,2,[two]\n')
     (example,) = load(folder, "test", references_column="all")
-    assert (example.references, example.targets) == (("one", "1"), ("1",))
+    assert (example.references, example.targets) == (("one", " 1 "), ("1",))
+    assert load(folder, "test", references_column="all", strip=True)[0].references == ("one", "1")
     assert [e.references for e in load(folder, references_column="all")] == [("one", "1"), ("[two]",)]
 
 
@@ -114,7 +115,7 @@ def test_bad_rows_and_folders_are_named(tmp_path: Path) -> None:
 def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "data").mkdir()
     rows = [f"what rhymes with {word}?,{word[:-1]}og rhymes" for word in ("cat", "dot", "fit", "hut", "log", "man") * 4]
-    test = ["what rhymes with cat?,cog rhymes", "what rhymes with cat?,a bat does"]
+    test = ["what rhymes with cat?,  cog rhymes", 'what rhymes with cat?,"a\u2028bat\u0085does\n"']
     folder = folder_with(
         tmp_path / "data", train="\n".join(["question,answer", *rows]), test="\n".join(["question,answer", *test])
     )
@@ -127,5 +128,5 @@ def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: A
     report = json.loads((output / "report.json").read_text())
     assert (report["task"], report["examples"]) == ("text", 1)
     assert {"bleu", "nist", "rougeL"} <= set(report["rows"][1]["scores"])
-    (line,) = [json.loads(text) for text in (output / "predictions" / "2x.jsonl").read_text().splitlines()]
-    assert line["references"] == ["cog rhymes", "a bat does"]
+    (line,) = [json.loads(text) for text in (output / "predictions" / "2x.jsonl").read_text().split("\n")[:-1]]
+    assert line["references"] == ["  cog rhymes", "a\u2028bat\u0085does\n"]

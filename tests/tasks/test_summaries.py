@@ -1,6 +1,8 @@
 """Reddit TL;DR and CNN/DailyMail: rows from files and from the Hub, what is held out, and what is refused."""
 
 import csv
+import gzip
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import datasets
 import pytest
 
 from data import load_task
-from data.source import BUILDERS
+from data.files import FORMATS, ending_of
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 
@@ -20,17 +22,21 @@ POST = "SUBREDDIT: r/tea\n\nTITLE: Cold, again\n\nPOST: I forget my tea.\n\nTITL
 
 def write_rows(path: Path, rows: Rows) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    else:
+    kind = FORMATS[ending_of(path) or ""]
+    if kind == "Parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
+        return
+    stream = io.StringIO(newline="")
+    if kind in ("CSV", "TSV"):
+        writer = csv.DictWriter(stream, rows[0], delimiter="\t" if kind == "TSV" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif ".jsonl" in path.name:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    else:
+        json.dump(rows, stream, indent=1)
+    content = stream.getvalue().encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 def articles(count: int) -> Rows:
@@ -42,7 +48,7 @@ def numbers(folder: Path, split: str, **options: Any) -> list[int]:
     return [int(example.body.split()[1].rstrip(".")) for example in task.load(split)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("suffix", sorted(BUILDERS))
+@pytest.mark.parametrize("suffix", sorted(FORMATS))
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_file_of_any_kind_gives_the_same_examples(suffix: str, split: Any, tmp_path: Path) -> None:
     stem = {"train": "train_sample", "validation": "dev", "test": "test-00000"}[split]
@@ -58,7 +64,7 @@ def test_a_file_of_any_kind_gives_the_same_examples(suffix: str, split: Any, tmp
     assert [e.body for e in examples] == [row["article"] for row in rows]
 
 
-@pytest.mark.parametrize("suffix", sorted(BUILDERS))
+@pytest.mark.parametrize("suffix", sorted(FORMATS))
 def test_both_copies_of_tldr_give_one_format(suffix: str, tmp_path: Path) -> None:
     parted_by_one = POST.replace("\n\nTITLE: Cold", "\nTITLE: Cold").replace("\n\nPOST", "\nPOST")
     rows = {
@@ -122,16 +128,18 @@ def test_a_bad_row_of_the_hub_is_named(column: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train.csv", "", "not CSV, near row 0"),
+        ("train.csv", "", "has no rows"),
         ("train.csv", "article,highlights\n", "has no rows"),
         ("train.csv", "article,summary\na,b\n", "row 1: no column 'highlights', only article, summary"),
         ("train.csv", "article,highlights\na,b\n ,b\n", "row 2: article must not be empty"),
         ("train.csv", "article,highlights\na,b\na,\n", "row 2: highlights must not be empty"),
         ("train.csv", "article,highlights\na,b\na\n", "row 2: highlights must not be empty"),
         ("train.csv", "article,highlights\na,b,c\n", "more fields than the first line names"),
-        ("train.csv", "article,highlights\na,b\na,b,c\n", "Expected 2 fields"),
+        ("train.csv", "article,highlights\na,b\na,b,c\n", "row 1 .more fields than the first line names"),
+        ("train.csv", "article,article,highlights\na,b,c\n", "names the column 'article' 2 times"),
+        ("train.csv", 'article,highlights\na,"b" c\n', "not CSV"),
         ("train.csv", 'article,highlights\na,"b\n', "not CSV"),
-        ("train.csv", b"article,highlights\ncaf\xe9,b\n", "not CSV.*utf-8"),
+        ("train.csv", b"article,highlights\ncaf\xe9,b\n", r"not CSV in utf-8.*data\.options\.encoding=utf-16"),
         (
             "train.jsonl",
             '{"article": "a", "highlights": "b"}\n{"article": "a"}\n',
@@ -142,7 +150,7 @@ def test_a_bad_row_of_the_hub_is_named(column: str, monkeypatch: pytest.MonkeyPa
         ("train.jsonl", '{"article": "a", "highlights": 3}\n', "row 1: highlights is 3: it must be text"),
         ("train.jsonl", '{"article": "a", "highlights"\n', "not JSON"),
         ("train.json", "[]", "has no rows|not JSON"),
-        ("train.parquet", "article", "not PARQUET"),
+        ("train.parquet", "article", "not Parquet"),
     ],
 )
 def test_a_bad_file_is_named_with_row_and_column(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
