@@ -103,9 +103,11 @@ class TextToText(Task):
                 if split == "train":
                     yield first
         if not enough:
+            first_file, *others = found["train"]
+            has = f"and its other shards ({len(others)}) have" if others else "has"
             raise ConfigError(
-                f"holdout is {self.holdout}: {found['train'][0]} has {len(last)} rows, too few to hold "
-                f"{held_out} out and train on the rest"
+                f"holdout is {self.holdout}: {first_file} {has} {len(last)} rows, too few to hold {held_out} out and "
+                "train on the rest"
             )
         if split != "train":
             start = without_file.index(split) * self.holdout

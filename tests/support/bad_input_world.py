@@ -1,5 +1,6 @@
 """The folder in which bad inputs are tried: runs, one of them cut off, checkpoints of several kinds, data, files."""
 
+import gzip
 import json
 import shutil
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import torch
 from forked_commands import Forked
 from safetensors import safe_open
@@ -56,6 +58,7 @@ def make_world(folder: Path) -> None:
     _checkpoints(folder)
     _data(folder)
     _files(folder)
+    _forms(folder / "forms")
 
 
 def _right(words: list[str], folder: Path) -> None:
@@ -138,6 +141,57 @@ def _files(folder: Path) -> None:
         (folder / name).write_bytes(b'{"num_layers": "\xe9"}')
     (folder / "a-folder").mkdir()
     (folder / "a-folder" / "notes.txt").write_text("somebody's\n")
+
+
+def _forms(folder: Path) -> None:
+    """Training files in the forms in which people have them, of 20 rows in each folder, and damaged ones."""
+    rows = [{"prompt": f"caf\xe9 {n}", "completion": f"  it leaves\x85 at {n}"} for n in range(20)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    table = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in rows)
+    tabs = table.replace(",", "\t")
+    part, whole, lines_whole = (text.encode() for text in ("".join(lines[:10]), table, "".join(lines)))
+    forms: dict[str, dict[str, bytes]] = {
+        "shards": {"train-00000-of-00002.jsonl": part, "train-00001-of-00002.jsonl": "".join(lines[10:]).encode()},
+        "shards-from-1": {"train-1-of-2.jsonl": part, "train-2-of-2.jsonl": part},
+        "shards-of-gzip": {f"train-0000{n}-of-00002.jsonl.gz": gzip.compress(part) for n in range(2)},
+        "gzip": {"train.jsonl.gz": gzip.compress(lines_whole)},
+        "gzip-csv": {"train.csv.gz": gzip.compress(whole)},
+        "tsv": {"train.tsv": tabs.encode()},
+        "utf-16": {"train.csv": table.encode("utf-16")},
+        "utf-16-unmarked": {"train.csv": table.encode("utf-16-le")},
+        "cp1252": {"train.tsv": tabs.replace("\x85", "").encode("cp1252")},
+        "marked": {"train.jsonl": lines_whole.decode().encode("utf-8-sig")},
+        "capitals": {"TRAIN.CSV": whole},
+        "separators": {"train.jsonl": lines_whole.replace("\x85".encode(), "\u2028\u2029".encode())},
+        "list": {"train.json": json.dumps(rows, indent=1).encode()},
+        "index-csv": {"train.csv": whole.replace(b"prompt,", b"__index_level_0__,prompt,").replace(b"caf", b"7,caf")},
+        "shard-alone": {"train-00000-of-00002.jsonl": part},
+        "shard-missing": {"train-00000-of-00003.jsonl": part, "train-00002-of-00003.jsonl": part},
+        "shard-beyond": {"train-00000-of-00001.jsonl": part, "train-00001-of-00001.jsonl": part},
+        "shard-twice": {"train-00000-of-00002.jsonl": part, "train-0-of-00002.jsonl": part},
+        "shards-of-two": {"train-00000-of-00002.jsonl": part, "train-00001-of-00003.jsonl": part},
+        "shards-and-whole": {"train.jsonl": lines_whole, "train-00000-of-00001.jsonl": lines_whole},
+        "shards-empty": {"train-00000-of-00002.jsonl": b"", "train-00001-of-00002.jsonl": b"\n"},
+        "shard-broken": {"train-00000-of-00002.jsonl": part, "train-00001-of-00002.jsonl": part[:-4]},
+        "gzip-cut": {"train.jsonl.gz": gzip.compress(lines_whole)[:-9]},
+        "gzip-by-name": {"train.jsonl.gz": lines_whole},
+        "commas-in-tsv": {"train.tsv": whole},
+        "open-quote": {"train.csv": whole.replace(b"caf", b'"caf', 1)},
+        "after-quote": {"train.csv": whole.replace(b"caf", b'"caf" ', 1)},
+        "more-fields": {"train.csv": whole + b"a,b,c\n"},
+        "named-twice": {"train.csv": whole.replace(b"completion", b"completion,prompt", 1)},
+        "object": {"train.json": json.dumps(rows[0], indent=1).encode()},
+        "columns": {"train.json": json.dumps({"prompt": {"0": "a"}, "completion": {"0": "b" * 9999}}).encode()},
+        "blank": {"train.jsonl": lines_whole + b'{"prompt": "a", "completion": " \\n"}\n'},
+        "workbook": {"train.xlsx": b"PK"},
+        "parquet-cut": {"train.parquet": b"PAR1"},
+    }
+    for form, files in forms.items():
+        (folder / form).mkdir(parents=True)
+        for name, content in files.items():
+            (folder / form / name).write_bytes(content)
+    (folder / "index").mkdir()
+    pandas.DataFrame(rows, index=[7, 3] * 10).to_parquet(folder / "index" / "train.parquet")
 
 
 def _change_json(path: Path, change: Callable[[Any], Any]) -> None:
