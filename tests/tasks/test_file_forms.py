@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -89,7 +89,7 @@ def tokenizers() -> list[PreTrainedTokenizerBase]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=150, deadline=None)
 @given(
     completion=texts().filter(lambda text: "▁" not in text),
     instruction=st.sampled_from(["", " =>", "=>\n", "\n\nAnswer:"]),
@@ -99,6 +99,7 @@ def test_what_is_trained_on_is_what_is_decoded_and_scored(
     number: int, completion: str, instruction: str, strip: bool
 ) -> None:
     tokenizer = tokenizers()[number]
+    assume(not any(token in completion for token in tokenizer.get_added_vocab()))  # which decoding leaves out
     with TemporaryDirectory() as folder:
         write(Path(folder, "train.jsonl"), [(" q\n", completion)])
         task = load_task("text", path=folder, **NAMED, instruction=instruction, strip=strip)
