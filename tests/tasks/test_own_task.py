@@ -10,6 +10,7 @@ from small_runs import train_small_on
 
 import eval.cli
 from data import Example, load_task
+from eval.score.scores import score
 from skipdecode import ConfigError
 
 CSV = 'question,answer,more\nWhat is 2 + 2?,4,x\n"Who, me?",007,y\n'
@@ -110,6 +111,18 @@ def test_bad_rows_and_folders_are_named(tmp_path: Path) -> None:
     lines = '{"question": "a", "answer": "b", "all": [1]}\n'
     with pytest.raises(ConfigError, match=r"row 1: all is \[1\]: it must be a list of texts"):
         load(folder_with(tmp_path / "other", train=lines), references_column="all")
+
+
+@pytest.mark.parametrize("around", ["    ", "\t", "\n\n", "\u2028", " \r\n\x85"])
+def test_whitespace_that_is_kept_around_texts_changes_no_score(around: str) -> None:
+    predictions, references = (
+        ["the cat sat on a mat", "return x", ""],
+        [["the cat sat on the mat"], ["return y"], ["z"]],
+    )
+    metrics = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "rougeLsum", "cider"]
+    spaced = [f"{around}{text}{around}" for text in predictions]
+    kept = [[f"{around}{text}{around}" for text in texts] for texts in references]
+    assert score(spaced, kept, metrics).values == score(predictions, references, metrics).values
 
 
 def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) -> None:
