@@ -31,8 +31,7 @@ def _evaluate(options: dict[str, Any]) -> None:
     tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
     bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
     request = Request(**{**options, **tuples, "compare": compare, "bert": bert})
-    with join_processes(share_model=request.tensor_parallel) as processes:
-        take_part(request, processes)
+    take_part(request, join_processes(share_model=request.tensor_parallel))
 
 
 def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:

@@ -1,8 +1,9 @@
 """The processes that share an evaluation, and what they tell each other (docs/decisions/0008)."""
 
+import atexit
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -66,7 +67,10 @@ class Processes:
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work` on each process. Where one can't, the first of those raises its error, and the others end."""
+        """Do `work` on each process. Where one can't, the first of those raises its error, and the others end after it.
+
+        torchrun ends every process as soon as one has failed, so none may end before the error is reported.
+        """
         failure, result = None, None
         try:
             result = work()
@@ -78,6 +82,8 @@ class Processes:
         if failure is not None and failed[0] == self.rank:
             raise failure
         if failed:
+            with suppress(ConnectionError):
+                self.gather(None)  # until the one that reports has ended, and left the group
             raise SystemExit(2)
         return result  # type: ignore[return-value]
 
@@ -105,9 +111,8 @@ class Processes:
 ALONE = Processes()
 
 
-@contextmanager
-def join_processes(*, share_model: bool) -> Iterator[Processes]:
-    """This process among those that torchrun started, for the time of the context; alone without torchrun.
+def join_processes(*, share_model: bool) -> Processes:
+    """This process among those that torchrun started, until it ends; alone without torchrun.
 
     They meet through gloo, which needs no GPU; where they share a model on GPUs its parts meet through NCCL.
 
@@ -117,19 +122,30 @@ def join_processes(*, share_model: bool) -> Iterator[Processes]:
     if share_model and count == 1:
         raise ConfigError("--tensor-parallel shares a model among processes: start them by torchrun --nproc_per_node N")
     if count == 1:
-        yield Processes()
-        return
+        return ALONE
     cuda = share_model and torch.cuda.is_available()
+    leave_group_at_exit()
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the {count} processes that WORLD_SIZE speaks of can't meet ({first_line(error)}): start them by torchrun"
         ) from error
-    try:
-        yield Processes(int(os.environ["RANK"]), count, share_model)
-    finally:
-        dist.destroy_process_group()
+    return Processes(int(os.environ["RANK"]), count, share_model)
+
+
+def leave_group_at_exit() -> None:
+    """Leave the group of processes as this one ends: neither before that, nor while Python is taken down.
+
+    The others fail as soon as it has left, and then torchrun ends every process: by then this one must have written
+    what it failed at. And while Python is taken down, a process that ends before the first one, which still writes, may
+    abort over a thread of the group's.
+    """
+
+    @atexit.register
+    def leave_group() -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def launcher() -> list[str]:

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     # Imported here: it takes seconds, and a mistyped key should not.
+    from eval.processes import leave_group_at_exit
     from train.checkpoints import resume_advice
-    from train.distributed import leave_group_at_exit
 
     leave_group_at_exit()
     folder = Path(str(recipe.output.dir))

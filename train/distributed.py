@@ -1,6 +1,5 @@
 """DeepSpeed beneath the Trainer: what must be so before the training arguments are made, and before a run continues."""
 
-import atexit
 import json
 import os
 import socket
@@ -44,18 +43,6 @@ def on_first_process(work: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
-
-
-def leave_group_at_exit() -> None:
-    """Leave the group of processes when this one ends, and not while Python is taken down.
-
-    By then a process that ends before the first one, which still writes, may abort over a thread of the group's.
-    """
-
-    @atexit.register
-    def leave_group() -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def read_deepspeed(name: str) -> dict[str, Any]:

@@ -159,6 +159,55 @@ def test_what_one_process_cannot_do_is_said_once_and_ends_them_all(full: Path, a
     assert not (tmp_path / "out").exists()
 
 
+# `python -m eval` on processes of which the failing one, named first, takes a second to write why it ends.
+SLOW_TO_REPORT = """
+import errno, os, sys, time
+
+import eval.cli, eval.journal
+
+class SlowStream:
+    def __init__(self, stream):
+        self.stream = stream
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+    def write(self, text):
+        if text.startswith(("error", "stopped", "Traceback")):
+            time.sleep(1)
+        return self.stream.write(text)
+
+def fail(*_):
+    raise RuntimeError("a fault of the code") if failure == "fault" else OSError(errno.ENOSPC, "No space left")
+
+rank, failure, *words = sys.argv[1:]
+if os.environ["RANK"] == rank:
+    sys.stderr = SlowStream(sys.stderr)
+    if failure == "setting":
+        words += ["--task", "nothing"]
+    else:
+        eval.journal.Journal.add = fail
+sys.exit(eval.cli.main(words))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "failure", "message"),
+    [
+        (0, "setting", "error: unknown task 'nothing'"),
+        (1, "setting", "error: unknown task 'nothing'"),
+        (0, "disk", "stopped: No space left"),
+        (0, "fault", "RuntimeError: a fault of the code"),
+    ],
+)
+def test_no_process_ends_before_the_one_that_failed_has_said_why(
+    rank: int, failure: str, message: str, full: Path, tmp_path: Path
+) -> None:
+    """As soon as one process has ended, `run_python` ends the others, as torchrun does."""
+    log = tmp_path / "log.txt"
+    words = ["--checkpoint", str(full), "--output", str(tmp_path / "out"), "--speedup", "1", "2", *SMALL]
+    assert run_python(["-c", SLOW_TO_REPORT, str(rank), failure, *words], log, 2) in (1, 2)
+    assert message in log.read_text()
+
+
 def test_processes_that_share_a_model_write_what_one_writes(llama: Path, tmp_path: Path) -> None:
     words = ["--speedup", "1", "2", "--agreement", "--weights", "model", *SMALL]
     assert eval.cli.main(["--checkpoint", str(llama), "--output", str(tmp_path / "one"), *words]) == 0

@@ -7,6 +7,7 @@ import runpy
 import signal
 import socket
 import sys
+import traceback
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -69,5 +70,8 @@ def _run(words: list[str], folder: str, log: Path, environment: dict[str, str]) 
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(first, run_name="__main__")
+    except Exception:  # which an interpreter prints before it runs what atexit holds
+        traceback.print_exc()
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()
