@@ -6,13 +6,12 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.files import read_yaml
-from eval.card import CARD, EVALUATION
 from eval.difference import difference
 from eval.output import LOCK
-from eval.results import FILE_NAME
 from skipdecode import ConfigError
 from skipdecode.checkpoint import SkipConfig
 from train.recipe import Recipe
+from train.stages import stages_left
 
 RECIPE_FILE = "recipe.yaml"
 # What may change: what the weights don't depend on, and until a run is finished how a step's rows are divided, while
@@ -28,7 +27,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -> None:
-    """A folder may be new, empty, or hold the cut-off run of the same recipe; anything else is refused.
+    """A folder may be new, empty, or hold a run of the same recipe that was cut off, also after its training (a trained
+    run with stages left); anything else is refused.
 
     What the weights don't depend on may have changed in the recipe, of which the console is told.
     """
@@ -38,9 +38,7 @@ def check_folder(folder: Path, recipe: Recipe, console: Console | None = None) -
     names = {file.name for file in folder.iterdir()} if folder.exists() else set()
     if all(name == LOCK or fnmatch(name, f"{RECIPE_FILE}.*partial") for name in names):  # killed as it began
         return
-    unevaluated = recipe.evaluation.speedups is not None and not (folder / EVALUATION / FILE_NAME).exists()
-    without_card = (folder / "config.json").exists() and not (folder / CARD).exists()
-    if is_finished(folder) and not unevaluated and not without_card:
+    if is_finished(folder) and not stages_left(folder, recipe):
         raise ConfigError(f"output.dir {folder} already holds a finished run: {advice}")
     if RECIPE_FILE not in names:
         raise ConfigError(f"output.dir {folder} holds files that are no run's: {advice}")

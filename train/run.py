@@ -2,17 +2,21 @@
 
 import shlex
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from data import Task
 from eval.card import EVALUATION, write_card
 from eval.console import make_console
 from eval.drawing import draw_schedules
 from eval.output import only_writer
+from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
 from train.build import build_task
@@ -33,15 +37,17 @@ from train.progress import TrainingProgress
 from train.publish.parcel import check_publish, describe, pack
 from train.publish.send import send
 from train.recipe import PublishSection, Recipe
+from train.stages import Stage, asked_stages, set_next_stage, stages_left
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile
-from train.weights_and_biases import SCHEDULES_FILE, Mode, choose_mode, tracked
+from train.weights_and_biases import SCHEDULES_FILE, Mode, Tracker, choose_mode, tracked
 
 
 def run(recipe: Recipe, name: str) -> Path:
     """Train what `recipe` says, evaluate it, and return the finished run's folder, which is itself a checkpoint.
 
-    A run that was cut off continues from its last complete checkpoint when it is started again with the same recipe.
+    A run that was cut off continues from its last complete checkpoint when it is started again with the same recipe;
+    one that is trained, with the stage that it ended in.
 
     Raises:
         ConfigError: before anything is written, for settings and data that can't be used.
@@ -61,29 +67,27 @@ def run(recipe: Recipe, name: str) -> Path:
         checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
         if prepared is not None:
             on_first_process(partial(check_evaluation, recipe, task, prepared))
-        if is_first_process():
-            write_whole(folder / RECIPE_FILE, recipe.to_yaml())
-            if prepared is not None:
-                set_damaged_aside(folder, checkpoint, console)
-        tracker = held.enter_context(tracked(recipe, name, folder, mode, console))
+        on_first_process(lambda: write_whole(folder / RECIPE_FILE, recipe.to_yaml()))
         if prepared is not None:
-            introduce(console, name, prepared)
+            on_first_process(lambda: set_damaged_aside(folder, checkpoint, console))
+        with tracked(recipe, name, folder, mode, console) as tracker:
+            if prepared is not None:
+                introduce(console, name, prepared)
+                if is_first_process():
+                    draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
+                    tracker.schedules(folder)
+                stopped = _train(recipe, prepared, checkpoint, folder, console)
+                tokenizer, rows = prepared.tokenizer, prepared.encoded.rows
+                prepared = None  # decoding needs the memory
+                if is_first_process():
+                    set_next_stage(folder, next(iter(asked_stages(recipe)), None))
+                    finish(recipe, task, tokenizer, rows, folder, console)
+                    if stopped:
+                        raise RunStopped(f"SIGTERM in the last step: {resume_advice(folder)}", status=143)
             if is_first_process():
-                draw_schedules(folder / SCHEDULES_FILE, dict(prepared.skip_config.schedules))
-                tracker.schedules(folder)
-            stopped = _train(recipe, prepared, checkpoint, folder, console)
-            tokenizer, rows = prepared.tokenizer, prepared.encoded.rows
-            prepared = None  # decoding needs the memory
-            if is_first_process():
-                finish(recipe, task, tokenizer, rows, folder, console)
-                if stopped:
-                    raise RunStopped(f"SIGTERM in the last step: {resume_advice(folder)}", status=143)
-        if recipe.evaluation.speedups is not None and is_first_process():
-            tracker.evaluation(folder / EVALUATION, evaluate_run(recipe, task, folder))
-        if is_first_process() and (folder / "config.json").exists():
-            write_card(folder, trust_remote_code=recipe.model.trust_remote_code)
-            _publish(recipe.publish, folder, console)
-        tracker.checkpoint(folder)
+                _do_stages(recipe, task, folder, tracker, console)
+        if is_first_process():
+            set_next_stage(folder, None)  # now that W&B has all of it
     console.print(
         f"finished: {folder} is a checkpoint; python -m eval --checkpoint {shlex.quote(str(folder))} shows its speeds",
         soft_wrap=True,
@@ -95,6 +99,9 @@ def _enter(recipe: Recipe, folder: Path, held: ExitStack, console: Console) -> M
     """Take the folder for as long as `held` lasts, and say how the run will be tracked."""
     held.enter_context(only_writer(folder, "output.dir"))
     check_folder(folder, recipe, console)
+    if is_finished(folder):
+        left = ", ".join(stages_left(folder, recipe))
+        console.print(f"{folder} is trained; its last start ended before it was done with: {left}", soft_wrap=True)
     return choose_mode(recipe.tracking, console)
 
 
@@ -129,15 +136,26 @@ def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: P
     return stop.stopped
 
 
+def _do_stages(recipe: Recipe, task: Task, folder: Path, tracker: Tracker, console: Console) -> None:
+    """Do what is left of a trained run. Raises ConfigError, and more, for a stage that can't be done."""
+    report = folder / EVALUATION / FILE_NAME
+    work: dict[Stage, Callable[[], Any]] = {
+        "the evaluation": lambda: report.exists() or evaluate_run(recipe, task, folder),
+        "the results in W&B": lambda: tracker.evaluation(report.parent, Report.load(report)),
+        "the model card": lambda: write_card(folder, trust_remote_code=recipe.model.trust_remote_code),
+        "publishing": lambda: _publish(recipe.publish, folder, console),
+        "the checkpoint in W&B": lambda: tracker.checkpoint(folder),
+    }
+    for stage in stages_left(folder, recipe):
+        set_next_stage(folder, stage)
+        try:
+            work[stage]()
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {folder} is trained, and the same command goes on with {stage}") from error
+
+
 def _publish(section: PublishSection, folder: Path, console: Console) -> None:
-    if section.repository is None:
-        return
-    try:
-        parcel = pack(folder, section.repository)
-        for line in describe(parcel):
-            console.print(line)
-        console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
-    except ConfigError as error:
-        words = ["python", "scripts/publish.py", str(folder), section.repository, *["--public"] * section.public]
-        words += ["--tag", section.tag] if section.tag is not None else []
-        raise ConfigError(f"{error}; the run in {folder} is finished: {shlex.join(words)} publishes it") from error
+    parcel = pack(folder, str(section.repository))
+    for line in describe(parcel):
+        console.print(line)
+    console.print(f"published: {send(parcel, public=section.public, tag=section.tag)}")
