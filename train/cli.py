@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file")
     add("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
-    rehearsed = "build everything, run the widest step, say what it takes, keep nothing"
+    rehearsed = "build everything, run the widest step and some others, say what the run takes, keep nothing"
     add("--dry-run", action="store_true", help=rehearsed)
     options = parser.parse_intermixed_args(arguments)
     return run_command(lambda: _main(options))

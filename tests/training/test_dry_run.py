@@ -4,17 +4,30 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_runs
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 import train.cli
+import train.dry_run.rehearsal
+from data.columns import ROW
+from skipdecode import SkipSchedule
 from train.build import build_task
+from train.data_order import DataOrder
+from train.dry_run.duration import PlannedStep, choose_timed, estimate_seconds, plan_steps
 from train.dry_run.rehearsal import dry_run
 from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe
 from train.run import run
+from train.sampling import Draw, ScheduleSampler
+from train.trainer import SkipTrainer
 
 # With dropout, whose numbers a dry run may not draw from the run's.
 SMALL = [*small_runs.SMALL, "model.config.dropout=0.1", "train.max_steps=3", "tracking.wandb=offline"]
@@ -42,9 +55,9 @@ def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
         r"memory, estimated +0\.\d\d GiB",
         r"  weights +0\.00 GiB",
         r"  gradients, activations +0\.\d\d GiB",
-        r"seconds a step +\d+\.\d{3}",
+        r"seconds a step +\d+\.\d{3}, the widest; \d+\.\d{3} to \d+\.\d{3} on average",
         r"tokens a second +[\d,]+ of completions",
-        r"the whole run +about \d+\.\d\d hours",
+        r"training +0:00:\d\d to 0:0\d:\d\d \(h:mm:ss\), without checkpoints",
     ):
         assert re.search(f"^{line}", printed, re.MULTILINE), line
 
@@ -52,14 +65,13 @@ def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
 def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, f"output.dir={tmp_path / 'out'}"])
     found = dry_run(recipe)
-    whole = dry_run(load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=60"]))
-    assert (found.prompt_columns, found.new_tokens) == (whole.prompt_columns, whole.new_tokens)
+    rows = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path)).encoded.rows
+    longest = tuple(max(map(len, rows[name])) for name in ("prompt_ids", "completion_ids"))
+    assert (found.prompt_columns, found.new_tokens) == longest
     recipe = load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=1", f"output.dir={tmp_path / 'out'}"])
     alone = dry_run(recipe)
-    rows = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path)).encoded.rows
-    assert alone.prompt_columns + alone.new_tokens == max(rows["length"]) > len(max(rows["prompt_ids"], key=len))
+    assert alone.prompt_columns + alone.new_tokens == max(rows["length"]) > longest[0]
     assert found.rows == 60
-    assert found.seconds == pytest.approx(3 * found.seconds_a_step, rel=0.5)  # as many steps, none of them wider
 
 
 def test_a_run_that_validates_is_rehearsed_without_its_validation_rows(tmp_path: Path) -> None:
@@ -96,3 +108,105 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> No
         assert train.cli.main(["--recipe", "quickstart", *SMALL, change, "--dry-run"]) == 2
         assert message in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+SANDWICH = ["schedule.sampling=sandwich", "schedule.speedups=[1,2,4]"]
+
+
+def naive_layer_columns(draw: Draw, prompt_columns: int, new_tokens: int) -> int:
+    """The columns of a batch that pass a layer under a schedule, over all layers."""
+    generated = sum(draw.schedule.budget(token) for token in range(new_tokens))
+    return prompt_columns * len(draw.schedule.prompt_layers) + generated
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["train.epochs=2.0"],  # of 22.5 steps
+        ["train.max_steps=20", "train.per_device_batch_size=2", "train.gradient_accumulation_steps=3", *SANDWICH],
+        ["train.max_steps=40", "schedule.speedups=[2,4]", "optim.distillation=0.5", "train.per_device_batch_size=2"],
+    ],
+    ids=["epochs", "sandwich in parts", "taught by full depth"],
+)
+def test_the_estimate_is_the_sum_over_the_steps_that_the_run_takes(
+    changes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which a batch takes a time for its layers, its logits and whatever it holds."""
+    clock = [0.0]
+    step = SkipTrainer.training_step
+
+    def timed(self: SkipTrainer, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        rows, columns = inputs["input_ids"].shape
+        prompt, draws = inputs["prompt_columns"], self.sampler.at(self.state.global_step)
+        passed = float(sum(naive_layer_columns(draw, prompt, columns - prompt) for draw in draws))
+        if self.objective.distillation and all(draw.schedule.skips for draw in draws):
+            passed += 8 * columns / 3  # forward alone
+        clock[0] += 0.05 + 1e-4 * rows * passed + 1e-4 * rows * (columns - prompt) * len(draws)
+        return step(self, model, inputs, num_items_in_batch)
+
+    monkeypatch.setattr(SkipTrainer, "training_step", timed)
+    monkeypatch.setattr(train.dry_run.rehearsal, "_now", lambda: clock[0])
+    long = ["data.options={train_size: 60, validation_size: 4, test_size: 4}", "train.max_steps=null"]
+    quick = ["schedule.texts=0", "train.logging_steps=100", "train.save_steps=1000", "tracking.wandb=off"]
+    recipe = load_recipe("quickstart", [*SMALL, *long, *quick, *changes, f"output.dir={tmp_path / 'out'}"])
+    low, high = dry_run(recipe).seconds
+    clock[0] = 0.0
+    run(recipe, "run")
+    assert low <= clock[0] <= high
+    assert (low + high) / 2 == pytest.approx(clock[0], rel=0.04)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=40),
+    batch=st.integers(1, 3),
+    parts=st.integers(1, 3),
+    processes=st.integers(1, 3),
+    steps=st.integers(1, 30),
+    distils=st.booleans(),
+)
+def test_the_plan_is_that_of_the_slowest_process_in_each_step(
+    lengths: list[tuple[int, int]], batch: int, parts: int, processes: int, steps: int, distils: bool
+) -> None:
+    """Against accelerate's own dealing of batches, and columns that are counted one by one."""
+    rows = Dataset.from_dict({name: [[0] * each[n] for each in lengths] for n, name in enumerate(ROW[:2])})
+    schedules = (SkipSchedule(6, 5, 2, horizon=4), SkipSchedule(6, 3, 1, horizon=3, prompt="max"))
+    sampler = ScheduleSampler((2.0, 3.0), schedules, (1.0, 1.0), seed=3)
+    arguments = SimpleNamespace(train_batch_size=batch, world_size=processes, seed=5)
+    rows_a_step = batch * parts * processes
+    encoded = SimpleNamespace(rows=rows)
+    prepared: Any = SimpleNamespace(
+        arguments=arguments, encoded=encoded, sampler=sampler, steps=steps, rows_a_step=rows_a_step
+    )
+    plan = plan_steps(prepared, distils)
+
+    dealt: list[list[list[int]]] = [[] for _ in range(processes)]
+    order = DataOrder([sum(each) for each in lengths], rows_a_step, 5)
+    for epoch in range(steps):  # as many as there can be
+        order.epoch = epoch
+        batches = BatchSampler(list(order), batch, drop_last=False)
+        for process in range(processes):
+            dealt[process] += BatchSamplerShard(batches, processes, process)
+    assert len(plan) == steps
+    for step, planned in enumerate(plan):
+        work = []
+        for process in range(processes):
+            work.append(0.0)
+            for mine in dealt[process][step * parts : (step + 1) * parts]:
+                widths = max(lengths[row][0] for row in mine), max(lengths[row][1] for row in mine)
+                passed = sum(naive_layer_columns(draw, *widths) for draw in sampler.at(step))
+                work[-1] += len(mine) * (passed / 6 + distils * sum(widths) / 3)
+        assert planned.work == pytest.approx(max(work))
+        assert planned.draws == sampler.at(step)
+        taken = [mine for n in range(parts) for process in dealt for mine in process[step * parts + n]]
+        assert list(planned.rows) == taken
+
+
+@settings(max_examples=50, deadline=None)
+@given(work=st.lists(st.floats(1, 1e6), min_size=1, max_size=60), times=st.integers(1, 9), more=st.floats(0, 1e6))
+def test_where_time_is_work_the_estimate_is_their_sum(work: list[float], times: int, more: float) -> None:
+    plan = [PlannedStep((), (), each) for each in work]
+    timed = choose_timed(plan, times * len(plan))
+    found = estimate_seconds(timed, [[2 * each.step.work, 3 * each.step.work] for each in timed], more)
+    whole = times * sum(work) + more
+    assert found == (pytest.approx(0.9 * 2 * whole), pytest.approx(1.1 * 3 * whole))
