@@ -90,6 +90,12 @@ class SealedCheckpointTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of no tied weight, such as that of `lm_head`: a checkpoint holds it once, under its other name."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_best_model(self) -> None:
         """Load it if it is as it was written: of one that isn't there, the Trainer warns and keeps the last weights."""
         run_folder = Path(super()._get_output_dir(None))  # which may have moved since the checkpoint was written

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from forked_python import run_python, start_python
 from rich.console import Console
 from safetensors.torch import load_file
@@ -92,6 +93,18 @@ def test_a_run_cut_off_after_its_last_step_ends_as_it_would_have(damaged: bool, 
     assert [line["step"] for line in metrics(folder)] == list(range(1, 10))
     assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
     assert chosen(folder) == ("checkpoint-9", "")
+
+
+def test_a_run_that_continues_warns_of_no_tied_weight(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds the embedding, which is the LM head too."""
+    folder = shutil.copytree(cut, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint-9")
+    said: list[str] = []
+    monkeypatch.setattr(transformers.trainer.logger, "warning", said.append)
+    train_small(folder, "train.max_steps=9")
+    assert not [line for line in said if "keys" in line]
 
 
 def test_a_run_cut_off_before_its_card_writes_it(tmp_path: Path) -> None:
