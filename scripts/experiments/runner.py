@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,10 +267,13 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
     failed = False
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
     console = make_console(stderr=True)
+    started: dict[Future[int], Path] = {}
     with ended_by_sigterm(), Progress(*columns, console=console) as progress, ThreadPoolExecutor(at_a_time) as pool:
-        started = {pool.submit(run, folder): folder for folder in commands if not (folder / mark).exists()}
-        bar = progress.add_task("variants", total=len(started))
         try:
+            for folder in commands:
+                if not (folder / mark).exists():
+                    started[pool.submit(run, folder)] = folder
+            bar = progress.add_task("variants", total=len(started))
             for future in as_completed(started):
                 if status := future.result():
                     failed = True
@@ -279,7 +282,22 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
                 progress.advance(bar)
         except BaseException as error:  # such as Ctrl-C: the pool would go on with all that waits
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in tuple(RUNNING) if isinstance(error, SystemExit) else ():  # Ctrl-C has reached them
-                process.terminate()  # where it trains, with a checkpoint
+            end_running(started, set(RUNNING) if isinstance(error, KeyboardInterrupt) else set())
             raise
     return not failed
+
+
+def end_running(started: Iterable[Future[int]], told: set[subprocess.Popen[bytes]]) -> None:
+    """End what runs, each process by one SIGTERM, after which a training leaves a checkpoint, and wait for it.
+
+    Also what is only just being started.
+
+    Args:
+        started: what runs the processes.
+        told: those that end already: Ctrl-C reaches all that a terminal runs.
+    """
+    while not all(future.done() for future in started):
+        for process in set(RUNNING) - told:
+            process.terminate()
+            told.add(process)
+        time.sleep(0.05)

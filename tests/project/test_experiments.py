@@ -6,7 +6,9 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -157,6 +159,34 @@ def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypa
     assert [(folder / "ended").exists() for folder in folders] == [True, True, False]
     assert not folders[2].exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's process starts after the first one's has been told."""
+    code = "import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(20); os.mkdir(sys.argv[1] + '.end')"
+    folders = [tmp_path / name for name in ("first", "second")]
+    terminate, told = subprocess.Popen.terminate, threading.Event()
+
+    def terminated(process: Any) -> None:
+        terminate(process)
+        told.set()
+
+    def write_whole(path: Path, text: str) -> None:
+        if path.name.startswith("second"):
+            told.wait(20)
+
+    def ask(started: Any) -> Iterator[Any]:
+        while not folders[0].exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from concurrent.futures.as_completed(started)
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", terminated)
+    monkeypatch.setattr(runner, "write_whole", write_whole)
+    monkeypatch.setattr(runner, "as_completed", ask)
+    with pytest.raises(SystemExit):
+        run_unfinished({folder: ["-c", code, str(folder)] for folder in folders}, "mark", 2)
+    assert not list(tmp_path.glob("*.end"))
 
 
 def start(experiment: ModuleType, *words: str) -> int:
