@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from configs.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
@@ -43,7 +43,8 @@ def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
     model_type = values.pop("model_type")
     config: PretrainedConfig = _made(lambda: AutoConfig.for_model(model_type, **values))
     # What a family doesn't know but takes for another key, such as rope_theta, leaves no attribute of its own.
-    _check_keys(config, [key for key in values if key in vars(config)])
+    # Settings of generate leave none either.
+    _check_keys(config, [key for key in values if key in vars(config) or key in vars(GenerationConfig())])
     _check_values(config)
     with torch.device("meta"):  # the model without memory: its layers may refuse what the config took
         _made(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -78,6 +79,8 @@ def _check_keys(config: PretrainedConfig, keys: Iterable[str]) -> None:
     """Raises ConfigError for a key that a config's family has no use for: transformers would keep it unread."""
     known = {*type(config)().to_dict(), *type(config).__dataclass_fields__, *config.attribute_map} - {"model_type"}
     for key in keys:
+        if key not in known and key in vars(GenerationConfig()):
+            raise ConfigError(f"{key} is a setting of generate: the config of {config.model_type} has none of these")
         if key not in known:
             raise unknown(f"key of the config of {config.model_type}", str(key), known)
 

@@ -14,6 +14,7 @@ from transformers.utils import cached_file, logging
 
 from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
+from skipdecode.families import text_config
 from skipdecode.reach import without_network
 from skipdecode.seal import SEAL, check_seal
 
@@ -48,6 +49,7 @@ def load(
         ConfigError: where there is none, it can't be loaded, or it is damaged, as `load_model` says.
     """
     model = load_model(name, dtype, trust_remote_code=trust_remote_code, **kwargs).eval()
+    model.config.return_dict = text_config(model.config).return_dict = True  # else nothing finds its logits
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
     return model, load_tokenizer(name, trust_remote_code=trust_remote_code, **where)
 
@@ -91,7 +93,7 @@ def load_model(
     remembers = path / ADAPTERS_FILE if looks_local else None
     if not looks_local:
         if hasattr(model, "peft_config"):
-            remembers = _downloaded(name, ADAPTERS_FILE, kwargs)
+            remembers = downloaded(name, ADAPTERS_FILE, kwargs)
         _check_download(name, kwargs)
     _check_weights(name, model, info)
     # With trust_remote_code transformers puts a checkpoint's custom_generate in its place: ours calls the class's own.
@@ -106,7 +108,7 @@ def load_model(
 def _quietly(name: str, read: Callable[[], Any]) -> Any:
     """Call `read` without transformers' own table of what is wrong. Raises ConfigError where it fails."""
     try:
-        with _warnings_off():
+        with warnings_off():
             return read()
     except ConfigError:
         raise
@@ -129,7 +131,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 @contextmanager
-def _warnings_off() -> Iterator[None]:
+def warnings_off() -> Iterator[None]:
     """Silence transformers while it loads: its warnings would come before the one line that says what is wrong."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -186,7 +188,7 @@ def adapted_checkpoint(folder: Path) -> str | None:
     return base
 
 
-def _downloaded(name: str, file: str, where: Mapping[str, Any]) -> Path | None:
+def downloaded(name: str, file: str, where: Mapping[str, Any]) -> Path | None:
     """A file of a Hub repository; None where there is none, or nobody is there to ask."""
     try:
         return Path(str(cached_file(name, file, **{key: where[key] for key in _WHERE if key in where})))
@@ -196,7 +198,7 @@ def _downloaded(name: str, file: str, where: Mapping[str, Any]) -> Path | None:
 
 def _check_download(name: str, where: Mapping[str, Any]) -> None:
     """Check the files of a Hub repository that are here, where it is sealed."""
-    sealed = _downloaded(name, SEAL, where)
+    sealed = downloaded(name, SEAL, where)
     if sealed is not None:
         check_seal(sealed.parent, partly_here=True)
 
@@ -247,7 +249,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any)
             tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
             options = {"padding_side": "left", "trust_remote_code": trust_remote_code, **kwargs}
-            with _warnings_off():
+            with warnings_off():
                 tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
         check_trust(name, error)

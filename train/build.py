@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,11 +22,9 @@ from skipdecode.families import text_config
 from skipdecode.loading import check_trust, load_model, load_tokenizer
 from skipdecode.reach import without_network
 from train.adapters import add_adapters
+from train.base_settings import check_readable
 from train.recipe import Recipe
 from train.shallow import shrink_config, shrink_model
-
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_OF_BEAMS = ("early_stopping", "length_penalty")
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -88,9 +85,9 @@ def _pretrained_config(name: str, trust_remote_code: bool, changes: dict[str, An
         config: PretrainedConfig = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, **without_network(name)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # no narrower one: values of the wrong type raise what huggingface_hub has of its own
         check_trust(name, error)
-        raise ConfigError(f"model.name_or_path {name!r}: its config can't be read: {first_line(error)}") from error
+        raise ConfigError(f"model.name_or_path {name!r}: its config.json can't be read: {first_line(error)}") from error
     try:
         return changed_config(config, changes)
     except ConfigError as error:
@@ -170,7 +167,10 @@ def _pretrained(
         )
     set_seed(recipe.train.seed)
     trust = section.trust_remote_code
-    changed: dict[str, Any] = {"config": _pretrained_config(name, trust, changes)} if changes else {}
+    whole = (Path(name) / "config.json").is_file()  # not adapters apart, which are refused below
+    config = _pretrained_config(name, trust, changes) if changes or whole else None
+    changed: dict[str, Any] = {"config": config} if changes else {}
+    check_readable(recipe)
     # The model first: of code that isn't trusted a tokenizer says less.
     model = load_model(name, getattr(torch, section.dtype), trust_remote_code=trust, **changed)
     if hasattr(model, "peft_config"):
@@ -181,26 +181,11 @@ def _pretrained(
     tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
     try:
         _check_vocabulary(model.config, tokenizer)
-        _make_savable(model.generation_config)
     except ConfigError as error:
         raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
     if section.layers is not None:
         shrink_model(model, section.layers, section.keep)
     return model, tokenizer
-
-
-def _make_savable(config: GenerationConfig) -> None:
-    """Take out what it says of sampling or beams without asking for any: transformers writes it as it was found alone.
-
-    Raises ConfigError where transformers would not write the rest.
-    """
-    idle = (_OF_SAMPLING if config.do_sample is not True else ()) + (_OF_BEAMS if config.num_beams in (None, 1) else ())
-    for name in idle:
-        setattr(config, name, None)
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        raise ConfigError(f"its generation_config.json: {' '.join(str(error).split())}") from error
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

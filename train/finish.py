@@ -27,6 +27,7 @@ from skipdecode.lengths import LengthsByPrompt
 from skipdecode.loading import load
 from skipdecode.seal import seal
 from train.adapters import merge_adapters
+from train.base_settings import settle_generation
 from train.build import build_model
 from train.checkpoints import PARTIAL, stopped_if_unwritten
 from train.evaluation import release_memory
@@ -51,6 +52,7 @@ def finish(
         (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
         if recipe.lora.r is not None and recipe.lora.merge:
             base, _ = build_model(recipe, [], tokenizer)
+            settle_generation(recipe, base, tokenizer)
             found_again = recipe.model.name_or_path and recipe.model.layers is None and not recipe.model.config
             merge_adapters(base, partial, keep=bool(found_again))
             del base

@@ -23,6 +23,7 @@ from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head, text_config
 from skipdecode.lengths import Lengths
+from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
@@ -46,6 +47,7 @@ class Prepared:
         sampler: of the schedules of each step.
         skip_config: what the checkpoint will remember.
         arguments: the Trainer's.
+        left_out: settings of the base model that the finished checkpoint goes without, with where they stood.
     """
 
     model: Any
@@ -55,6 +57,7 @@ class Prepared:
     sampler: ScheduleSampler
     skip_config: SkipConfig
     arguments: TrainingArguments
+    left_out: list[str]
 
     @property
     def cost(self) -> CostModel:
@@ -86,6 +89,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
         task.files(split)  # one that isn't there is missed before a large model is loaded
     with whole_weights(arguments) if recipe.model.shape is not None else nullcontext():
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
+    with whole_weights(arguments):
+        left_out = settle_generation(recipe, model, tokenizer)
     validation = None
     with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
         encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
@@ -111,13 +116,22 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
     trained = as_it_trains(model, recipe)
-    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments)
+    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out)
 
 
 def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
     """Of a model in the type that it is saved in: by DeepSpeed that of the computation."""
     computed = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
     return CostModel.of(model, computed if arguments.deepspeed else None)
+
+
+def warn_left_out(console: Console, prepared: Prepared) -> None:
+    """Say which settings of the base model the finished checkpoint goes without, where there are any."""
+    if prepared.left_out:
+        settings = "; ".join(prepared.left_out)
+        console.print(
+            f"the finished checkpoint goes without what skipping layers has no use for: {settings}", soft_wrap=True
+        )
 
 
 def introduce(console: Console, name: str, prepared: Prepared) -> None:
@@ -130,6 +144,7 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
         f"{name}: {held / 1e6:.2f} M parameters{f' ({trained / 1e6:.2f} M trained)' if trained < held else ''}, "
         f"{len(encoded.rows)} rows, {prepared.rows_a_step} a step on {processes} process{'es' if processes > 1 else ''}"
     )
+    warn_left_out(console, prepared)
     if encoded.prompts_cut:
         console.print(
             f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"

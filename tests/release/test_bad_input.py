@@ -65,7 +65,14 @@ def read_trials() -> list[Trial]:
         for name in ("bad_inputs.yaml", "faults.yaml")
     )
     return [
-        Trial(area, f"{values['command']} {words}".strip(), says, changes=changes, one_line=True)
+        Trial(
+            area,
+            f"{values['command']} {words}".strip(),
+            says,
+            status=values.get("status", 2),
+            changes=changes,
+            one_line=True,
+        )
         for area, values in inputs.items()
         for words, says, *changes in values["inputs"]
     ] + [Trial("fault", **values) for values in faults]

@@ -43,6 +43,44 @@ SECRETS = {
     "SECRET-hub": "hf" + "_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH",
 }
 
+# Of base models, each in a folder of its own: what their generation_config.json says, or their config.json where it is
+# marked so, as that of older models.
+BASES: dict[str, dict[str, Any]] = {
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "contrastive-sampled": {"penalty_alpha": 0.6, "do_sample": True},
+    "dola": {"dola_layers": "high"},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "early-exit": {"assistant_early_exit": 2},
+    "guided": {"guidance_scale": 1.5},
+    "forced-words": {"force_words_ids": [[5]]},
+    "greedy-pair": {"num_return_sequences": 2},
+    "cold": {"do_sample": True, "temperature": 0.0},
+    "unknown-cache": {"cache_implementation": "statik"},
+    "compiled": {"compile_config": {}},
+    "no-tokens": {"max_new_tokens": 0},
+    "beyond-vocabulary": {"bad_words_ids": [[10**6]]},
+    "forced-beyond": {"forced_eos_token_id": 10**6},
+    "wrong-end": {"eos_token_id": "</s>"},
+    "processor": {"logits_processor": []},
+    "old-lookup": {"config.json": True, "prompt_lookup_num_tokens": 3},
+    "old-contrastive": {"config.json": True, "penalty_alpha": 0.6},
+    "old-cache-word": {"config.json": True, "use_cache": "no"},
+    "uncached": {"use_cache": False},
+    "beams": {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True},
+    "beam-groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "stops": {"stop_strings": ["\n"]},
+    "healed": {"token_healing": True},
+    "attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "static": {"cache_implementation": "static"},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "quantized": {"cache_implementation": "quantized"},
+    "sampled-pair": {"do_sample": True, "num_return_sequences": 2},
+    "old-uncached": {"config.json": True, "use_cache": False},
+    "old-beams": {"config.json": True, "num_beams": 4},
+    "old-tuples": {"config.json": True, "return_dict": False},
+    "old-states": {"config.json": True, "output_hidden_states": True},
+}
+
 
 def make_world(folder: Path) -> None:
     """Make it, which takes as long as two short runs. Raises AssertionError where a command that is right fails."""
@@ -56,6 +94,7 @@ def make_world(folder: Path) -> None:
     _cut_off([*small, "output.dir=unfinished", "train.max_steps=9", "train.save_steps=3"], folder)
     save_checkpoint(folder / "foreign", 12, max_position_embeddings=256)
     _checkpoints(folder)
+    _bases(folder)
     _data(folder)
     _files(folder)
     _forms(folder / "forms")
@@ -93,6 +132,23 @@ def _checkpoints(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "bert")
     AutoTokenizer.from_pretrained(folder / "foreign").save_pretrained(folder / "bert")
     train_tokenizer(load_task("departures", train_size=200).stream("train"), 600, 128).save_pretrained(folder / "wide")
+
+
+def _bases(folder: Path) -> None:
+    """Base models of the same weights, with settings of their own."""
+    for name, values in BASES.items():
+        base = shutil.copytree(
+            folder / "untrained", folder / "bases" / name, ignore=shutil.ignore_patterns("model.safetensors")
+        )
+        (base / "model.safetensors").symlink_to("../../untrained/model.safetensors")
+        (base / "generation_config.json").unlink()
+        if values.get("config.json"):
+            own = {key: value for key, value in values.items() if key != "config.json"}
+            _change_json(base / "config.json", lambda config, own=own: config.update(own))
+        else:
+            (base / "generation_config.json").write_text(json.dumps(values))
+    damaged = shutil.copytree(folder / "bases" / "uncached", folder / "bases" / "damaged", symlinks=True)
+    (damaged / "generation_config.json").write_text('{"use_cache": ')
 
 
 def _data(folder: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from data.rows import row_lengths
+from eval.console import make_console
 from train.build import build_task
 from train.distributed import is_first_process, whole_weights
 from train.dry_run.duration import ROUNDS, choose_timed, estimate_seconds, plan_steps, validation_work
@@ -22,7 +23,7 @@ from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
 from train.dry_run.simulation import SimulatedStep
 from train.evaluation import check_evaluation
 from train.output import check_folder
-from train.prepare import describe_schedules, make_arguments, make_trainer, prepare
+from train.prepare import describe_schedules, make_arguments, make_trainer, prepare, warn_left_out
 from train.publish.parcel import check_publish
 from train.recipe import Recipe
 from train.sampling import Draw, ScheduleSampler
@@ -73,6 +74,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     task = build_task(recipe)
     prepared = prepare(recipe, task, make_arguments(recipe, folder))
     check_evaluation(recipe, task, prepared)
+    warn_left_out(make_console(stderr=True, quiet=not is_first_process()), prepared)
     rows = prepared.encoded.rows
     prompts, completions = row_lengths(rows)
     batch = _widest(prompts, completions, recipe.train.per_device_batch_size)
