@@ -151,7 +151,8 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="X",
-        help="target wall-clock speedups; 1x is added (default 1 2 3 4; none with --reference or --calm-threshold)",
+        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, of many 1 2 "
+        "3 4; none with --reference or --calm-threshold; an exported checkpoint has one speed alone)",
     )
     group.add_argument(
         "--over",

@@ -120,8 +120,10 @@ def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
             "draft; name speeds, such as 3 4"
         )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
-    speedups = request.speedups if reference is not None else (1.0, *(s for s in request.speedups if s != 1))
-    if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost:
+    exported = config.exported is not None
+    baseline = () if reference is not None or exported else (1.0,)
+    speedups = tuple(dict.fromkeys((*baseline, *loaded.speedups)))
+    if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost and not exported:
         raise ConfigError(
             f"--speedup is {list(speedups)}: a target is over the checkpoint's own full depth, and --reference "
             f"{reference.name} is of another shape: leave --speedup out"
@@ -205,7 +207,8 @@ def _thresholds(
     request: Request, loaded: Loaded, plan: Plan, journal: Journal, console: Console
 ) -> dict[float, Threshold]:
     """Of each target, where systems are confidence exits."""
-    speedups = [speedup for speedup in request.speedups if speedup > 1 and request.system == "calm"]
+    by_target = request.system == "calm" and loaded.config.exported is None
+    speedups = [speedup for speedup in loaded.speedups if speedup > 1 and by_target]
     checkpoint = replace(loaded.checkpoint, weights=plan.weights)
     found: dict[float, Threshold] = {}
     with Progress(console=console, disable=not speedups) as progress:
@@ -228,18 +231,20 @@ def _take_part(
     request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping[float, Threshold], batch_size: int
 ) -> list[System]:
     checkpoint, schedules = replace(loaded.checkpoint, weights=plan.weights), plan.schedules[batch_size]
+    exported = loaded.config.exported
+    targets = [speedup for speedup in loaded.speedups if speedup != 1]
     if loaded.reference is None:
-        systems: list[System] = [SkipSystem("1x", checkpoint, schedules[1.0].schedule, 1.0)]
+        # An exported checkpoint has one schedule, which is what others are measured against then.
+        systems: list[System] = [SkipSystem("1x", checkpoint, schedules[exported or 1.0].schedule, 1.0)]
+        targets = [] if exported is not None else targets
     else:
         reference = replace(loaded.reference, weights=plan.weights)
         systems = [SkipSystem("1x", reference, SkipSchedule.full_depth(reference.num_layers), 1.0)]
         if 1.0 in schedules:
             systems.append(SkipSystem("full-depth", checkpoint, schedules[1.0].schedule))
-    for speedup in request.speedups:
-        if speedup == 1:
-            continue
+    for speedup in targets:
         found = schedules[speedup]
-        if request.system == "skip":
+        if request.system == "skip" or exported is not None:
             systems.append(SkipSystem(f"{speedup:g}x", checkpoint, found.schedule, speedup, found.shortfall))
         else:
             threshold = thresholds.get(speedup, Threshold(1.0))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,8 +27,12 @@ from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.decode import check_mode
 from skipdecode.errors import first_line
-from skipdecode.loading import adapted_checkpoint, load
+from skipdecode.loading import adapted_checkpoint, downloaded, load
+from skipdecode.reach import without_network
 from skipdecode.seal import checksum, decisive_files
+
+DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
+MOST_SPEEDUPS = 5  # that are all evaluated where none is asked for
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Loaded:
         checkpoint: under test.
         reference: what it is measured against; None for its own full depth.
         config: what the checkpoint remembers of its training, or what stands in for it.
+        speedups: the targets that were asked for, or by default those that the checkpoint was trained for: full depth
+            alone where it knows no others, and of an exported checkpoint the one speed that it was made for.
         task: which examples are of.
         examples, prompts: of the test set, in its order.
         validation: token ids of validation prompts; there where a threshold is to be calibrated.
@@ -49,6 +55,7 @@ class Loaded:
     checkpoint: Checkpoint
     reference: Checkpoint | None
     config: SkipConfig
+    speedups: tuple[float, ...]
     task: Task
     examples: list[Example]
     prompts: list[Prompt]
@@ -82,8 +89,9 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = list(islice(task.stream("test"), request.limit))
+    speedups = evaluated_speedups(request, config)
     validation = []
-    if request.system == "calm" and set(request.speedups) != {1.0}:
+    if request.system == "calm" and any(speedup > 1 for speedup in speedups) and not request.calm_thresholds:
         validation = validation_examples(
             task, PROMPTS, "--system calm finds its thresholds on it; or name thresholds with --calm-threshold"
         )
@@ -110,6 +118,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
         checkpoint=checkpoint,
         reference=reference,
         config=config or SkipConfig(solver={"horizon": task.horizon}),
+        speedups=speedups,
         task=task,
         examples=examples,
         prompts=prompts,
@@ -119,11 +128,39 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     )
 
 
+def evaluated_speedups(request: Request, config: SkipConfig | None) -> tuple[float, ...]:
+    """The targets of an evaluation. Raises ConfigError for those that an exported checkpoint hasn't."""
+    exported = None if config is None else config.exported
+    if exported is not None:
+        if request.speedups not in ((), (exported,)):
+            raise ConfigError(
+                f"--speedup is {list(request.speedups)}: --checkpoint {request.checkpoint} was exported for "
+                f"{exported:g}x and decodes at that speed alone; leave --speedup out"
+            )
+        if request.system == "calm" and not request.calm_thresholds:
+            raise ConfigError(
+                f"--system calm: --checkpoint {request.checkpoint} was exported for {exported:g}x and has no other "
+                "target to take exits for; name thresholds with --calm-threshold"
+            )
+        return (exported,)
+    if request.speedups or request.reference is not None or request.calm_thresholds:
+        return request.speedups or (1.0,)
+    trained, solver = (sorted(config.schedules), config.solver) if config is not None else ([], {})
+    # With optim.exits=all every layer has learnt to be the last one.
+    exits = trained == [1] and (solver.get("placement"), solver.get("decay")) == ("bottom", "constant")
+    if request.system == "calm" or exits:
+        return DEFAULT_SPEEDUPS
+    if len(trained) <= MOST_SPEEDUPS:
+        return tuple(trained) or (1.0,)
+    within = tuple(speedup for speedup in DEFAULT_SPEEDUPS if trained[0] <= speedup <= trained[-1])
+    return within or (trained[0], trained[-1])
+
+
 def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> dict[str, Any]:
     """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
     return {
-        "checkpoint": checkpoint_identity(loaded.checkpoint),
-        "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
+        "checkpoint": weights_identity(loaded.checkpoint.name),
+        "reference": weights_identity(loaded.reference.name) if loaded.reference is not None else None,
         "task": loaded.task.name,
         "task_options": list(request.task_options),
         "test_set": fingerprint(
@@ -131,7 +168,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         ),
         "validation": fingerprint(loaded.validation),
         "system": request.system,
-        "speedups": list(request.speedups),
+        "speedups": list(loaded.speedups),
         "over": request.over,
         "strict": request.strict,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
@@ -248,27 +285,34 @@ def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None
         )
 
 
-def checkpoint_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The sizes and times of its files; of a name on the Hub, the commit."""
-    folder = Path(checkpoint.name)
-    if not folder.is_dir():
-        return {"name": checkpoint.name, "commit": getattr(checkpoint.model.config, "_commit_hash", None)}
-    return file_identity(folder)
-
-
-def file_identity(folder: Path) -> dict[str, Any]:
-    """The sizes and times of a checkpoint's files; of none where there is no such folder."""
-    files = {**_files(folder), **{file.name: file for file in folder.glob("generation_config.json")}}
-    return {name: [(status := file.stat()).st_size, status.st_mtime_ns] for name, file in files.items()}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The files that decide what a checkpoint decodes, by name; of adapters also those of the model that they adapt."""
-    found = {file.name: file for file in decisive_files(folder)}
+def weights_identity(name: str, of_file: Callable[[Path], Any] | None = None) -> dict[str, Any]:
+    """What tells whether a checkpoint is the same as before: of each file of a folder that decides its texts its size
+    and time, or what `of_file` says; of a name on the Hub the commit; of adapters also that of the model they adapt.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        files = [*decisive_files(folder), *folder.glob("generation_config.json")]
+        found: dict[str, Any] = {file.name: (of_file or _size_and_time)(file) for file in files}
+    else:
+        snapshot = _snapshot(name)
+        found, folder = {"name": name, "commit": snapshot and snapshot.name}, snapshot or folder
     adapted = adapted_checkpoint(folder)
-    if adapted is not None and Path(adapted).is_dir():
-        found |= {f"{Path(adapted).name}/{name}": file for name, file in _files(Path(adapted)).items()}
-    return found
+    return found if adapted is None else {**found, "base": weights_identity(adapted, of_file)}
+
+
+def _size_and_time(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _snapshot(name: str) -> Path | None:
+    """The folder of the cache that holds a repository's commit, by whose name it goes; None where there is none."""
+    try:
+        where = without_network(name)
+    except ConfigError:
+        return None
+    files = (downloaded(name, file, where) for file in ("config.json", "adapter_config.json"))
+    return next((file.parent for file in files if file is not None), None)
 
 
 def check_same(loaded: Loaded, processes: Processes) -> None:
@@ -280,7 +324,7 @@ def check_same(loaded: Loaded, processes: Processes) -> None:
         return
     checkpoints = {"checkpoint": loaded.checkpoint, "reference": loaded.reference}
     mine = {
-        **{name: _contents(checkpoint) for name, checkpoint in checkpoints.items() if checkpoint is not None},
+        **{key: weights_identity(each.name, checksum) for key, each in checkpoints.items() if each is not None},
         "prompts": fingerprint(
             [[example.id, p.ids] for example, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),
@@ -295,14 +339,6 @@ def check_same(loaded: Loaded, processes: Processes) -> None:
                 f"process {rank} on {host} would evaluate something else than the first one: "
                 f"{difference(first, theirs)}"
             )
-
-
-def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checksums of its files; of a name on the Hub, the commit."""
-    folder = Path(checkpoint.name)
-    if not folder.is_dir():
-        return {"commit": getattr(checkpoint.model.config, "_commit_hash", None)}
-    return {name: checksum(file) for name, file in _files(folder).items()}
 
 
 def fingerprint(values: Any) -> str:

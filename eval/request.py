@@ -12,8 +12,6 @@ from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
 from skipdecode.schedule import Over
 
-DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
-
 
 @dataclass(frozen=True)
 class Request:
@@ -25,7 +23,7 @@ class Request:
 
     checkpoint: str
     output: Path
-    speedups: tuple[float, ...] = ()  # of targets; none: 1 to 4, or with a reference or thresholds 1 alone
+    speedups: tuple[float, ...] = ()  # of targets; none: as `eval.loading.Loaded` says
     over: Over | None = None  # what targets are of; None: what the checkpoint was trained for
     strict: bool = False  # whether a target that can't be reached is refused
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
@@ -75,9 +73,6 @@ class Request:
             raise ConfigError(f"--compare names {name!r}, as the checkpoint's own line is called: name it otherwise")
         self._check_system()
         self._check_placing()
-        if not speedups:
-            alone = self.reference is not None or self.calm_thresholds
-            object.__setattr__(self, "speedups", (1.0,) if alone else DEFAULT_SPEEDUPS)
 
     def _check_system(self) -> None:
         thresholds = self.calm_thresholds

@@ -68,6 +68,11 @@ class SkipConfig:
     texts: LengthsByPrompt | None = None
 
     @property
+    def exported(self) -> float | None:
+        """The one speed of an exported checkpoint, which has no settings to solve others by; None of any other."""
+        return next(iter(self.schedules)) if len(self.schedules) == 1 and not self.solver else None
+
+    @property
     def conditions(self) -> dict[str, Any]:
         """The arguments of the solver that `CostModel.at` takes."""
         return {name: self.solver[name] for name in _CONDITIONS if name in self.solver}
