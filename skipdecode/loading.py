@@ -95,7 +95,7 @@ def load_model(
         if hasattr(model, "peft_config"):
             remembers = downloaded(name, ADAPTERS_FILE, kwargs)
         _check_download(name, kwargs)
-    _check_weights(name, model, info)
+    _check_weights(name, model, info, adapted)
     # With trust_remote_code transformers puts a checkpoint's custom_generate in its place: ours calls the class's own.
     model.__dict__.pop("generate", None)
     if remembers is not None and remembers.is_file():  # the model that they adapt may be trained for something else
@@ -183,6 +183,11 @@ def adapted_checkpoint(folder: Path) -> str | None:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error})") from error
+    if not base:
+        raise ConfigError(
+            f"{file} names no model that its adapters are for (base_model_name_or_path): it had random weights, or was "
+            "changed for its training (model.layers, model.config); load the finished run, into which they are merged"
+        )
     if not isinstance(base, str) or (Path(base) / _ADAPTERS_CONFIG).is_file():
         raise ConfigError(f"{file}: base_model_name_or_path is {base!r}: expected a whole model's folder or Hub name")
     return base
@@ -203,14 +208,19 @@ def _check_download(name: str, where: Mapping[str, Any]) -> None:
         check_seal(sealed.parent, partly_here=True)
 
 
-def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any], adapted: str | None) -> None:
     missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     names = model.state_dict().keys()
     deeper = [key for key in left if re.sub(r"\.\d+\.", ".0.", key, count=1) in names]
     if missing:
         instead = f", and holds {left[0]} instead" if left else ""
         raise ConfigError(
-            f"{name!r} lacks {len(missing)} of its weights, such as {missing[0]}{instead}: take a good copy of it"
+            f"{name!r} lacks {len(missing)} of its weights, such as {missing[0]}{instead}: "
+            + (
+                "take a good copy of it"
+                if adapted is None
+                else f"they are no adapters of {adapted}, but perhaps of some of its layers (model.layers), or damaged"
+            )
         )
     if info["mismatched_keys"]:
         key, found, expected = min(info["mismatched_keys"])

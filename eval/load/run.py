@@ -20,7 +20,7 @@ from eval.load.client import Asked, Outcome, play
 from eval.load.report import LoadConditions, LoadReport, draw_load, row_of, shortfall
 from eval.load.request import LoadRequest
 from eval.load.systems import served
-from eval.loading import file_identity, fingerprint, task_options
+from eval.loading import fingerprint, task_options, weights_identity
 from eval.machine import describe_machine, machine_identity, versions
 from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
@@ -138,7 +138,7 @@ def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> 
         "rates": list(map(str, request.rates)),
         "max_new_tokens": max_new_tokens,
         "prompts": fingerprint(prompts),
-        "files": {name: file_identity(Path(options[name])) for name in ("checkpoint", "standalone") if options[name]},
+        "files": {name: weights_identity(options[name]) for name in ("checkpoint", "standalone") if options[name]},
         "machine": machine_identity(_device(request)),
         "versions": versions(),
     }

@@ -16,12 +16,12 @@ from eval.decoding import encode_test_set
 from eval.journal import Journal
 from eval.lineup import clock_of, common_weights, prompts_at_hand
 from eval.loading import (
-    checkpoint_identity,
     fingerprint,
     load_checkpoint,
     remembered,
     task_options,
     validation_examples,
+    weights_identity,
 )
 from eval.machine import describe_machine, machine_identity, versions
 from eval.output import LOCK, only_writer
@@ -121,7 +121,7 @@ def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
     return {
         **request.to_dict(),
         "validation data": fingerprint([[e.prompt, e.references] for e in data.examples]),
-        "files": checkpoint_identity(data.checkpoint),
+        "files": weights_identity(data.checkpoint.name),
         "machine": machine_identity(data.checkpoint.model.device),
         "versions": versions(),
     }

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_checkpoints import in_hub_cache
 
 from eval.journal import Journal
-from eval.loading import file_identity
+from eval.loading import weights_identity
 from skipdecode import ConfigError
+from skipdecode.seal import checksum
 
 HEADER = {"batch_size": 4, "schedules": {"2x": {"max_layers": 6}}, "machine": {"threads": 1}}
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)  # with line ends of every kind
@@ -95,16 +97,52 @@ def test_without_a_file_it_is_in_memory() -> None:
     assert journal["a", "1"] == [1, 2]
 
 
+def adapters_of(base: str, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_text("{}")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    return folder
+
+
 def test_of_adapters_the_model_that_they_adapt_is_part_of_what_was_evaluated(tmp_path: Path) -> None:
-    base, apart = tmp_path / "base", tmp_path / "apart"
-    for folder, files in ((base, ("config.json", "model.safetensors")), (apart, ("adapter_model.safetensors",))):
-        folder.mkdir()
-        for file in files:
-            (folder / file).write_text("{}")
-    (apart / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    before = file_identity(apart)
-    assert len(before) == 4
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (base / file).write_text("{}")
+    apart = adapters_of(str(base), tmp_path / "apart")
+    before = weights_identity(str(apart))
+    assert before.keys() == {"adapter_model.safetensors", "adapter_config.json", "base"}
+    assert before["base"] == weights_identity(str(base))
+    Journal(tmp_path / "journal.jsonl", {"checkpoint": before}).add(("a",), 1)
+    contents = weights_identity(str(apart), checksum)
     (base / "model.safetensors").write_text("{ }")
-    assert file_identity(apart) != before
+    with pytest.raises(ConfigError, match=r"another evaluation \(checkpoint\.base\.model\.safetensors"):
+        Journal(tmp_path / "journal.jsonl", {"checkpoint": weights_identity(str(apart))})
+    assert weights_identity(str(apart), checksum) != contents  # by which processes compare what they have read
     (apart / "config.json").write_text("{}")  # merged: the base is no part of it any more
-    assert len(file_identity(apart)) == 3
+    assert "base" not in weights_identity(str(apart))
+
+
+@pytest.mark.parametrize("adapters_too", [False, True])
+def test_of_adapters_of_a_repository_its_commit_is_part_of_what_was_evaluated(
+    adapters_too: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the adapters are another repository, with a commit of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("skipdecode.reach._answers", lambda address: False)
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    name = str(adapters_of("me/base", tmp_path / "apart"))
+    snapshots = {"me/base": in_hub_cache(base, tmp_path / "cache", "me/base")}
+    if adapters_too:
+        snapshots["me/apart"] = in_hub_cache(Path(name), tmp_path / "cache", "me/apart")
+        name = "me/apart"
+    before = weights_identity(name)
+    assert before["base"] == {"name": "me/base", "commit": "0" * 40}
+    assert before.get("commit") == ("0" * 40 if adapters_too else None)
+    for snapshot in snapshots.values():
+        was = weights_identity(name)
+        snapshot.rename(snapshot.with_name("1" * 40))
+        (snapshot.parent.parent / "refs" / "main").write_text("1" * 40)
+        assert weights_identity(name) != was
