@@ -57,11 +57,10 @@ def add_adapters(model: PreTrainedModel, section: LoraSection) -> Any:
     return adapted
 
 
-def merge_adapters(base: PreTrainedModel, folder: Path, *, keep: bool) -> None:
+def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     """Turn a folder of adapters into a checkpoint of merged weights.
 
-    Args:
-        keep: the adapters, in `adapter/` in it; to no use where the model that they adapt can't be found again.
+    The adapters stay in `adapter/` in it, unless the model that they adapt has no name by which it is found again.
     """
     import peft
 
@@ -73,10 +72,11 @@ def merge_adapters(base: PreTrainedModel, folder: Path, *, keep: bool) -> None:
     seal(apart)
     for name in (_CONFIG, _WEIGHTS, ADAPTERS_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
+    found_again = bool(base.name_or_path)
     merged: Any = peft.PeftModel.from_pretrained(base, str(apart)).merge_and_unload()
     merged.save_pretrained(folder)
     remembered = SkipConfig.load(apart)
     if remembered is not None:
         remembered.save(folder)
-    if not keep:
+    if not found_again:
         shutil.rmtree(apart)

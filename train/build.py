@@ -185,6 +185,8 @@ def _pretrained(
         raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
     if section.layers is not None:
         shrink_model(model, section.layers, section.keep)
+    if section.layers is not None or changes:
+        model.name_or_path = ""  # it is another model than the one of that name, to which its adapters don't belong
     return model, tokenizer
 
 

@@ -53,8 +53,7 @@ def finish(
         if recipe.lora.r is not None and recipe.lora.merge:
             base, _ = build_model(recipe, [], tokenizer)
             settle_generation(recipe, base, tokenizer)
-            found_again = recipe.model.name_or_path and recipe.model.layers is None and not recipe.model.config
-            merge_adapters(base, partial, keep=bool(found_again))
+            merge_adapters(base, partial)
             del base
         if (partial / "config.json").exists():  # not adapters apart
             write_custom_generate(partial)

@@ -78,11 +78,36 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
     assert not torch.equal(found, tokens(AutoModelForCausalLM.from_pretrained(base), merged))
 
 
-def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(base: Path, tmp_path: Path) -> None:
-    """`adapter/` names the whole model, whose layers those of a shallow one aren't."""
-    shallow = tuned(base, tmp_path / "shallow", "model.layers=3", "schedule.speedups=[1]", "train.max_steps=1")
-    assert load_model(str(shallow)).config.num_hidden_layers == 3
-    assert not (shallow / "adapter").exists()
+@pytest.mark.parametrize("change", ["model.layers=3", "model.config={activation_function: gelu}"])
+def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
+    base: Path, change: str, tmp_path: Path
+) -> None:
+    """Those of a changed model, loaded onto the one of that name, would lack layers, or decode other texts."""
+    run = tuned(base, tmp_path / "run", change, "schedule.speedups=[1]", "train.max_steps=2", "train.save_steps=1")
+    model = load_model(str(run))
+    assert model.config.num_hidden_layers == (3 if "layers" in change else 8)
+    assert not (run / "adapter").exists()
+    unfinished = run / "checkpoint-1"
+    with pytest.raises(ConfigError, match=r"names no model that its adapters are for .*; load the finished run"):
+        load_model(str(unfinished))
+    # As versions before this one wrote it.
+    file = unfinished / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    (unfinished / SEAL).unlink()
+    if "layers" in change:
+        with pytest.raises(ConfigError, match=r"lacks \d+ of its weights, .* perhaps of some of its layers"):
+            load_model(str(unfinished))
+
+
+def test_a_shallow_run_with_adapters_goes_on_where_it_was(base: Path, tmp_path: Path) -> None:
+    shallow = ("model.layers=3", "schedule.speedups=[1]", "train.save_steps=2", "schedule.texts=0")
+    straight, cut = (tuned(base, tmp_path / name, *shallow) for name in ("straight", "cut"))
+    for path in cut.iterdir():
+        if path.name not in ("recipe.yaml", "checkpoint-2", "metrics.jsonl"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tuned(base, cut, *shallow)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (straight, cut))
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 def test_a_run_killed_while_its_texts_are_measured_can_be_finished(
