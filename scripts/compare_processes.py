@@ -2,7 +2,7 @@
 
     python scripts/compare_processes.py --data-dir E2E_FOLDER
     python scripts/compare_processes.py --data-dir E2E_FOLDER schedule.sampling=sandwich optim.distillation=0.5 \\
-        optim.depth_weight_power=1
+        optim.depth_weight_power=1 schedule.decay=linear
 
 A step's rows are one process's batch, two parts that it accumulates, or two processes' halves: plain (DDP), or sharded
 by DeepSpeed at stages 1, 2 and 3 (pip install 'skipdecode[deepspeed]'). Each way trains e2e-tiny through train.py with

@@ -40,19 +40,10 @@ def model_config(recipe: Recipe) -> PretrainedConfig:
     A model that configs/model/ holds the shape of is taken from there, so that nothing is downloaded. The vocabulary of
     a shape's own tokenizer isn't known before the tokenizer is there: it is the most that it may have.
     """
-    _check_keep(recipe)
     config = _whole_config(recipe)
     if recipe.model.layers is not None:
         shrink_config(config, recipe.model.layers, recipe.model.keep)
     return config
-
-
-def _check_keep(recipe: Recipe) -> None:
-    if recipe.model.keep is not None and recipe.model.layers is None:
-        raise ConfigError(
-            f"model.keep is {recipe.model.keep!r} without model.layers: say how many layers are kept, as in "
-            "model.layers=4"
-        )
 
 
 def _whole_config(recipe: Recipe) -> PretrainedConfig:
@@ -124,7 +115,6 @@ def build_model(
     and `model.shape` is given, where neither loads, and for more layers than there are.
     """
     section = recipe.model
-    _check_keep(recipe)
     if (section.name_or_path is None) == (section.shape is None):
         raise ConfigError("model needs either name_or_path (pretrained) or shape (random weights), and not both")
     if section.name_or_path is not None:

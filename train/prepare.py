@@ -245,6 +245,7 @@ def recipe_sampler(
         seed=recipe.train.seed,
         solver=solver,
     )
+    _check_effects(recipe, sampler.schedules)
     default_speedup(section.default_speedup, sampler.speedups)  # for its error, before anything is trained
     described = {
         "name": task.name,
@@ -252,6 +253,23 @@ def recipe_sampler(
         "max_prompt_tokens": recipe.data.max_prompt_tokens or task.max_prompt_tokens,
     }
     return sampler, SkipConfig(dict(zip(sampler.speedups, sampler.schedules, strict=True)), solver, described)
+
+
+def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
+    """Raises ConfigError for settings without effect under these schedules, of which `train.effects` knows none."""
+    section, share = recipe.schedule, recipe.optim.distillation
+    if share and recipe.optim.exits == "last" and not any(schedule.skips for schedule in schedules):
+        raise ConfigError(
+            f"optim.distillation is {share:g} and schedule.files is {section.files}: they skip no layer, and what runs "
+            "at full depth learns from the labels alone; leave it out"
+        )
+    skipping = [schedule for schedule in schedules if schedule.min_layers < schedule.num_layers]
+    if section.prompt_stop is not None and skipping and not any(schedule.stopped_layers for schedule in skipping):
+        raise ConfigError(
+            f"schedule.prompt_stop is {section.prompt_stop} and schedule.prompt is {section.prompt!r}: prompts run "
+            f"{max(schedule.prompt_budget for schedule in skipping)} layers at most, so none stops; lower it, or leave "
+            "it out"
+        )
 
 
 def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
@@ -311,8 +329,6 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         )
     if section.precision == "fp16" and on_cpu:
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
-    if section.finish_with == "best" and not section.validate_rows:
-        raise ConfigError("train.finish_with is 'best': it needs train.validate_rows, whose loss says which is")
     deepspeed = None if recipe.deepspeed.config is None else prepare_deepspeed(recipe.deepspeed.config)
     try:
         arguments = TrainingArguments(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from train.effects import drop_without_effect
 
 Sampling = Literal["one", "sandwich"]  # not with the sampler, whose imports take seconds that a mistyped key should not
 RECIPES = ROOT / "recipes"
@@ -180,7 +181,12 @@ class EvaluationSection(Section):
     speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
     limit: int | None = Field(None, ge=1, description="examples; null: all")
     batch_size: int = Field(8, ge=1, le=65_536, description="rows that decode together")
-    max_new_tokens: int | None = Field(None, ge=2, description="null: the task's default")
+    max_new_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="null: the task's default; it is also how many the finished checkpoint writes where its caller "
+        "doesn't say",
+    )
 
     @field_validator("speedups")
     @classmethod
@@ -261,10 +267,12 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool = False) -> Recipe:
     """The recipe of a name in recipes/ or of a YAML file, with overrides such as `optim.learning_rate=1e-4`.
 
-    Raises ConfigError that names the unknown recipe or key and the nearest valid one, or the value and what is allowed.
+    Raises ConfigError that names the unknown recipe or key and the nearest valid one, or the value and what is allowed;
+    and for a setting that another one leaves without effect, as `drop_without_effect` says, unless the file is that
+    `of_a_run`.
     """
     path = named_file(name, RECIPES, ".yaml", "recipe")
     values = read_yaml(path)
@@ -283,14 +291,20 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     except (*YAML_ERRORS, TypeError) as error:  # the last for an index into a list
         raise ConfigError(f"overrides {str(overrides)[:200]}: {first_line(error)}") from error
     try:
-        recipe = Recipe.model_validate(merged)
+        validated = Recipe.model_validate(merged)
     except ValidationError as error:
         raise _as_config_error(error, path) from error
-    _check_effects(recipe)
+    overridden = None if of_a_run else {_dotted(override) for override in overrides or []}
+    recipe: Recipe = drop_without_effect(validated, overridden)
     if recipe.output.dir is None:
         output = OutputSection(dir=os.path.join("outputs", path.stem))
         recipe = recipe.model_copy(update={"output": output})
     return recipe
+
+
+def _dotted(override: str) -> str:
+    """The `section.key` of an override, which may change a value within it, as in `model.config.dropout=0`."""
+    return ".".join(override.partition("=")[0].split(".")[:2])
 
 
 def _check_values(value: Any, where: str, key: str = "") -> None:
@@ -302,25 +316,6 @@ def _check_values(value: Any, where: str, key: str = "") -> None:
         raise ConfigError(f"{where}: {key} is {value}: it must be a number within {LARGEST}")
     elif isinstance(value, str) and any(mark == "\0" or "\ud800" <= mark <= "\udfff" for mark in value):
         raise ConfigError(f"{where}: {key} is {value!r}: it must be text in UTF-8, without NUL")
-
-
-def _check_effects(recipe: Recipe) -> None:
-    """Raises ConfigError for a key that was set and that another one leaves without any effect."""
-    if recipe.optim.scheduler == "constant" and recipe.optim.warmup_steps:
-        raise ConfigError(
-            f"optim.warmup_steps is {recipe.optim.warmup_steps} and optim.scheduler 'constant', which has none: use "
-            "constant_with_warmup"
-        )
-    schedule = recipe.schedule
-    if schedule.decay == "constant" and schedule.spread not in (0, ScheduleSection().spread):
-        raise ConfigError(
-            f"schedule.spread is {schedule.spread:g} and schedule.decay 'constant', a budget that stays: name another "
-            "decay"
-        )
-    lora = recipe.lora
-    if lora.r is None and lora != LoraSection():
-        key, _ = next(each for each in LoraSection.model_fields.items() if getattr(lora, each[0]) != each[1].default)
-        raise ConfigError(f"lora.{key} is {getattr(lora, key)} without lora.r: set it, such as lora.r=16, for adapters")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

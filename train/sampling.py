@@ -79,8 +79,6 @@ def make_sampler(
     if speedup_range is not None:
         if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1] < math.inf:
             raise ConfigError(f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 or more")
-        if weights is not None:
-            raise ConfigError("schedule.weights goes with schedule.speedups or files; a range is drawn from evenly")
         low, high = speedup_range
         between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
         speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # of digits that one would ask for

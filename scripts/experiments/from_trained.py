@@ -40,6 +40,8 @@ SKIPPING: dict[str, tuple[str, ...]] = {
     "unified": ("schedule.placement=even", "schedule.decay=constant"),
     "linear-half-distilled": ("schedule.decay=linear", "optim.distillation=0.5"),
 }
+# Of settings that have no effect on a trained model that is trained for so many steps.
+DEFAULTS = ("model.vocab_size=512", "train.epochs=1")
 KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
 HEADERS = ["steps", "trained on as", "seeds", "layers a token", "decoding", "whole"]
@@ -74,7 +76,8 @@ class Way:
         """Of the recipe."""
         optim, steps = variants.recipe().optim, max(1, round(self.share * variants.prepared.steps))
         # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
-        start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", f"train.max_steps={steps}")
+        start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", *DEFAULTS)
+        start += (f"train.max_steps={steps}",)
         start += (f"optim.learning_rate={optim.learning_rate / 3 if rate is None else rate:g}",)
         start += (f"optim.warmup_steps={min(optim.warmup_steps, steps // 10)}", f"train.seed={self.seed}")
         if self.kind == BASE:

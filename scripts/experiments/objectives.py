@@ -59,7 +59,7 @@ def main() -> int:
         return round(whole * work("sandwich, distilled", variants) / work(name, variants))
 
     def overrides(name: str, variants: Variants) -> tuple[str, ...]:
-        return (*OBJECTIVES[name], f"train.max_steps={steps(name, variants)}")
+        return (*OBJECTIVES[name], "train.epochs=1", f"train.max_steps={steps(name, variants)}")
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
         rows = [[name, str(steps(name, variants)), *cells(report)] for name, report in reports.items()]

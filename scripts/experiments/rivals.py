@@ -28,8 +28,10 @@ TIMED = ("32", "1", "8")
 HEADERS = ["trained as", "layers a token", "BLEU [95 %]", "slot errors", *(f"batch {size}" for size in TIMED)]
 DRAWN = ["skipdecode", "skipdecode-constant", "unified", "d3", "early-termination", "shallow"]
 DRAWN += ["early-exit", "early-exit, calm"]
-# Full depth in every step, whatever the recipe draws from.
+# Full depth in every step, whatever the recipe draws from, and without what skipping alone has.
 FULL_DEPTH = ("schedule.speedups=[1]", *(f"schedule.{key}=null" for key in ("speedup_range", "files", "weights")))
+FULL_DEPTH += ("schedule.sampling=one", "schedule.prompt_stop=null")
+FULL_DEPTH += ("optim.distillation=0", "optim.depth_weight_power=0")
 EXITS = (*FULL_DEPTH, "optim.exits=all", "optim.depth_weight_power=1")
 
 

@@ -468,6 +468,7 @@ def test_a_trained_model_of_each_seed_takes_the_place_of_the_shape(
         str(tmp_path / "out"),
         "model.shape=null",
         "model.config=null",
+        "model.vocab_size=512",
         f"model.name_or_path={tmp_path}/base-{{seed}}",
     )
     last = [[word for word in command if word.startswith("model.name_or_path=")][-1] for command in found]

@@ -102,7 +102,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> No
     for change, message in (
         (f"output.dir={tmp_path}", "holds files that are no run's"),
         ("schedule.speedups=[1,90]", "this model reaches at most"),
-        ("publish.tag=v1", "without publish.repository"),
+        ("publish.tag=v1", 'publish.tag is "v1" and publish.repository is null'),
         ("optim.learning_rte=1", "did you mean 'optim.learning_rate'"),
     ):
         assert train.cli.main(["--recipe", "quickstart", *SMALL, change, "--dry-run"]) == 2

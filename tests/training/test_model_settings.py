@@ -97,7 +97,7 @@ def test_heads_of_other_families_that_do_not_fit_are_refused(tmp_path: Path) -> 
 def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint: Path, tmp_path: Path, source: str) -> None:
     larger = save_checkpoint(tmp_path / "larger", 2, vocab_size=400)
     own: Any = {
-        "shape": [*SMALL, "model.config.vocab_size=300"],
+        "shape": [*SMALL, "model.vocab_size=512", "model.config.vocab_size=300"],
         "name_or_path": ["model.shape=null", f"model.name_or_path={checkpoint}", "model.config=null"],
     }
     with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer needs \d+"):

@@ -144,11 +144,13 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         folder = tmp_path / name
         overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
         overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
-        overrides += ["train.logging_steps=1", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
+        overrides += ["train.logging_steps=1", "evaluation.max_new_tokens=4"]
         overrides += ["data.max_completion_tokens=16"]
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
         if evaluated.setdefault(kind if which == "all" else "first", name) != name:
             overrides.append("evaluation.speedups=null")
+        else:
+            overrides.append("evaluation.limit=2")
         if recipe.data.task == "cnndm":
             overrides.append("data.options={holdout: 4}")
         if recipe.data.task in ("tldr", "cnndm"):

@@ -71,10 +71,6 @@ def check_name(repository: str) -> None:
 
 def check_publish(recipe: Recipe) -> None:
     """Raises ConfigError where what a recipe trains can't be published as it says."""
-    if recipe.publish.tag is not None and recipe.publish.repository is None:
-        raise ConfigError(f"publish.tag is {recipe.publish.tag!r}: without publish.repository nothing is published")
-    if recipe.publish.public and recipe.publish.repository is None:
-        raise ConfigError("publish.public is true: without publish.repository nothing is published")
     if recipe.publish.repository is not None:
         check_name(recipe.publish.repository)
         if recipe.lora.r is not None and not recipe.lora.merge:
@@ -96,7 +92,7 @@ def pack(folder: Path, repository: str) -> Parcel:
         raise ConfigError(f"{folder} is no finished run: it has no config.json")
     load(str(folder))
     write_card(folder, repository)
-    load_recipe(str(folder / "recipe.yaml"))  # which is sent for others to run
+    load_recipe(str(folder / "recipe.yaml"), of_a_run=True)  # which is sent for others to run
     write_custom_generate(folder)
     files = sorted({path.relative_to(folder).as_posix() for pattern in SENT for path in folder.glob(pattern)})
     unsent = [file.name for file in folder.glob("*.safetensors") if file.name not in files]

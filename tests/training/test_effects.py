@@ -1,0 +1,226 @@
+"""A setting that another one leaves without any effect is refused, in one line that names both."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from skipdecode import ConfigError, SkipSchedule
+from train.build import build_task
+from train.effects import RULES
+from train.prepare import make_arguments, prepare
+from train.recipe import Recipe, load_recipe, recipe_names
+
+BASE = {"model.shape": "opt-tiny", "data.task": "departures", "schedule.speedups": [1, 2, 3]}
+PRETRAINED = {"model.shape": None, "model.name_or_path": "gpt2"}
+FILES = {"schedule.speedups": None, "schedule.files": ["a.json", "b.json"]}
+EXITS = {"optim.exits": "all", "schedule.speedups": [1]}
+FAST = {"optim.distillation": 1.0, "schedule.speedups": [2, 3]}
+
+# A key with a value that is not its default, the other key that is to blame, and the values that make it so.
+CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
+    ("model.keep", "top", "model.layers", {}),
+    ("model.vocab_size", 300, "model.name_or_path", PRETRAINED),
+    ("model.vocab_size", 300, "model.tokenizer", {"model.tokenizer": "gpt2"}),
+    ("model.trust_remote_code", True, "model.name_or_path", {}),
+    ("schedule.sampling", "sandwich", "schedule.speedups", {"schedule.speedups": [3]}),
+    ("schedule.sampling", "sandwich", "schedule.files", {**FILES, "schedule.files": ["a.json"]}),
+    ("schedule.weights", [2.0], "schedule.speedups", {"schedule.speedups": [3]}),
+    ("schedule.weights", [2.0], "schedule.files", {**FILES, "schedule.files": ["a.json"]}),
+    ("schedule.weights", [1.0, 2.0, 3.0], "schedule.sampling", {"schedule.sampling": "sandwich"}),
+    *(
+        ("schedule.weights", [1.0], "schedule.speedup_range", {"schedule.speedups": None, "schedule.speedup_range": r})
+        for r in ([1, 4], [2.5, 3.0])
+    ),
+    ("schedule.decay", "cosine", "schedule.files", FILES),
+    ("schedule.decay_rate", 3.0, "schedule.files", FILES),
+    ("schedule.placement", "bottom", "schedule.files", FILES),
+    ("schedule.prompt", "max", "schedule.files", FILES),
+    ("schedule.prompt", 4, "schedule.files", FILES),
+    ("schedule.prompt_stop", 4, "schedule.files", FILES),
+    ("schedule.warmup_layers", 2, "schedule.files", FILES),
+    ("schedule.decay", "power", "optim.exits", EXITS),
+    ("schedule.decay_rate", 3.0, "optim.exits", EXITS),
+    ("schedule.placement", "even", "optim.exits", EXITS),
+    ("schedule.placement", "ends", "optim.exits", EXITS),
+    ("schedule.spread", 0.3, "optim.exits", EXITS),
+    *(("schedule.decay_rate", 3.0, "schedule.decay", {"schedule.decay": each}) for each in ("constant", "cosine")),
+    ("schedule.spread", 0.3, "schedule.decay", {"schedule.decay": "constant"}),
+    ("schedule.prompt_stop", 4, "schedule.speedups", {"schedule.speedups": [1]}),
+    ("schedule.default_speedup", 2.0, "lora.merge", {**PRETRAINED, "lora.r": 4, "lora.merge": False}),
+    ("optim.warmup_steps", 5, "optim.scheduler", {"optim.scheduler": "constant"}),
+    ("optim.distillation", 0.5, "schedule.speedups", {"schedule.speedups": [1]}),
+    ("optim.depth_weight_power", 1.0, "schedule.speedups", {"schedule.speedups": [1]}),
+    ("optim.depth_weight_power", 1.0, "schedule.decay", {"schedule.decay": "constant", "schedule.prompt": "max"}),
+    ("optim.depth_weight_power", 1.0, "optim.distillation", FAST),
+    ("optim.label_smoothing", 0.1, "optim.distillation", FAST),
+    ("train.epochs", 3.0, "train.max_steps", {"train.max_steps": 50}),
+    ("train.finish_with", "best", "train.validate_rows", {}),
+    (
+        *("train.finish_with", "best", "train.save_steps"),
+        {"train.validate_rows": 8, "train.max_steps": 50, "train.save_steps": 50},
+    ),
+    ("lora.alpha", 8, "lora.r", {}),
+    ("lora.dropout", 0.1, "lora.r", {}),
+    ("lora.target_modules", ["q_proj"], "lora.r", {}),
+    ("lora.merge", False, "lora.r", {}),
+    ("evaluation.limit", 10, "evaluation.speedups", {}),
+    ("evaluation.batch_size", 16, "evaluation.speedups", {}),
+    ("tracking.project", "mine", "tracking.wandb", {"tracking.wandb": "off"}),
+    ("tracking.name", "mine", "tracking.wandb", {"tracking.wandb": "off"}),
+    ("publish.public", True, "publish.repository", {}),
+    ("publish.tag", "v1", "publish.repository", {}),
+]
+# Keys that have an effect whatever the others are, or without which nothing works: a new key is put here or above.
+ALWAYS = {
+    "model": {"name_or_path", "shape", "config", "layers", "tokenizer", "dtype"},
+    "data": {"task", "path", "options", "max_prompt_tokens", "max_completion_tokens", "limit", "num_proc", "cache_dir"},
+    "schedule": {"speedups", "files", "speedup_range", "horizon", "over", "batch_size", "prompt_length", "texts"},
+    "optim": {"learning_rate", "weight_decay", "beta1", "beta2", "scheduler", "max_grad_norm", "exits"},
+    "train": {
+        "max_steps",
+        "per_device_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "precision",
+        "logging_steps",
+        "save_steps",
+        "save_total_limit",
+        "validate_rows",
+        "seed",
+    },
+    "lora": {"r"},
+    "deepspeed": {"config"},
+    "evaluation": {"speedups", "max_new_tokens"},
+    "tracking": {"wandb"},
+    "output": {"dir"},
+    "publish": {"repository"},
+}
+EVERY = pytest.mark.parametrize(("key", "value", "other", "values"), CASES)
+
+
+def load(folder: Path, in_file: dict[str, Any], overridden: dict[str, Any] | None = None) -> Recipe:
+    """A recipe of these values in its file and those in overrides."""
+    recipe = OmegaConf.create()
+    for key, value in (BASE | in_file).items():
+        OmegaConf.update(recipe, key, value)
+    (folder / "mine.yaml").write_text(OmegaConf.to_yaml(recipe), encoding="utf-8")
+    return load_recipe(str(folder / "mine.yaml"), [f"{key}={json.dumps(v)}" for key, v in (overridden or {}).items()])
+
+
+def get(recipe: Recipe, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def default_of(key: str) -> Any:
+    section, name = key.split(".")
+    kind: Any = Recipe.model_fields[section].annotation
+    return kind.model_fields[name].default
+
+
+@EVERY
+def test_a_setting_without_effect_is_refused_wherever_it_is_set(
+    key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    both = {**values, key: value}
+    for in_file, overridden in ((both, {}), ({}, both), (values, {key: value})):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, in_file, overridden)
+        said = str(caught.value)
+        assert said.startswith(f"{key} is {json.dumps(value)} and {other} is ")
+        assert "\n" not in said
+
+
+@EVERY
+def test_its_default_is_not_refused(key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path) -> None:
+    load(tmp_path, {**values, key: default_of(key)})
+    load(tmp_path, values, {key: default_of(key)})
+
+
+@EVERY
+def test_an_override_drops_what_the_file_says_to_no_effect(
+    key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """So `train.max_steps=100` does for every recipe, and what is written down of the run can be read back."""
+    if other not in values:
+        values = {**values, other: default_of(other)}
+    recipe = load(tmp_path, {key: value, **{k: v for k, v in values.items() if k != other}}, {other: values[other]})
+    assert get(recipe, key) == default_of(key)
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    again = load_recipe(str(tmp_path / "again.yaml"))
+    assert again == recipe
+
+
+@EVERY
+def test_the_recipe_of_a_run_from_before_is_read(
+    key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """It was trained, and is published with what had no effect then."""
+    with pytest.raises(ConfigError, match=other):
+        load(tmp_path, {**values, key: value})
+    assert get(load_recipe(str(tmp_path / "mine.yaml"), of_a_run=True), key) == default_of(key)
+
+
+def test_every_key_was_thought_of_and_every_rule_is_tried(tmp_path: Path) -> None:
+    sections = load(tmp_path, {}).model_dump()
+    keys = {f"{section}.{key}" for section, values in sections.items() for key in values}
+    always = {f"{section}.{name}" for section, names in ALWAYS.items() for name in names}
+    assert {key for key, *_ in CASES} | always == keys
+    assert not {key for key, *_ in CASES} & always
+    assert {(rule.key, rule.other) for rule in RULES} == {(key, other) for key, _, other, _ in CASES}
+
+
+@given(name=st.sampled_from(recipe_names()), data=st.data())
+def test_of_a_shipped_recipe_no_other_setting_has_to_be_changed(name: str, data: st.DataObject) -> None:
+    """Whatever the one override is that leaves something without effect."""
+    overrides = st.sampled_from(
+        [
+            *("train.max_steps=50", "tracking.wandb=off", "lora.r=null", "evaluation.speedups=null"),
+            *("optim.scheduler=constant", "schedule.decay=constant", "schedule.decay=linear"),
+        ]
+    )
+    load_recipe(name, data.draw(st.lists(overrides, max_size=3)))
+    load_recipe(name, ["schedule.speedups=[1]", "schedule.speedup_range=null", "optim.exits=all"])
+    load_recipe(name, ["schedule.speedups=null", "schedule.speedup_range=null", "schedule.files=[a.json]"])
+    load_recipe(name, ["model.shape=null", "model.config=null", "model.tokenizer=null", "model.name_or_path=gpt2"])
+
+
+def test_what_has_an_effect_beside_the_same_setting_is_let_be(tmp_path: Path) -> None:
+    for values in (
+        {**EXITS, "optim.distillation": 1.0, "optim.depth_weight_power": 1.0, "optim.label_smoothing": 0.1},
+        {**EXITS, "schedule.placement": "bottom", "schedule.decay": "constant", "schedule.spread": 0},
+        {"schedule.decay": "constant", "schedule.spread": 0, "optim.depth_weight_power": 1.0},
+        {"optim.distillation": 1.0, "optim.label_smoothing": 0.1},
+        {"schedule.sampling": "sandwich", "schedule.speedups": [1, 2, 3, 4], "schedule.weights": [1, 2, 3, 4]},
+        {"model.shape": "opt-tiny", "model.tokenizer": "gpt2", "model.trust_remote_code": True},
+        {"evaluation.max_new_tokens": 9},
+    ):
+        recipe = load(tmp_path, values)
+        assert all(get(recipe, key) == value for key, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optim.distillation": 0.5, "schedule.speedups": None, "schedule.files": ["full.json"]}, "they skip no layer"),
+        ({"schedule.prompt": "max", "schedule.prompt_stop": 12}, "prompts run [0-9]+ layers at most, so none stops"),
+    ],
+)
+def test_what_only_the_schedules_tell_is_refused_before_training(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    full = tmp_path / "full.json"
+    full.write_text(SkipSchedule.full_depth(12).to_json())
+    if "schedule.files" in values:
+        values = {**values, "schedule.files": [str(full)]}
+    recipe = load(tmp_path, {**values, "data.options": {"train_size": 8, "validation_size": 2, "test_size": 2}})
+    key = next(iter(values))
+    with pytest.raises(ConfigError, match=message) as caught:
+        prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path))
+    assert key in str(caught.value)
+    assert "schedule." in str(caught.value)
