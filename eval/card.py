@@ -10,6 +10,7 @@ from transformers import AutoConfig, GenerationConfig
 from configs.files import read_yaml
 from eval.results import FILE_NAME, SPEEDS, Report, Row, show_share, show_speed, show_target, speed_headers
 from eval.score.registry import headline, short
+from eval.score.scores import not_computable
 from skipdecode import ConfigError
 from skipdecode.checkpoint import DEFAULT_SPEEDUP, SkipConfig
 from skipdecode.cost import CostModel
@@ -177,6 +178,7 @@ def _frontier(report: Report, folder: Path) -> dict[str, Any]:
         "measured": f"{report.examples} test prompts of {report.task}, batch {report.batch_size}, {report.dtype}, "
         f"{report.machine.get('processor', report.device)}, torch {report.versions.get('torch', '?')}, "
         f"{report.date}; intervals of scores are of 95 %. {' '.join([report.speed_note(), *report.planned_notes()])}",
+        "not_computable": not_computable(report.unavailable),
         "picture": picture.as_posix() if (folder / picture).exists() else None,
     }
 

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "decode every batch together",
     )
     parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
+    add_tokenizer(parser)
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     parser.add_argument(
@@ -139,6 +140,17 @@ def add_strict(parser: argparse._ActionsContainer) -> None:
         action="store_true",
         help="refuse a target that can't be reached; without it the fastest schedule that the checkpoint was trained "
         "for decodes, and the report marks the row",
+    )
+
+
+def add_tokenizer(parser: argparse._ActionsContainer) -> None:
+    """The option that names the words of metrics."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="count the words of one of sacrebleu's tokenizers in BLEU, NIST, ROUGE and CIDEr: intl (any language with "
+        "spaces between words), zh, ja-mecab, ko-mecab, flores101, flores200 (downloads a model once), char, 13a, none "
+        "(spaces alone); default: each metric's own words, which are made for English",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from eval.results import FILE_NAME
 from eval.score.metric import BertModel
+from eval.score.tokenizers import check_tokenizer
 from skipdecode.errors import ConfigError
 from skipdecode.projections import Weights
 from skipdecode.schedule import Over
@@ -51,6 +52,7 @@ class Request:
     compare: Mapping[str, Path] | None = None
     metrics: tuple[str, ...] | None = None  # None: the task's
     bert: BertModel | None = None  # of BERTScore, which is computed where one is named
+    tokenizer: str | None = None  # whose words metrics count, a name in eval.score.tokenizers; None: each its own
 
     def __post_init__(self) -> None:
         counts = {"--limit": self.limit, "--batch-size": self.batch_size}
@@ -69,6 +71,7 @@ class Request:
         if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
             asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
+        check_tokenizer(self.tokenizer)
         if (name := Path(self.checkpoint).resolve().name) in (self.compare or {}):
             raise ConfigError(f"--compare names {name!r}, as the checkpoint's own line is called: name it otherwise")
         self._check_system()

@@ -14,6 +14,7 @@ import rich.table
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
 from eval.score.registry import METRICS, PART, metric_named, short
+from eval.score.scores import not_computable
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
@@ -193,6 +194,7 @@ class Report:
     split: Literal["layers", "tensors"] | None = None  # how one model lay on several devices; None: on one
     metrics: dict[str, str] = field(default_factory=dict)  # metric -> what was computed, and with which version
     unavailable: dict[str, str] = field(default_factory=dict)  # metric -> why it couldn't be computed
+    tokenizer: str | None = None  # whose words BLEU, NIST, ROUGE and CIDEr count; None: each its own
 
     @property
     def timed_batch_size(self) -> int:
@@ -294,7 +296,7 @@ class Report:
             f"(p < {SIGNIFICANT}, paired bootstrap).",
             *(f"{', '.join(names)}: {what}." for what, names in self._described().items()),
             *([f"Scores of {' and '.join(parts)} are of those prompts alone."] if (parts := self._parts()) else []),
-            *(f"{metric_named(name).label} is not there: {reason}." for name, reason in self.unavailable.items()),
+            *not_computable(self.unavailable),
             f"Command: `{self.command}`",
         ]
 

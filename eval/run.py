@@ -26,9 +26,11 @@ from eval.output import only_writer
 from eval.processes import ALONE, Processes, launcher
 from eval.request import Request
 from eval.results import Report, Row, Timing
+from eval.score.metric import BertModel, NotAvailableError, Texts
 from eval.score.predictions import write_predictions
-from eval.score.registry import headline
-from eval.score.scores import Scores, choose_metrics, score
+from eval.score.registry import METRICS, headline
+from eval.score.scores import Scores, check_some, choose_metrics, obstacles, score
+from eval.score.tokenizers import load_tokenizer
 from eval.systems.base import LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
@@ -139,18 +141,54 @@ def _decode(
 
 
 def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], others: Mapping[str, Report]) -> None:
-    """Score one example, so that what can't be computed or compared shows before anything is decoded."""
-    first = loaded.examples[:1]
-    (scores,) = _score(request, loaded.task, first, metrics, [[example.references[0] for example in first]])
-    if not scores.values:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
-        raise ConfigError(f"none of the metrics can be computed: {reasons}")
-    metric = headline(scores.values).name
+    """Raise ConfigError, before anything is decoded, where no metric can be computed, or reports can't be compared."""
+    computable = computable_metrics(loaded.task, loaded.examples, metrics, request.bert, request.tokenizer)
+    metric = headline(dict.fromkeys(computable, 0.0)).name
     for name, other in others.items():
         if other.task != loaded.task.name:
             raise ConfigError(f"--compare {name}: that report is of the task {other.task}, not of {loaded.task.name}")
         if any(metric not in row.scores for row in other.rows):
             raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
+        if other.tokenizer != request.tokenizer:
+            words = [each or "each metric's own" for each in (other.tokenizer, request.tokenizer)]
+            raise ConfigError(f"--compare {name}: the tokenizer of that report's scores is {words[0]}, here {words[1]}")
+
+
+def computable_metrics(
+    task: Task,
+    examples: Sequence[Example],
+    metrics: Sequence[str],
+    bert: BertModel | None = None,
+    tokenizer: str | None = None,
+) -> list[str]:
+    """The metrics that can be computed of predictions for these examples. Raises ConfigError where none can.
+
+    What stands in a metric's way is looked for in all references, and what it needs of this machine by one example.
+    """
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)
+    known = _known(task, examples, bert, tokenizer)
+    unavailable = obstacles(Texts(predictions=(), **known), metrics)
+    first = examples[:1]
+    one = Texts(predictions=[e.references[0] for e in first], **_known(task, first, bert, tokenizer))
+    for name in [name for name in metrics if name not in unavailable]:
+        try:
+            METRICS[name].compute(one)
+        except NotAvailableError as error:
+            unavailable[name] = str(error)
+    check_some(unavailable, metrics)
+    return [name for name in metrics if name not in unavailable]
+
+
+def _known(task: Task, examples: Sequence[Example], bert: BertModel | None, tokenizer: str | None) -> dict[str, Any]:
+    """What predictions for these examples are scored by, but for the metrics."""
+    return {
+        "references": [example.references for example in examples],
+        "meanings": [example.meaning for example in examples] if all(example.meaning for example in examples) else None,
+        "convention": task.convention,
+        "bert": bert,
+        "tokenizer": tokenizer,
+    }
 
 
 def _score(
@@ -162,12 +200,9 @@ def _score(
 ) -> list[Scores]:
     """The scores of each system, and of the others whether they differ from those of the first."""
     known: Any = {
-        "references": [example.references for example in examples],
+        **_known(task, examples, request.bert, request.tokenizer),
         "metrics": metrics,
-        "meanings": [example.meaning for example in examples] if all(example.meaning for example in examples) else None,
         "parts": [example.part for example in examples],
-        "convention": task.convention,
-        "bert": request.bert,
     }
     first = score(predictions[0], **known)
     return [first, *(score(texts, **known, against=first) for texts in predictions[1:])]
@@ -273,6 +308,7 @@ def _report(
         rows=rows,
         metrics=scores[0].metrics,
         unavailable=scores[0].unavailable,
+        tokenizer=request.tokenizer,
     )
 
 

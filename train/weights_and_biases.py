@@ -12,6 +12,7 @@ from rich.console import Console
 
 from eval.results import Report
 from eval.score.predictions import read_predictions
+from eval.score.scores import NOT_COMPUTABLE
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.distributed import is_first_process
@@ -68,6 +69,8 @@ class Tracker:
         for row in report.rows:
             for metric, value in row.scores.items():
                 self._run.summary[f"{metric}_{row.label}"] = value
+            for metric, reason in report.unavailable.items():
+                self._run.summary[f"{metric}_{row.label}"] = f"{NOT_COMPUTABLE}, because {reason}"
             self._run.summary[f"speedup_{row.label}"] = row.wall_clock_speedup
 
     def checkpoint(self, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.score.metric import BertModel, Metric, NotAvailableError, Statistics, Texts, mean_of
+from eval.score.tokenizers import MOST_LOST
 from skipdecode.errors import ConfigError, first_line
 
 _NO_LENGTH = 10**9  # a tokenizer that names no length says 10**30
@@ -78,9 +79,21 @@ def _compute(texts: Texts) -> Statistics:
     return bertscore(texts.predictions, texts.references, texts.bert)
 
 
+def _obstacle(texts: Texts) -> str | None:
+    """Texts whose tokens the model doesn't know are alike for it, whatever they say."""
+    if texts.bert is None:
+        return None  # which `compute` refuses
+    tokenizer = load_scorer(texts.bert)._tokenizer
+    pieces = [piece for text in texts.right for piece in tokenizer.tokenize(text)]
+    share = pieces.count(tokenizer.unk_token) / len(pieces) if pieces and tokenizer.unk_token is not None else 0.0
+    if share <= MOST_LOST:
+        return None
+    return f"{share:.0%} of the references' tokens are unknown to {texts.bert.name}: name a model of their language"
+
+
 def _describe(texts: Texts) -> str:
     assert texts.bert is not None  # else it wasn't computed
     return describe(texts.bert)
 
 
-BERTSCORE = Metric("bertscore", "BERTScore", "Zhang et al., ICLR 2020", _compute, _describe, in_short_table=True)
+BERTSCORE = Metric("bertscore", "BERTScore", "Zhang et al., ICLR 2020", _compute, _describe, _obstacle, in_short_table=True)

@@ -11,6 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from data import TASKS, Task, load_task
 from data.task import Convention
+from eval.cli import add_tokenizer
 from eval.console import make_console
 from eval.output import check_new_files
 from eval.score.bertscore import bert_model, load_scorer
@@ -19,7 +20,8 @@ from eval.score.metric import BertModel
 from eval.score.outputs import SUFFIXES, read_any
 from eval.score.predictions import Prediction, matched
 from eval.score.registry import metric_named
-from eval.score.scores import Scores, choose_metrics, score
+from eval.score.scores import NOT_COMPUTABLE, Scores, check_some, choose_metrics, not_computable, score
+from eval.score.tokenizers import check_tokenizer, load_tokenizer
 from eval.tables import Table
 from skipdecode.command import run_command
 from skipdecode.errors import ConfigError, unknown
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", help=f"whose metrics, and rules for BLEU, are taken: {', '.join(TASKS)}")
     parser.add_argument("--data-dir", metavar="DIR", help="of the task, for .txt and .tsv files; default: the Hub")
     parser.add_argument("--metrics", nargs="+", metavar="NAME", help="in place of the task's")
+    add_tokenizer(parser)
     parser.add_argument("--against", type=Path, metavar="FILE", help="another system's predictions for the same items")
     parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
     parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
@@ -63,12 +66,14 @@ class ScoreRequest:
     data_dir: str | None = None
     bertscore_model: str | None = None
     bertscore_layers: int | None = None
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         if self.task is None and self.metrics is None:
             raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
         if self.task is not None and self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
+        check_tokenizer(self.tokenizer)
         if not self.output.resolve().parent.is_dir():
             raise ConfigError(f"--output {self.output}: there is no folder {self.output.parent}")
         check_new_files("--output", self.output)
@@ -83,19 +88,20 @@ def _run(request: ScoreRequest) -> None:
     others = matched(found, read_any(request.against, task)) if request.against is not None else None
     if bert is not None:
         load_scorer(bert)
+    if request.tokenizer is not None:
+        load_tokenizer(request.tokenizer)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=make_console(stderr=True)) as progress:
         progress.add_task(f"scoring {len(found):,} predictions")
-        baseline = _score(others, metrics, bert, own.convention) if others is not None else None
-        scores = _score(list(found.values()), metrics, bert, own.convention, baseline)
-    if not scores.values:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in scores.unavailable.items())
-        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+        how: Any = {"bert": bert, "convention": own.convention, "tokenizer": request.tokenizer}
+        baseline = _score(others, metrics, **how) if others is not None else None
+        scores = _score(list(found.values()), metrics, **how, against=baseline)
+    check_some(scores.unavailable, metrics)
     write_whole(request.output, json.dumps(_as_json(scores, baseline, request), indent=2, ensure_ascii=False) + "\n")
     console = make_console()
     console.print(_table(scores, baseline).to_rich())
-    for name, reason in scores.unavailable.items():
-        console.print(f"{name} is not there: {reason}", style="dim", soft_wrap=True)
+    for sentence in not_computable(scores.unavailable):
+        console.print(sentence, style="dim", soft_wrap=True)
 
 
 def _task_of(request: ScoreRequest) -> Task | None:
@@ -108,8 +114,10 @@ def _task_of(request: ScoreRequest) -> Task | None:
 def _score(
     lines: Sequence[Prediction],
     metrics: Sequence[str],
+    *,
     bert: BertModel | None,
     convention: Convention,
+    tokenizer: str | None,
     against: Scores | None = None,
 ) -> Scores:
     return score(
@@ -120,6 +128,7 @@ def _score(
         bert=bert,
         against=against,
         convention=convention,
+        tokenizer=tokenizer,
         parts=[line.part for line in lines],
     )
 
@@ -128,12 +137,14 @@ def _as_json(scores: Scores, against: Scores | None, request: ScoreRequest) -> d
     """The values by their keys, and beside them what there is to know of them."""
     result: dict[str, Any] = {
         **scores.values,
+        **dict.fromkeys(scores.unavailable),  # null, where their reasons are said below
         "intervals": scores.intervals,
         "metrics": scores.metrics,
         "unavailable": scores.unavailable,
         "items": scores.items,
         "predictions": str(request.predictions),
         "task": request.task,
+        "tokenizer": request.tokenizer,
     }
     if against is not None:
         result["p_values"] = scores.p_values
@@ -158,4 +169,5 @@ def _table(scores: Scores, against: Scores | None) -> Table:
                 else [show(other), f"{'+' if value >= other else ''}{show(value - other)}", f"{p:.3f}{star}"]
             )
         rows.append(cells)
+    rows += [[name, NOT_COMPUTABLE, *[""] * (len(headers) - 2)] for name in scores.unavailable]
     return Table(headers, rows, f"{scores.items:,} predictions", left=1)

@@ -4,12 +4,15 @@
 in this package, which it finds from the repository's root.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import datasets
 import evaluate
 
-from eval.score.metric import Metric, Texts
+from eval.score.metric import Metric, NotAvailableError, Texts
+from eval.score.scores import not_computable, obstacles
+from eval.score.tokenizers import load_tokenizer
 
 _TEXT = datasets.Value("string")
 _AGAINST = {
@@ -40,12 +43,31 @@ class Loadable(evaluate.Metric):  # type: ignore[misc]
             features=[several, one] if metric.against == "references" else one,
         )
 
-    def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
+    def _compute(
+        self, predictions: list[str], references: list[str] | list[list[str]], tokenizer: str | None = None
+    ) -> dict[str, Any]:
+        """`tokenizer`: whose words are counted, a name in `eval.score.tokenizers`; None: the metric's own."""
+        if tokenizer is not None:
+            load_tokenizer(tokenizer)
         if self.metrics[0].against == "meanings":
-            texts = Texts(predictions, (), meanings=[str(meaning) for meaning in references])
+            texts = Texts(predictions, (), meanings=[str(meaning) for meaning in references], tokenizer=tokenizer)
         else:
-            texts = Texts(predictions, as_lists(references))
-        return {metric.name: metric.compute(texts).value for metric in self.metrics}
+            texts = Texts(predictions, as_lists(references), tokenizer=tokenizer)
+        return values_of(self.metrics, texts)
+
+
+def values_of(metrics: Sequence[Metric], texts: Texts) -> dict[str, Any]:
+    """Metric -> its value; None of one that can't be computed, and `unavailable` says why.
+
+    Raises NotAvailableError where none can.
+    """
+    unavailable = obstacles(texts, [metric.name for metric in metrics])
+    if len(unavailable) == len(metrics):
+        raise NotAvailableError(" ".join(not_computable(unavailable)))
+    values: dict[str, Any] = {
+        metric.name: metric.compute(texts).value if metric.name not in unavailable else None for metric in metrics
+    }
+    return {**values, "unavailable": unavailable} if unavailable else values
 
 
 def as_lists(references: list[str] | list[list[str]]) -> list[list[str]]:

@@ -5,6 +5,7 @@ from importlib import metadata
 from typing import Any
 
 from eval.score.metric import Metric, Statistics, Texts, mean_of
+from eval.score.tokenizers import english_obstacle
 from eval.score.words import words
 
 
@@ -29,6 +30,12 @@ def meteor(predictions: Sequence[str], references: Sequence[Sequence[str]], word
     return mean_of(scores, scale=100)
 
 
+def _obstacle(texts: Texts) -> str | None:
+    if obstacle := english_obstacle(texts.right, "its stems and synonyms are"):
+        return obstacle
+    return None if any(words(text) for text in texts.right) else "the references have no words"
+
+
 def _describe(texts: Texts) -> str:
     return f"nltk {metadata.version('nltk')} (exact, stem and WordNet; not METEOR 1.5), 13a tokens, best reference"
 
@@ -39,4 +46,5 @@ METEOR = Metric(
     "Lavie and Agarwal, WMT 2007",
     lambda texts: meteor(texts.predictions, texts.references),
     _describe,
+    _obstacle,
 )

@@ -1,5 +1,6 @@
 """Metrics: what there is to say of one, and the statistics of each item whose sums give its score."""
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +56,7 @@ class BertModel:
 
 @dataclass(frozen=True)
 class Texts:
-    """Predictions, and what they are scored by.
+    """Predictions, and what they are scored by; both in Unicode's form NFC, so that equal letters are equal.
 
     Attributes:
         predictions: a text for each item.
@@ -63,6 +64,7 @@ class Texts:
         meanings: for each item, what its text must state; None where the task has no meaning representations.
         bert: the model of BERTScore; None without one.
         convention: by whose rules BLEU counts words.
+        tokenizer: whose words BLEU, NIST, ROUGE and CIDEr count, a name in `eval.score.tokenizers`; None: each its own.
     """
 
     predictions: Sequence[str]
@@ -70,6 +72,24 @@ class Texts:
     meanings: Sequence[str] | None = None
     bert: BertModel | None = None
     convention: Convention = "mteval"
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "predictions", _normalized(self.predictions))
+        object.__setattr__(self, "references", [_normalized(texts) for texts in self.references])
+
+    @property
+    def right(self) -> Sequence[str]:
+        """All references; the predictions where there are none, as of metrics that hold them against meanings."""
+        return [text for texts in self.references for text in texts] if self.references else self.predictions
+
+
+def _normalized(texts: Sequence[str]) -> Sequence[str]:
+    return [unicodedata.normalize("NFC", text) for text in texts]
+
+
+def _no_obstacle(texts: Texts) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,8 @@ class Metric:
         citation: of its paper.
         compute: the statistics of texts. Raises NotAvailableError where it can't be had.
         describe: one line on what was computed of texts, and with which version of which library.
+        obstacle: why no predictions can be scored against these references, such as words that the metric doesn't know;
+            None where they can. It depends on the references alone, so that it holds for every system.
         long_label: the label where there is room to spell it out.
         against: which of the texts predictions are held against.
         in_short_table: among the few that a table on the terminal, a card and a tracker have room for.
@@ -95,6 +117,7 @@ class Metric:
     citation: str
     compute: Callable[[Texts], Statistics]
     describe: Callable[[Texts], str]
+    obstacle: Callable[[Texts], str | None] = _no_obstacle
     long_label: str = ""
     against: Literal["references", "meanings"] = "references"
     in_short_table: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eval.score.metric import Array, Metric, Statistics, Texts
+from eval.score.tokenizers import signature, unspaced_obstacle, words_by
 from eval.score.words import ngrams, words
 
 ORDER = 5  # the longest n-grams, in words
@@ -16,7 +17,7 @@ BETA = math.log(2) / math.log(3 / 2) ** 2
 NGram = tuple[str, ...]
 
 
-def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Statistics:
+def nist(predictions: Sequence[str], references: Sequence[Sequence[str]], tokenizer: str | None = None) -> Statistics:
     """NIST, from 0 up: words are weighed by their information, log2(count of n-gram's beginning / count of n-gram).
 
     Counts are taken over all references. An n-gram matches as often as the reference that has it most often has it;
@@ -24,7 +25,8 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
     stay those of the whole test set when items are resampled. The challenge published what mteval-v13a in Perl gives,
     which is this; the Python option of its scorer (tuetschek/e2e-metrics) takes the mean of each item's references.
     """
-    tokenized = [[words(text) for text in texts] for texts in references]
+    split = words_by(tokenizer, words)
+    tokenized = [[split(text) for text in texts] for texts in references]
     counts: Counter[NGram] = Counter()
     for texts in tokenized:
         for text in texts:
@@ -33,7 +35,7 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
                 counts.update(ngrams(text, n))
     items = []
     for prediction, texts in zip(predictions, tokenized, strict=True):
-        text = words(prediction)
+        text = split(prediction)
         information, totals = [], []
         for n in range(1, ORDER + 1):
             found = Counter(ngrams(text, n))
@@ -48,7 +50,20 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sta
 
 
 def _describe(texts: Texts) -> str:
-    return f"mteval-v13a's definition, n = {ORDER}, case-insensitive, 13a tokens, all references"
+    tokens = f"{signature(texts.tokenizer) if texts.tokenizer is not None else '13a'} tokens"
+    return f"mteval-v13a's definition, n = {ORDER}, case-insensitive, {tokens}, all references"
+
+
+def _obstacle(texts: Texts) -> str | None:
+    if obstacle := unspaced_obstacle(texts.right, texts.tokenizer, "13a"):
+        return obstacle
+    split = words_by(texts.tokenizer, words)
+    known: set[str] = set()
+    for text in texts.right:
+        known.update(split(text))
+        if len(known) > 1:
+            return None
+    return "it weighs words by how rare they are, and the references don't have two different words"
 
 
 def _score(sums: Array) -> float:
@@ -65,8 +80,9 @@ NIST = Metric(
     "nist",
     "NIST",
     "Doddington, HLT 2002",
-    lambda texts: nist(texts.predictions, texts.references),
+    lambda texts: nist(texts.predictions, texts.references, texts.tokenizer),
     _describe,
+    _obstacle,
     in_short_table=True,
     decimals=3,
 )

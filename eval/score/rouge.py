@@ -1,35 +1,109 @@
 """ROUGE (Lin, 2004) by Google's rouge-score."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
 
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import Tokenizer
 
 from eval.score.metric import Metric, Statistics, Texts, mean_of
+from eval.score.tokenizers import (
+    MOST_LOST,
+    Words,
+    lost_letters,
+    signature,
+    suitable,
+    unspaced_obstacle,
+    without_punctuation,
+    words_by,
+)
 
 # ROUGE-Lsum is what tables of CNN/DailyMail call ROUGE-L: of summaries of a sentence a line, by the union of their LCS.
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
 
 
-def rouge(predictions: Sequence[str], references: Sequence[Sequence[str]], kind: str) -> Statistics:
-    """One kind of ROUGE from 0 to 100: the mean over predictions of the best reference's F1, of stemmed words."""
+MENTIONED = 0.01  # the share of letters lost above which the report says so
+_ASCII_WORD = re.compile(r"[a-z0-9]+")  # as rouge-score finds them
+
+
+def rouge(
+    predictions: Sequence[str], references: Sequence[Sequence[str]], kind: str, tokenizer: str | None = None
+) -> Statistics:
+    """One kind of ROUGE from 0 to 100: the mean over predictions of the best reference's F1.
+
+    Words are those of rouge-score, of a-z and 0-9 alone and stemmed; or a tokenizer's, without punctuation, unstemmed.
+    """
     together = (kind,) if kind == "rougeLsum" else tuple(KINDS)[:3]
-    return mean_of(_best(tuple(predictions), tuple(map(tuple, references)), together)[kind], scale=100)
+    return mean_of(_best(tuple(predictions), tuple(map(tuple, references)), together, tokenizer)[kind], scale=100)
+
+
+def _words(tokenizer: str | None) -> Words:
+    """The words that ROUGE counts, before they are stemmed."""
+    if tokenizer is None:
+        return lambda text: _ASCII_WORD.findall(text.lower())
+    split = words_by(tokenizer, _ASCII_WORD.findall)
+    return lambda text: without_punctuation(split(text))
+
+
+class _Words(Tokenizer):  # type: ignore[misc]
+    """A tokenizer of sacrebleu's as rouge-score calls it."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self._split = _words(tokenizer)
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text."""
+        return self._split(text)
 
 
 @lru_cache(maxsize=1)  # the kinds are asked for one after another, and all but the last come of the same words
 def _best(
-    predictions: tuple[str, ...], references: tuple[tuple[str, ...], ...], kinds: tuple[str, ...]
+    predictions: tuple[str, ...],
+    references: tuple[tuple[str, ...], ...],
+    kinds: tuple[str, ...],
+    tokenizer: str | None,
 ) -> dict[str, list[float]]:
     """Each prediction's F1 with its best reference, for every kind."""
-    scorer = RougeScorer(list(kinds), use_stemmer=True)
+    own = _Words(tokenizer) if tokenizer is not None else None
+    scorer = RougeScorer(list(kinds), use_stemmer=True, tokenizer=own)
     best = [scorer.score_multi(texts, text) for text, texts in zip(predictions, references, strict=True)]
     return {kind: [scores[kind].fmeasure for scores in best] for kind in kinds}
 
 
 def _describe(texts: Texts) -> str:
-    return f"rouge-score {metadata.version('rouge-score')}, F1 of the best reference, stemmed, mean over items"
+    version = f"rouge-score {metadata.version('rouge-score')}, F1 of the best reference"
+    if texts.tokenizer is not None:
+        words = f"words of sacrebleu's tokenizer {signature(texts.tokenizer)} in lower case without punctuation, unstemmed"
+        return f"{version}, {words}, mean over items"
+    lost = lost_letters(texts.right, str.isascii)
+    split = f", words of a-z and 0-9 alone: {lost:.1%} of the references' letters split them" if lost > MENTIONED else ""
+    return f"{version}, stemmed, mean over items{split}"
+
+
+def _obstacle(texts: Texts, kind: str) -> str | None:
+    split = _words(texts.tokenizer)
+    if texts.tokenizer is not None:
+        if obstacle := unspaced_obstacle(texts.right, texts.tokenizer, ""):
+            return obstacle
+    else:
+        share = lost_letters(texts.right, str.isascii)
+        if share > MOST_LOST:
+            return (
+                f"its words are of a-z and 0-9 alone, and {share:.0%} of the references' letters are others: choose the "
+                f"tokenizer {suitable(texts.right)}"
+            )
+    for number, references in enumerate(texts.references, start=1):
+        if any(map(str.isalpha, "".join(references))) and not any(split(text) for text in references):
+            return (
+                f"the references of item {number} have letters and none of the words that it counts: choose the tokenizer "
+                f"{suitable(references)}"
+            )
+    least = 2 if kind == "rouge2" else 1
+    if not any(len(split(text)) >= least for text in texts.right):
+        return f"no reference has {'a word' if least == 1 else 'two words'} that it counts"
+    return None
 
 
 def _metric(kind: str) -> Metric:
@@ -37,8 +111,9 @@ def _metric(kind: str) -> Metric:
         kind,
         KINDS[kind],
         "Lin, Text Summarization Branches Out 2004",
-        lambda texts: rouge(texts.predictions, texts.references, kind),
+        lambda texts: rouge(texts.predictions, texts.references, kind, texts.tokenizer),
         _describe,
+        lambda texts: _obstacle(texts, kind),
         in_short_table=kind.startswith("rougeL"),
         adds_up=True,
     )

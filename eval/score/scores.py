@@ -1,13 +1,16 @@
 """Scores of predictions: metrics by name, with confidence intervals and paired significance."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from data.task import Convention
 from eval.score.bootstrap import interval, p_value, resample
 from eval.score.metric import Array, BertModel, NotAvailableError, Statistics, Texts
-from eval.score.registry import METRICS, PART
+from eval.score.registry import METRICS, PART, metric_named
+from eval.score.tokenizers import load_tokenizer
 from skipdecode.errors import ConfigError, unknown
+
+NOT_COMPUTABLE = "not computable"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,24 @@ def choose_metrics(
     return tuple(dict.fromkeys([*wanted, "bertscore"] if bert is not None else wanted))
 
 
+def obstacles(texts: Texts, metrics: Iterable[str]) -> dict[str, str]:
+    """Metric -> why no predictions can be scored against these references, of those that can't."""
+    found = {name: METRICS[name].obstacle(texts) for name in metrics}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def not_computable(unavailable: Mapping[str, str]) -> list[str]:
+    """A sentence for each metric without a score."""
+    return [f"{metric_named(name).label}: {NOT_COMPUTABLE}, because {reason}." for name, reason in unavailable.items()]
+
+
+def check_some(unavailable: Mapping[str, str], metrics: Sequence[str]) -> None:
+    """Raise ConfigError where none of the metrics can be computed."""
+    if set(metrics) <= unavailable.keys():
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+
+
 def score(
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
@@ -61,6 +82,7 @@ def score(
     against: Scores | None = None,
     convention: Convention = "mteval",
     parts: Sequence[str] | None = None,
+    tokenizer: str | None = None,
 ) -> Scores:
     """The metrics of predictions, each against all of its references.
 
@@ -70,11 +92,13 @@ def score(
         against: another system's scores on the same items, in the same order: p values are of the difference from it.
         convention: by whose rules BLEU counts words.
         parts: of each item, the part of the test set that has scores of its own; empty for none.
+        tokenizer: whose words BLEU, NIST, ROUGE and CIDEr count, a name in `eval.score.tokenizers`; None: each its own.
 
-    Raises ConfigError for an unknown metric and for a BERTScore model that can't be loaded, and ValueError where the
-    lists don't belong to each other.
+    Raises ConfigError for an unknown metric or tokenizer and for a tokenizer or BERTScore model that can't be loaded,
+    and ValueError where the lists don't belong to each other.
     """
     lists = [references, *(each for each in (meanings, parts) if each is not None)]
+    metrics = tuple(dict.fromkeys(metrics))
     if not predictions or any(len(predictions) != len(other) for other in lists):
         raise ValueError(f"{len(predictions)} predictions for {', '.join(str(len(other)) for other in lists)}")
     if against is not None and against.items != len(predictions):
@@ -82,21 +106,26 @@ def score(
     for name in metrics:
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
-    texts = Texts(predictions, references, meanings, bert, convention)
+    texts = Texts(predictions, references, meanings, bert, convention, tokenizer)
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)
     by_part: dict[str, dict[str, Statistics]] = {}
-    unavailable: dict[str, str] = {}
+    unavailable = obstacles(texts, metrics)
     for part in ("", *dict.fromkeys(filter(None, parts or ()))):
         numbers = [n for n, own in enumerate(parts or ()) if own == part]
         chosen = _taken(texts, numbers) if part else texts
-        for name in dict.fromkeys(metrics):
-            whole = by_part.setdefault(name, {}).get(name)
+        for name in [name for name in metrics if name not in unavailable]:
+            key, whole = name + PART + part if part else name, by_part.setdefault(name, {}).get(name)
+            if part and (reason := METRICS[name].obstacle(chosen)) is not None:
+                unavailable[key] = reason
+                continue
             try:
                 if part and whole is not None and METRICS[name].adds_up:
-                    by_part[name][name + PART + part] = Statistics(whole.items[numbers], whole.score)
+                    by_part[name][key] = Statistics(whole.items[numbers], whole.score)
                 else:
-                    by_part[name][name + PART + part if part else name] = METRICS[name].compute(chosen)
+                    by_part[name][key] = METRICS[name].compute(chosen)
             except NotAvailableError as error:
-                unavailable[name] = str(error)
+                unavailable[key] = str(error)
     found = {name: statistics for several in by_part.values() for name, statistics in several.items()}
     values = {name: statistics.value for name, statistics in found.items()}
     resampled = {name: resample(found[name]) for name in values}

@@ -16,6 +16,7 @@ from eval.score.slots import SlotErrors
 from eval.score.slots_e2e import slot_errors
 from eval.score.slots_viggo import act_errors
 from eval.score.slots_webnlg import name_errors
+from eval.score.tokenizers import english_obstacle
 from skipdecode.errors import ConfigError
 
 
@@ -72,6 +73,7 @@ SLOT_ERROR_RATE = Metric(
     "Dušek, Howcroft and Rieser, INLG 2019",
     _compute,
     _describe,
+    lambda texts: english_obstacle(texts.right, "its patterns are"),
     long_label="slot error rate",
     against="meanings",
     in_short_table=True,

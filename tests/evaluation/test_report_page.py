@@ -334,7 +334,7 @@ def test_the_page_says_what_was_computed_and_what_could_not_be(calm: Built) -> N
     for text in (notes, (calm.folder / "out" / "page.md").read_text()):
         assert "BLEU: a library's BLEU, version 1." in text
         assert "SER: slots that are wrong." in text
-        assert "METEOR is not there: its data is not here." in text
+        assert "METEOR: not computable, because its data is not here." in text
 
 
 def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:

@@ -22,5 +22,5 @@ class BertScore(loadable.Loadable):
     ) -> dict[str, Any]:
         """`model`: a folder or a Hub name; `layers`: None takes bert-score's for that name."""
         bert = BertModel(model, layers)
-        value = BERTSCORE.compute(Texts(predictions, loadable.as_lists(references), bert=bert)).value
-        return {"bertscore": value, "model": model, "layer": load_scorer(bert).num_layers}
+        values = loadable.values_of((BERTSCORE,), Texts(predictions, loadable.as_lists(references), bert=bert))
+        return {**values, "model": model, "layer": load_scorer(bert).num_layers}
