@@ -15,6 +15,7 @@ from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
 from eval.score.registry import METRICS, PART, metric_named, short
 from eval.score.scores import not_computable
+from eval.score.tokenizers import check_tokenizer
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
@@ -237,6 +238,7 @@ class Report:
         Raises LookupError, TypeError, AttributeError or ValueError, of which ConfigError is one.
         """
         json.dumps(asdict(self), ensure_ascii=False, allow_nan=False).encode()
+        check_tokenizer(self.tokenizer)
         scored = set(self.rows[0].scores)
         for row in self.rows:
             if unknown := {name for name in row.scores if name.partition(PART)[0] not in METRICS}:

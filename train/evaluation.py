@@ -12,7 +12,8 @@ from eval.card import EVALUATION
 from eval.decoding import encode_test_set
 from eval.request import Request
 from eval.results import Report
-from eval.run import evaluate
+from eval.run import computable_metrics, evaluate
+from eval.score.scores import choose_metrics
 from skipdecode import ConfigError
 from train.prepare import Prepared
 from train.recipe import Recipe
@@ -27,6 +28,7 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
         examples = list(islice(task.stream("test"), section.limit))
         if not examples:
             raise ConfigError(f"the test split of {task.name} is empty")
+        computable_metrics(task, examples, choose_metrics(task.metrics), tokenizer=section.tokenizer)
         encode_test_set(
             prepared.model,
             prepared.tokenizer,
@@ -61,6 +63,7 @@ def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
         ("--limit", section.limit),
         ("--batch-size", section.batch_size),
         ("--max-new-tokens", section.max_new_tokens),
+        ("--tokenizer", section.tokenizer),
     ):
         words += [option, str(value)] if value is not None else []
     words += ["--trust-remote-code"] if recipe.model.trust_remote_code else []
@@ -76,5 +79,6 @@ def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
             limit=section.limit,
             batch_size=section.batch_size,
             max_new_tokens=section.max_new_tokens,
+            tokenizer=section.tokenizer,
         )
     )

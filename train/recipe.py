@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
+from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
@@ -186,6 +187,9 @@ class EvaluationSection(Section):
         ge=2,
         description="null: the task's default; it is also how many the finished checkpoint writes where its caller "
         "doesn't say",
+    )
+    tokenizer: Tokenizer | None = Field(
+        None, description="of sacrebleu, whose words metrics count; null: each metric's own, made for English"
     )
 
     @field_validator("speedups")

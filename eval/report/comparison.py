@@ -2,6 +2,7 @@
 
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from eval.report.positions import ORDERS, Bin, bin_width, by_position
 from eval.report.runs import Run
 from eval.results import Report, Row, speed_shown
 from eval.score.predictions import Prediction
+from eval.score.scores import NOT_COMPUTABLE
+from eval.score.tokenizers import Words, unspaced_obstacle, words_by
 from eval.score.words import words
 from eval.speed.report import SpeedReport
 from skipdecode.schedule import Over
@@ -46,6 +49,7 @@ class Line:
     full_depth: Row
     points: tuple[Row, ...]
     positions: tuple[Positions, ...]
+    no_positions: str = ""  # why there are none, where that isn't for want of texts
 
 
 NEAR = 1.25
@@ -121,7 +125,14 @@ class Comparison:
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: int) -> Comparison:
     """Everything that a page shows of runs of one task."""
-    width = bin_width([len(p.prediction.split()) for run in runs for lines in run.predictions for p in lines])
+    width = bin_width(
+        [
+            len(words_by(run.report.tokenizer, str.split)(line.prediction))
+            for run in runs
+            for lines in run.predictions
+            for line in lines
+        ]
+    )
     over = speed_shown(run.report for run in runs)
     lines: list[Line] = []
     for run in runs:
@@ -165,9 +176,12 @@ def _lines(run: Run, over: Over, width: int) -> list[Line]:
         own = [(point, predictions) for point, predictions in pairs if point.checkpoint == checkpoint]
         name = line_name(run, own[0][0])
         positions: list[Positions] = []
+        references_of_all = [text for line in own[0][1] for text in line.references]
+        obstacle = unspaced_obstacle(references_of_all, run.report.tokenizer, "13a")
         title = escape(f"{name}: positions")
         for point, predictions in track(own, title, console=make_console(stderr=True), transient=True):
-            positions += _positions(point.label, predictions, references, width)
+            if obstacle is None:
+                positions += _positions(point.label, predictions, references, width, words_by(run.report.tokenizer, words))
         lines.append(
             Line(
                 name=name,
@@ -177,19 +191,27 @@ def _lines(run: Run, over: Over, width: int) -> list[Line]:
                 full_depth=points[0],
                 points=tuple(sorted((p for p, _ in own), key=lambda point: (point.speed(over).median, point.label))),
                 positions=tuple(positions),
+                no_positions=f"{NOT_COMPUTABLE}, because {obstacle}." if obstacle is not None else "",
             )
         )
     return lines
 
 
 def _positions(
-    label: str, predictions: Sequence[Prediction], tokenised: dict[tuple[str, ...], list[list[str]]], width: int
+    label: str,
+    predictions: Sequence[Prediction],
+    tokenised: dict[tuple[str, ...], list[list[str]]],
+    width: int,
+    split: Words,
 ) -> list[Positions]:
-    texts = [words(line.prediction) for line in predictions]
+    def words_of(text: str) -> list[str]:
+        return split(unicodedata.normalize("NFC", text))
+
+    texts = [words_of(line.prediction) for line in predictions]
     references = []
     for line in predictions:
         if line.references not in tokenised:
-            tokenised[line.references] = [words(text) for text in line.references]
+            tokenised[line.references] = [words_of(text) for text in line.references]
         references.append(tokenised[line.references])
     return [Positions(label, n, tuple(by_position(texts, references, n, width))) for n in ORDERS]
 

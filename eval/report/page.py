@@ -29,6 +29,7 @@ from eval.report.tables import (
 from eval.results import SPEEDS_IN_FULL
 from eval.score.metric import Metric
 from eval.score.registry import metric_named
+from eval.score.scores import not_computable
 from eval.speed.report import SpeedReport
 from skipdecode import ConfigError
 from skipdecode.files import write_whole
@@ -54,6 +55,7 @@ class PageSection:
     timings: PageTable | None
     agreement: PageTable | None
     positions: tuple[Picture, ...]
+    no_positions: str
     position_tables: tuple[PageTable, ...]
     schedules: tuple[Picture, ...]
     by_confidence: tuple[str, ...]
@@ -99,7 +101,7 @@ def to_html(comparison: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"marked": marked, "merged": merged}
+    environment.filters |= {"marked": marked, "merged": merged, "not_computable": not_computable}
     metrics = metrics_of(comparison)
     return environment.get_template("report.html").render(
         comparison=comparison,
@@ -176,6 +178,7 @@ def _section(comparison: Comparison, line: Line, number: int, metrics: Sequence[
         speed=speed_table(line),
         timings=timing_table(line),
         agreement=agreement_table(line),
+        no_positions=line.no_positions,
         positions=tuple(Picture(Markup(by_position(line, n, f"p{number}-{n}")), "") for n in orders),
         position_tables=tuple(position_table(line, n) for n in orders),
         schedules=tuple(

@@ -37,6 +37,12 @@ def read_runs(arguments: Sequence[str]) -> list[Run]:
                 f"{run.name!r} is of the task {run.report.task}, {first.name!r} of {first.report.task}: "
                 "their scores can't be compared, make a page for each"
             )
+        if run.report.tokenizer != first.report.tokenizer:
+            own, other = (each.report.tokenizer or "each metric's own" for each in (run, first))
+            raise ConfigError(
+                f"the tokenizer of {run.name!r}'s scores is {own}, of {first.name!r}'s {other}: their scores can't be "
+                "compared, make a page for each"
+            )
     return runs
 
 

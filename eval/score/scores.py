@@ -1,6 +1,6 @@
 """Scores of predictions: metrics by name, with confidence intervals and paired significance."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from data.task import Convention
@@ -54,8 +54,14 @@ def choose_metrics(
     return tuple(dict.fromkeys([*wanted, "bertscore"] if bert is not None else wanted))
 
 
-def obstacles(texts: Texts, metrics: Iterable[str]) -> dict[str, str]:
-    """Metric -> why no predictions can be scored against these references, of those that can't."""
+def obstacles(texts: Texts, metrics: Sequence[str]) -> dict[str, str]:
+    """Metric -> why no predictions can be scored against these references, of those that can't.
+
+    Raises ConfigError for an unknown metric.
+    """
+    for name in metrics:
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
     found = {name: METRICS[name].obstacle(texts) for name in metrics}
     return {name: reason for name, reason in found.items() if reason is not None}
 
@@ -103,9 +109,6 @@ def score(
         raise ValueError(f"{len(predictions)} predictions for {', '.join(str(len(other)) for other in lists)}")
     if against is not None and against.items != len(predictions):
         raise ValueError(f"{len(predictions)} predictions against a system with {against.items}")
-    for name in metrics:
-        if name not in METRICS:
-            raise unknown("metric", name, METRICS)
     texts = Texts(predictions, references, meanings, bert, convention, tokenizer)
     if tokenizer is not None:
         load_tokenizer(tokenizer)

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import regex
 import sacrebleu.utils
@@ -24,6 +24,7 @@ UNSPACED = (
     *("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Yi"),
     *("Javanese", "Balinese", "Tai_Le", "New_Tai_Lue", "Tai_Tham", "Tai_Viet"),
 )
+Tokenizer: TypeAlias = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "flores101", "flores200", "char", "none"]
 # Tokenizer -> those of these scripts whose words (or characters) it separates.
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "13a": (),

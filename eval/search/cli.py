@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from eval.cli import add_task
+from eval.cli import add_task, add_tokenizer
 from eval.search.paired import METRICS
 from eval.search.request import SearchRequest
 from skipdecode.command import run_command
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="only the first N prompts of the validation data")
     add("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
     add("--metric", default="bleu", choices=METRICS, help="what is best (default bleu)")
+    add_tokenizer(parser)
     decays = list(SearchRequest.decays)
     add("--decays", nargs="+", choices=get_args(Decay), default=decays, help=f"to try; default: {' '.join(decays)}")
     add("--warmup", nargs="+", type=int, default=list(SearchRequest.warmup), metavar="W", help="to try; default: 1 2 3")

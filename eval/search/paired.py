@@ -41,12 +41,13 @@ def sentence_statistics(
     predictions: Sequence[str],
     references: Sequence[Sequence[str]],
     convention: Convention = "mteval",
+    tokenizer: str | None = None,
 ) -> Items:
     """For each prediction, the numbers that the metric over all of them is made of, as `eval.score.scores` counts them.
 
     Raises ConfigError for an unknown metric.
     """
-    texts = Texts(predictions, references, convention=convention)
+    texts = Texts(predictions, references, convention=convention, tokenizer=tokenizer)
     items: Items = registry.metric_named(metric).compute(texts).items.tolist()
     return items
 

@@ -66,15 +66,16 @@ class TrialRow:
 class SearchReport:
     """A search: what for, on what, every schedule that was tried, best first, and the winner's number.
 
-    `trained_on` counts the validation prompts that the checkpoint was trained on; `rungs` the prompts at each rung's
-    end; `steps` are those over which speeds were predicted; `planned_speedup` is what was searched for in place of a
-    target that can't be reached.
+    `computed` says what the metric's scores are; `trained_on` counts the validation prompts that the checkpoint was
+    trained on; `rungs` the prompts at each rung's end; `steps` are those over which speeds were predicted;
+    `planned_speedup` is what was searched for in place of a target that can't be reached.
     """
 
     checkpoint: str
     task: str
     task_options: dict[str, Any]
     metric: str
+    computed: str
     target: str
     steps: int | None
     prompts: int
@@ -153,6 +154,7 @@ class SearchReport:
             f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
             f"Full depth: {self.full_depth.value:.2f} {metric_named(self.metric).label} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
+            f"{metric_named(self.metric).label}: {self.computed}.",
             "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
             "prompts. Predicted: over "
             + (f"the first {self.steps} generated tokens" if self.steps else "texts as long as the checkpoint's own")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.request import check_new_tokens
+from eval.score.tokenizers import check_tokenizer
 from eval.search.paired import METRICS
 from skipdecode import ConfigError
 from skipdecode.errors import unknown
@@ -33,6 +34,7 @@ class SearchRequest:
     limit: int | None = None
     batch_size: int = 32
     metric: str = "bleu"
+    tokenizer: str | None = None
     decays: tuple[Decay, ...] = ("linear", "cosine", "power", "exponential", "step")
     warmup: tuple[int, ...] = (1, 2, 3)
     horizons: tuple[int, ...] | None = None  # None: half to twice the default schedule's
@@ -70,6 +72,7 @@ class SearchRequest:
             raise ConfigError(f"--batch-size is {self.batch_size}: it must be at least 1")
         if self.metric not in METRICS:
             raise unknown("--metric", self.metric, METRICS)
+        check_tokenizer(self.tokenizer)
 
     @property
     def target(self) -> str:

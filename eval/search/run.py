@@ -25,6 +25,9 @@ from eval.loading import (
 )
 from eval.machine import describe_machine, machine_identity, versions
 from eval.output import LOCK, only_writer
+from eval.run import computable_metrics
+from eval.score.metric import Texts
+from eval.score.registry import metric_named
 from eval.search.paired import estimate
 from eval.search.picture import draw_search
 from eval.search.report import WINNER_FILE, SearchReport, choose_winner, make_rows, warning
@@ -66,6 +69,7 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
     if len(examples) < 2:
         raise ConfigError(f"the validation data of {task.name} holds one prompt alone: a search needs 2 at least")
+    computable_metrics(task, examples, [request.metric], tokenizer=request.tokenizer)
     data = _load(request, config, task, examples)
     journal = Journal(request.output / TRIALS, _identity(request, data), "search")
     trained_on = _trained_on(request, config, name, options, examples)
@@ -85,11 +89,13 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     batches = run_trials(schedules, data, journal, request.seed)
     rows = make_rows(schedules, predicted, batches, request.metric)
     model = data.checkpoint.model
+    words = Texts((), [e.references for e in examples], convention=task.convention, tokenizer=request.tokenizer)
     report = SearchReport(
         checkpoint=request.checkpoint,
         task=task.name,
         task_options=options,
         metric=request.metric,
+        computed=metric_named(request.metric).describe(words),
         target=request.target,
         steps=steps,
         prompts=len(examples),
@@ -170,6 +176,7 @@ def _load(request: SearchRequest, config: SkipConfig | None, task: Task, example
         batch_size=request.batch_size,
         max_new_tokens=max_new_tokens,
         metric=request.metric,
+        tokenizer=request.tokenizer,
     )
 
 

@@ -63,6 +63,7 @@ class Validation:
     batch_size: int
     max_new_tokens: int
     metric: str
+    tokenizer: str | None = None  # whose words the metric counts; None: its own
 
     def take_turns(
         self, batches: Sequence[list[int]], schedules: Sequence[tuple[int, SkipSchedule]]
@@ -84,7 +85,7 @@ class Validation:
             tried = []
             for (number, _), one in zip(schedules, decoded, strict=True):
                 texts, last = one.predictions[at : at + len(batch)], one.turns[-1]
-                statistics = sentence_statistics(self.metric, texts, references, self.task.convention)
+                statistics = sentence_statistics(self.metric, texts, references, self.task.convention, self.tokenizer)
                 seconds = last.decode_seconds / last.steps if last.steps else None
                 tried.append(TrialResult(number, statistics, seconds, last.layers, last.tokens))
             yield tried
