@@ -72,14 +72,22 @@ def _best(
     return {kind: [scores[kind].fmeasure for scores in best] for kind in kinds}
 
 
-def _describe(texts: Texts) -> str:
+def _describe(texts: Texts, kind: str) -> str:
     version = f"rouge-score {metadata.version('rouge-score')}, F1 of the best reference"
+    if kind == "rouge2" and (short := _without_pairs(texts)):
+        version += f"; items without two words in a reference, {short} of {len(texts.references)}, count as 0"
     if texts.tokenizer is not None:
         words = f"words of sacrebleu's tokenizer {signature(texts.tokenizer)} in lower case without punctuation, unstemmed"
         return f"{version}, {words}, mean over items"
     lost = lost_letters(texts.right, str.isascii)
     split = f", words of a-z and 0-9 alone: {lost:.1%} of the references' letters split them" if lost > MENTIONED else ""
     return f"{version}, stemmed, mean over items{split}"
+
+
+def _without_pairs(texts: Texts) -> int:
+    """The number of items in whose references no two words follow each other."""
+    split = _words(texts.tokenizer)
+    return sum(all(len(split(text)) < 2 for text in references) for references in texts.references)
 
 
 def _obstacle(texts: Texts, kind: str) -> str | None:
@@ -112,7 +120,7 @@ def _metric(kind: str) -> Metric:
         KINDS[kind],
         "Lin, Text Summarization Branches Out 2004",
         lambda texts: rouge(texts.predictions, texts.references, kind, texts.tokenizer),
-        _describe,
+        lambda texts: _describe(texts, kind),
         lambda texts: _obstacle(texts, kind),
         in_short_table=kind.startswith("rougeL"),
         adds_up=True,
