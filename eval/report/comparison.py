@@ -181,7 +181,9 @@ def _lines(run: Run, over: Over, width: int) -> list[Line]:
         title = escape(f"{name}: positions")
         for point, predictions in track(own, title, console=make_console(stderr=True), transient=True):
             if obstacle is None:
-                positions += _positions(point.label, predictions, references, width, words_by(run.report.tokenizer, words))
+                positions += _positions(
+                    point.label, predictions, references, width, words_by(run.report.tokenizer, words)
+                )
         lines.append(
             Line(
                 name=name,

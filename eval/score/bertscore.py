@@ -96,4 +96,6 @@ def _describe(texts: Texts) -> str:
     return describe(texts.bert)
 
 
-BERTSCORE = Metric("bertscore", "BERTScore", "Zhang et al., ICLR 2020", _compute, _describe, _obstacle, in_short_table=True)
+BERTSCORE = Metric(
+    "bertscore", "BERTScore", "Zhang et al., ICLR 2020", _compute, _describe, _obstacle, in_short_table=True
+)

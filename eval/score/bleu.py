@@ -57,8 +57,8 @@ def _obstacle(texts: Texts) -> str | None:
         share = lost_letters(texts.right, lambda letter: bool(ascii_words(letter)))
         if share > MOST_LOST:
             return (
-                f"its words, by the rules of WebNLG 2017, are in ASCII, and {share:.0%} of the references' letters can't be "
-                f"written so: choose the tokenizer {suitable(texts.right)}"
+                f"its words, by the rules of WebNLG 2017, are in ASCII, and {share:.0%} of the references' letters "
+                f"can't be written so: choose the tokenizer {suitable(texts.right)}"
             )
     elif obstacle := unspaced_obstacle(texts.right, texts.tokenizer, "13a"):
         return obstacle

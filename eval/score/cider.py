@@ -81,8 +81,8 @@ def _obstacle(texts: Texts) -> str | None:
         marks = sum(unicodedata.category(sign)[0] == "M" for text in texts.right if not text.isascii() for sign in text)
         if marks > MOST_LOST * sum(sum(map(str.isalpha, text)) for text in texts.right):
             return (
-                "its words, the Penn Treebank's, end at vowel signs and accents that are characters of their own: choose "
-                f"the tokenizer {suitable(texts.right)}"
+                "its words, the Penn Treebank's, end at vowel signs and accents that are characters of their own: "
+                f"choose the tokenizer {suitable(texts.right)}"
             )
     split = _words(texts.tokenizer)
     items = ({gram for text in several for gram in _count(split(text))} for several in texts.references)

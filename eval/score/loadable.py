@@ -43,17 +43,24 @@ class Loadable(evaluate.Metric):  # type: ignore[misc]
             features=[several, one] if metric.against == "references" else one,
         )
 
+    def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
+        if self.metrics[0].against == "meanings":
+            texts = Texts(predictions, (), meanings=[str(meaning) for meaning in references])
+        else:
+            texts = Texts(predictions, as_lists(references))
+        return values_of(self.metrics, texts)
+
+
+class LoadableOfWords(Loadable):
+    """Metrics that can count the words of another tokenizer."""
+
     def _compute(
         self, predictions: list[str], references: list[str] | list[list[str]], tokenizer: str | None = None
     ) -> dict[str, Any]:
         """`tokenizer`: whose words are counted, a name in `eval.score.tokenizers`; None: the metric's own."""
         if tokenizer is not None:
             load_tokenizer(tokenizer)
-        if self.metrics[0].against == "meanings":
-            texts = Texts(predictions, (), meanings=[str(meaning) for meaning in references], tokenizer=tokenizer)
-        else:
-            texts = Texts(predictions, as_lists(references), tokenizer=tokenizer)
-        return values_of(self.metrics, texts)
+        return values_of(self.metrics, Texts(predictions, as_lists(references), tokenizer=tokenizer))
 
 
 def values_of(metrics: Sequence[Metric], texts: Texts) -> dict[str, Any]:

@@ -77,10 +77,14 @@ def _describe(texts: Texts, kind: str) -> str:
     if kind == "rouge2" and (short := _without_pairs(texts)):
         version += f"; items without two words in a reference, {short} of {len(texts.references)}, count as 0"
     if texts.tokenizer is not None:
-        words = f"words of sacrebleu's tokenizer {signature(texts.tokenizer)} in lower case without punctuation, unstemmed"
+        words = (
+            f"words of sacrebleu's tokenizer {signature(texts.tokenizer)} in lower case without punctuation, unstemmed"
+        )
         return f"{version}, {words}, mean over items"
     lost = lost_letters(texts.right, str.isascii)
-    split = f", words of a-z and 0-9 alone: {lost:.1%} of the references' letters split them" if lost > MENTIONED else ""
+    split = (
+        f", words of a-z and 0-9 alone: {lost:.1%} of the references' letters split them" if lost > MENTIONED else ""
+    )
     return f"{version}, stemmed, mean over items{split}"
 
 
@@ -99,14 +103,14 @@ def _obstacle(texts: Texts, kind: str) -> str | None:
         share = lost_letters(texts.right, str.isascii)
         if share > MOST_LOST:
             return (
-                f"its words are of a-z and 0-9 alone, and {share:.0%} of the references' letters are others: choose the "
-                f"tokenizer {suitable(texts.right)}"
+                f"its words are of a-z and 0-9 alone, and {share:.0%} of the references' letters are others: choose "
+                f"the tokenizer {suitable(texts.right)}"
             )
     for number, references in enumerate(texts.references, start=1):
         if any(map(str.isalpha, "".join(references))) and not any(split(text) for text in references):
             return (
-                f"the references of item {number} have letters and none of the words that it counts: choose the tokenizer "
-                f"{suitable(references)}"
+                f"the references of item {number} have letters and none of the words that it counts: choose the "
+                f"tokenizer {suitable(references)}"
             )
     least = 2 if kind == "rouge2" else 1
     if not any(len(split(text)) >= least for text in texts.right):

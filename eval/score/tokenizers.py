@@ -1,4 +1,4 @@
-"""The tokenizers of sacrebleu that may stand in for each metric's own words, and what the languages of texts ask of them.
+"""The tokenizers of sacrebleu that may stand in for each metric's own words, and which languages need one.
 
 Without one, BLEU, NIST and METEOR count mteval's 13a words, ROUGE those of rouge-score, CIDEr those of the Penn
 Treebank. These are made for English: scores of other languages may need other words, and the functions below say when.
@@ -44,7 +44,7 @@ _PACKAGES = {
     "flores200": "sentencepiece",
 }
 _DOWNLOAD_SECONDS = 30.0  # without an answer; sacrebleu itself waits for ever
-# Above this share of letters that a metric's words can't represent, its score says little of the texts. Texts in English
+# Above this share of letters that a metric's words can't represent, its score says little of the texts. English texts
 # are far below it, names with accents included (E2E: 0.2 %).
 MOST_LOST = 0.1
 
@@ -70,8 +70,8 @@ def load_tokenizer(name: str) -> BLEU:
     except OSError as error:
         folder = sacrebleu.utils.SACREBLEU_DIR
         raise ConfigError(
-            f"the tokenizer {name!r} needs a model that sacrebleu downloads once into {folder}/models, and that failed: "
-            f"{first_line(error)}"
+            f"the tokenizer {name!r} needs a model that sacrebleu downloads once into {folder}/models, and that "
+            f"failed: {first_line(error)}"
         ) from error
     # sacrebleu ends the process where the certificate of a server isn't known.
     except (ImportError, RuntimeError, AssertionError, SystemExit) as error:

@@ -30,6 +30,9 @@ for name, inputs in asked.items():
         results[name] = metric.compute(**inputs)
     except Exception as error:
         results[name] = {"error": str(error)}
+    if name == "rouge":
+        words = {"predictions": ["我爱北京"], "references": [["我爱上海"]]}
+        results["chinese"] = {"value": metric.compute(**words, tokenizer="zh")["rouge1"]}
     if name == "bleu":
         metric.add_batch(predictions=inputs["predictions"], references=[texts[0] for texts in inputs["references"]])
         results["one reference"] = metric.compute()
@@ -73,6 +76,10 @@ def test_every_metric_is_a_module_that_gives_what_scores_gives(results: dict[str
 def test_a_single_reference_may_be_given_as_a_text(results: dict[str, Any]) -> None:
     expected = score(PREDICTIONS, [texts[:1] for texts in REFERENCES], ["bleu"]).values["bleu"]
     assert results["one reference"]["bleu"] == pytest.approx(expected)
+
+
+def test_a_tokenizer_may_be_named(results: dict[str, Any]) -> None:
+    assert results["chinese"]["value"] == pytest.approx(50)
 
 
 def test_bertscore_says_its_model_and_layer(results: dict[str, Any], bert: Path) -> None:

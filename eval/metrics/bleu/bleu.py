@@ -4,7 +4,7 @@ from eval.score import loadable
 from eval.score.bleu import BLEU
 
 
-class Bleu(loadable.Loadable):
+class Bleu(loadable.LoadableOfWords):
     """As in `eval.score.bleu`, from the root of the repository."""
 
     metrics = (BLEU,)

@@ -4,7 +4,7 @@ from eval.score import loadable
 from eval.score.cider import CIDER
 
 
-class Cider(loadable.Loadable):
+class Cider(loadable.LoadableOfWords):
     """As in `eval.score.cider`, from the root of the repository."""
 
     metrics = (CIDER,)

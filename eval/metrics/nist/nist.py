@@ -4,7 +4,7 @@ from eval.score import loadable
 from eval.score.nist import NIST
 
 
-class Nist(loadable.Loadable):
+class Nist(loadable.LoadableOfWords):
     """As in `eval.score.nist`, from the root of the repository."""
 
     metrics = (NIST,)

@@ -4,7 +4,7 @@ from eval.score import loadable
 from eval.score.rouge import ROUGE
 
 
-class Rouge(loadable.Loadable):
+class Rouge(loadable.LoadableOfWords):
     """As in `eval.score.rouge`, from the root of the repository."""
 
     metrics = ROUGE
