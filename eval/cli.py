@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
+    add_gguf_file(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that holds no report")
     _add_what(parser)
     _add_systems(parser)
@@ -115,6 +116,11 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add_task(group)
     group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
+
+
+def add_gguf_file(parser: argparse._ActionsContainer) -> None:
+    """The option that names a GGUF file of the checkpoint."""
+    parser.add_argument("--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in it")
 
 
 def add_task(parser: argparse._ActionsContainer) -> None:

@@ -27,6 +27,7 @@ from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.decode import check_mode
 from skipdecode.errors import first_line
+from skipdecode.from_gguf import find_gguf
 from skipdecode.loading import adapted_checkpoint, downloaded, load
 from skipdecode.reach import without_network
 from skipdecode.seal import checksum, decisive_files
@@ -80,10 +81,11 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     elif request.tensor_parallel:
         placed = {"distributed_config": DistributedConfig(tp_size=processes.count)}
 
-    def load_named(name: str) -> Checkpoint:
-        return load_checkpoint(name, request.dtype, device, trust_remote_code=request.trust_remote_code, **placed)
+    def load_named(name: str, gguf_file: str | None = None) -> Checkpoint:
+        options: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": request.trust_remote_code, **placed}
+        return load_checkpoint(name, request.dtype, device, **options)
 
-    checkpoint = load_named(request.checkpoint)
+    checkpoint = load_named(request.checkpoint, request.gguf_file)
     reference = load_named(request.reference) if request.reference is not None else None
     config = SkipConfig.of(checkpoint.model.config)
     name, options = task_options(request.task, config, request.task_options)
@@ -159,8 +161,8 @@ def evaluated_speedups(request: Request, config: SkipConfig | None) -> tuple[flo
 def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> dict[str, Any]:
     """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
     return {
-        "checkpoint": weights_identity(loaded.checkpoint.name),
-        "reference": weights_identity(loaded.reference.name) if loaded.reference is not None else None,
+        "checkpoint": checkpoint_identity(loaded.checkpoint),
+        "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
         "task": loaded.task.name,
         "task_options": list(request.task_options),
         "test_set": fingerprint(
@@ -192,15 +194,26 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
 
 
 def load_checkpoint(
-    name: str, dtype: str | None, device: torch.device | None, *, trust_remote_code: bool = False, **placed: Any
+    name: str,
+    dtype: str | None,
+    device: torch.device | None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    **placed: Any,
 ) -> Checkpoint:
     """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load.
 
-    With `placed`, transformers' `device_map` or `distributed_config`, the model lies where that says.
+    With `gguf_file` both are read from that file there. With `placed`, transformers' `device_map` or
+    `distributed_config`, the model lies where that says.
     """
     try:
         model, tokenizer = load(
-            name, getattr(torch, dtype) if dtype else None, trust_remote_code=trust_remote_code, **placed
+            name,
+            getattr(torch, dtype) if dtype else None,
+            gguf_file=gguf_file,
+            trust_remote_code=trust_remote_code,
+            **placed,
         )
     except ConfigError as error:
         if not placed:
@@ -218,7 +231,8 @@ def load_checkpoint(
         raise ConfigError(f"the generation_config.json of {name}: {error}") from error
     if not placed:
         model.to(device)  # type: ignore[arg-type]
-    return Checkpoint(name, model, tokenizer)
+    path = None if gguf_file is None else find_gguf(name, gguf_file)
+    return Checkpoint(name, model, tokenizer, gguf_file=path)
 
 
 def remembered(config: SkipConfig | None, task: str) -> Mapping[str, Any]:
@@ -285,6 +299,14 @@ def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None
         )
 
 
+def checkpoint_identity(checkpoint: Checkpoint, of_file: Callable[[Path], Any] | None = None) -> dict[str, Any]:
+    """`weights_identity` of a loaded checkpoint; of a GGUF file what tells that file."""
+    path = checkpoint.gguf_file
+    if path is not None:
+        return {path.name: (of_file or _size_and_time)(path)}
+    return weights_identity(checkpoint.name, of_file)
+
+
 def weights_identity(name: str, of_file: Callable[[Path], Any] | None = None) -> dict[str, Any]:
     """What tells whether a checkpoint is the same as before: of each file of a folder that decides its texts its size
     and time, or what `of_file` says; of a name on the Hub the commit; of adapters also that of the model they adapt.
@@ -324,7 +346,7 @@ def check_same(loaded: Loaded, processes: Processes) -> None:
         return
     checkpoints = {"checkpoint": loaded.checkpoint, "reference": loaded.reference}
     mine = {
-        **{key: weights_identity(each.name, checksum) for key, each in checkpoints.items() if each is not None},
+        **{key: checkpoint_identity(each, checksum) for key, each in checkpoints.items() if each is not None},
         "prompts": fingerprint(
             [[example.id, p.ids] for example, p in zip(loaded.examples, loaded.prompts, strict=True)]
         ),

@@ -49,6 +49,7 @@ class Request:
     tensor_parallel: bool = False  # whether the processes share each layer, by the model's own plan in transformers
     command: str | None = None  # that a report repeats; None: this process' own
     trust_remote_code: bool = False  # of the checkpoints: whether Python code that they bring runs
+    gguf_file: str | None = None  # in the checkpoint's folder, to read it from
     compare: Mapping[str, Path] | None = None
     metrics: tuple[str, ...] | None = None  # None: the task's
     bert: BertModel | None = None  # of BERTScore, which is computed where one is named

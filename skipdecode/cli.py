@@ -230,8 +230,15 @@ def _add_checkpoint(
     trusts: bool = True,
 ) -> None:
     parser.add_argument("checkpoint", help="a folder, or a repository of the Hub")
+    parser.add_argument(
+        "--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in it, dequantised"
+    )
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda where there is one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is stored")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: as it is stored (float32 from GGUF)",
+    )
     parser.add_argument(
         "--weights",
         choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],

@@ -120,6 +120,14 @@ def is_cached(name: str, file: str, **where: Any) -> bool:
     return cached_file(name, file, **quietly, **where) is not None
 
 
+def forget_gguf_title(config: Any) -> None:
+    """Take out of a config the title that a GGUF file has.
+
+    transformers keeps it under a name that says it is a path, and would save it.
+    """
+    vars(config).pop("_model_name_or_path", None)
+
+
 def captured_outputs() -> set[str]:
     """The names of what layers are asked to hand out beside their result: "hidden_states", "attentions" and so on.
 

@@ -15,7 +15,8 @@ from transformers.utils import cached_file, logging
 from skipdecode.checkpoint import ADAPTERS_FILE, CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.families import text_config
-from skipdecode.reach import without_network
+from skipdecode.from_gguf import find_gguf, gguf_files, read_model, read_tokenizer
+from skipdecode.reach import looks_local, without_network
 from skipdecode.seal import SEAL, check_seal
 
 _ADAPTERS_CONFIG = "adapter_config.json"
@@ -32,7 +33,12 @@ OPT_TOKENS: dict[str, Any] = {
 
 
 def load(
-    name: str, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False, **kwargs: Any
+    name: str,
+    dtype: torch.dtype | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A checkpoint ready to decode: its model, in evaluation mode, and a tokenizer that pads on the left.
 
@@ -41,21 +47,29 @@ def load(
 
     Args:
         name: a local folder or a repository of the Hub.
-        dtype: of the weights; default: as they are stored.
+        dtype: of the weights; default: as they are stored, and float32 from GGUF.
+        gguf_file: a GGUF file in that folder or repository, to read model and tokenizer from in place of everything
+            else in it (needs `pip install 'skipdecode[gguf]'`). Its weights are dequantised.
         trust_remote_code: whether Python code that it brings may run; without, one that needs to is refused.
         kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `device_map` or `revision`.
 
     Raises:
         ConfigError: where there is none, it can't be loaded, or it is damaged, as `load_model` says.
     """
-    model = load_model(name, dtype, trust_remote_code=trust_remote_code, **kwargs).eval()
+    options: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
+    model = load_model(name, dtype, **options, **kwargs).eval()
     model.config.return_dict = text_config(model.config).return_dict = True  # else nothing finds its logits
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
-    return model, load_tokenizer(name, trust_remote_code=trust_remote_code, **where)
+    return model, load_tokenizer(name, **options, **where)
 
 
 def load_model(
-    name: str, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False, **kwargs: Any
+    name: str,
+    dtype: torch.dtype | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """A causal language model from a local folder or the Hub, with its adapters where it is a folder of them.
 
@@ -68,12 +82,12 @@ def load_model(
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"the checkpoint's name is {name!r}: name a folder, or a repository of the Hub")
-    path = Path(name)
-    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not any((path / file).is_file() for file in ("config.json", _ADAPTERS_CONFIG)):
-        what = "has no config.json" if path.is_dir() else "is not a folder"
-        raise ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
-    if looks_local:
+    if gguf_file is not None:
+        return _load_gguf(name, gguf_file, dtype, kwargs)
+    path, local = Path(name), looks_local(name)
+    if local and not any((path / file).is_file() for file in ("config.json", _ADAPTERS_CONFIG)):
+        raise _no_checkpoint(name, path)
+    if local:
         _check_files(path)
     else:
         kwargs |= without_network(name, **{key: kwargs[key] for key in _WHERE if key in kwargs})
@@ -81,7 +95,7 @@ def load_model(
     options["ignore_mismatched_sizes"] = True  # they are listed then, and refused below
     if kwargs.get("local_files_only"):
         options["adapter_kwargs"] = {"local_files_only": True, **kwargs.get("adapter_kwargs", {})}
-    adapted = adapted_checkpoint(path) if looks_local else None
+    adapted = adapted_checkpoint(path) if local else None
     if adapted is not None:
         model = load_model(adapted, dtype, trust_remote_code=trust_remote_code, **kwargs)
         info = _quietly(name, lambda: model.load_adapter(str(path), use_safetensors=True).to_dict())
@@ -90,8 +104,8 @@ def load_model(
             model, info = _quietly(
                 name, lambda: AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
             )
-    remembers = path / ADAPTERS_FILE if looks_local else None
-    if not looks_local:
+    remembers = path / ADAPTERS_FILE if local else None
+    if not local:
         if hasattr(model, "peft_config"):
             remembers = downloaded(name, ADAPTERS_FILE, kwargs)
         _check_download(name, kwargs)
@@ -102,6 +116,31 @@ def load_model(
         remembered = SkipConfig.load(remembers.parent)
         assert remembered is not None
         setattr(model.config, CONFIG_KEY, remembered.to_dict())
+    return model
+
+
+def _no_checkpoint(name: str, path: Path) -> ConfigError:
+    found = gguf_files(path if path.is_dir() else path.parent)
+    ways = "--gguf-file (in a recipe model.gguf_file, in Python gguf_file)"
+    if path.is_file() and path.name in found:
+        return ConfigError(f"{name!r} is no checkpoint, but a GGUF file: name its folder, and the file with {ways}")
+    if path.is_dir() and found:
+        return ConfigError(
+            f"{name!r} is no checkpoint: it has no config.json; its GGUF file {found[0]} is read with {ways}"
+        )
+    what = "has no config.json" if path.is_dir() else "is not a folder"
+    return ConfigError(f"{name!r} is no checkpoint: it {what}; name the output folder of a finished run")
+
+
+def _load_gguf(name: str, gguf_file: str, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """The model of a GGUF file, as `load_model` gives it."""
+    path = find_gguf(name, gguf_file, {key: kwargs[key] for key in _WHERE if key in kwargs})
+    options = {key: value for key, value in kwargs.items() if key not in _WHERE}
+    model: PreTrainedModel
+    with _Unfilled():
+        model, info = _quietly(str(path), lambda: read_model(path, dtype, ignore_mismatched_sizes=True, **options))
+    _check_weights(str(path), model, info)
+    model.name_or_path = model.config.name_or_path = name
     return model
 
 
@@ -244,32 +283,40 @@ def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any], a
             )
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """A tokenizer that pads on the left, as decoding in batches needs.
+def load_tokenizer(
+    name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """A tokenizer that pads on the left, as decoding in batches needs; with `gguf_file`, that of a GGUF file.
 
     Raises ConfigError where there is none, it is damaged, or it brings code of its own and isn't trusted.
 
     A folder that holds OPT's `vocab.json` and `merges.txt` and nothing that says what they are is read as OPT's.
     """
-    if Path(name).is_dir():
+    path = None if gguf_file is None else find_gguf(name, gguf_file, kwargs)
+    what = name if path is None else str(path)
+    if path is None and Path(name).is_dir():
         check_seal(Path(name))
     try:
-        kwargs |= without_network(name, **kwargs)
-        if _is_bare_opt(Path(name)):
-            tokenizer: PreTrainedTokenizerBase = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
+        if path is not None:
+            with _warnings_off():
+                tokenizer = read_tokenizer(path)
+            tokenizer.name_or_path = name
+        elif _is_bare_opt(Path(name)):
+            tokenizer = GPT2Tokenizer.from_pretrained(name, padding_side="left", **OPT_TOKENS)
         else:
+            kwargs |= without_network(name, **kwargs)
             options = {"padding_side": "left", "trust_remote_code": trust_remote_code, **kwargs}
             with warnings_off():
                 tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # the tokenizers library raises no narrower one for a damaged file
-        check_trust(name, error)
-        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: {first_line(error)}") from error
+        check_trust(what, error)
+        raise ConfigError(f"{what!r} has no tokenizer that can be loaded: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where there are no files
-        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: no file of a vocabulary is there")
-    if not Path(name).is_dir():
+        raise ConfigError(f"{what!r} has no tokenizer that can be loaded: no file of a vocabulary is there")
+    if path is None and not Path(name).is_dir():
         _check_download(name, kwargs)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name!r} has no end-of-text token: a completion could never end")
+        raise ConfigError(f"the tokenizer of {what!r} has no end-of-text token: a completion could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -6,6 +6,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ _HUB = "https://huggingface.co"
 _PATIENCE = 5.0  # seconds
 
 
-def without_network(name: str, **where: Any) -> dict[str, Any]:
+def without_network(
+    name: str, files: Sequence[str] = ("config.json", "adapter_config.json"), **where: Any
+) -> dict[str, Any]:
     """Arguments that keep `from_pretrained` to the cache, where a name is a repository and the Hub doesn't answer.
 
     Args:
         name: of a model, or its folder.
+        files: of which the cache holds one where it holds the model.
         where: such as `cache_dir` and `revision`, as in `from_pretrained`.
 
     Raises:
@@ -32,11 +36,16 @@ def without_network(name: str, **where: Any) -> dict[str, Any]:
     address = os.environ.get("HF_ENDPOINT") or _HUB
     if Path(name).is_dir() or is_offline_mode() or where.get("local_files_only") or _answers(address):
         return {}
-    if not any(is_cached(name, file, **where) for file in ("config.json", "adapter_config.json")):
+    if not any(is_cached(name, file, **where) for file in files):
         raise ConfigError(
             f"{name!r} is no folder, there is no copy of it in the cache, and the Hub can't be reached ({address})"
         )
     return {"local_files_only": True}
+
+
+def looks_local(name: str) -> bool:
+    """True for the name of a folder, also of one that isn't there, rather than of a repository of the Hub."""
+    return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @cache

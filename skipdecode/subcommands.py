@@ -400,7 +400,9 @@ def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
         logging.disable_progress_bar()
         device = resolve_device(options.device)
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
+        model, tokenizer = load(
+            options.checkpoint, dtype, gguf_file=options.gguf_file, trust_remote_code=options.trust_remote_code
+        )
     return Decoder(
         model.to(device),  # type: ignore[arg-type]
         tokenizer,

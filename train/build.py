@@ -19,6 +19,7 @@ from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
+from skipdecode.from_gguf import find_gguf, read_config
 from skipdecode.loading import check_trust, load_model, load_tokenizer
 from skipdecode.reach import without_network
 from train.adapters import add_adapters
@@ -52,8 +53,9 @@ def _whole_config(recipe: Recipe) -> PretrainedConfig:
     name = section.name_or_path or section.shape or ""
     known = section.shape or Path(name).name
     changes = _changes(recipe)
-    if section.shape is None and ((Path(name) / "config.json").is_file() or not (SHAPES / f"{known}.yaml").is_file()):
-        return _pretrained_config(name, section.trust_remote_code, changes)
+    there = section.gguf_file is not None or (Path(name) / "config.json").is_file()
+    if section.shape is None and (there or not (SHAPES / f"{known}.yaml").is_file()):
+        return _pretrained_config(recipe, name, changes)
     shape = {**read_shape(known, "model.shape"), **changes}
     if section.shape is not None and section.tokenizer is None:
         shape.setdefault("vocab_size", section.vocab_size)
@@ -71,14 +73,20 @@ def _changes(recipe: Recipe) -> dict[str, Any]:
     return changes
 
 
-def _pretrained_config(name: str, trust_remote_code: bool, changes: dict[str, Any]) -> PretrainedConfig:
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code, **without_network(name)
-        )
-    except Exception as error:  # no narrower one: values of the wrong type raise what huggingface_hub has of its own
-        check_trust(name, error)
-        raise ConfigError(f"model.name_or_path {name!r}: its config.json can't be read: {first_line(error)}") from error
+def _pretrained_config(recipe: Recipe, name: str, changes: dict[str, Any]) -> PretrainedConfig:
+    section = recipe.model
+    if section.gguf_file is not None:
+        config = read_config(find_gguf(name, section.gguf_file))
+    else:
+        try:
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=section.trust_remote_code, **without_network(name)
+            )
+        except Exception as error:  # no narrower one: values of the wrong type raise what huggingface_hub has of its own
+            check_trust(name, error)
+            raise ConfigError(
+                f"model.name_or_path {name!r}: its config.json can't be read: {first_line(error)}"
+            ) from error
     try:
         return changed_config(config, changes)
     except ConfigError as error:
@@ -155,27 +163,35 @@ def _pretrained(
             f"model.config is {changes} with lora.merge=false: adapters apart are loaded onto the model as it was, so "
             "those of a changed one must be merged"
         )
+    if section.gguf_file is not None and recipe.lora.r is not None and not recipe.lora.merge:
+        raise ConfigError(
+            f"model.gguf_file is {section.gguf_file!r} with lora.merge=false: adapters apart remember the folder or "
+            "Hub name of the model that they are for and not a file in it, so those of a GGUF file must be merged"
+        )
     set_seed(recipe.train.seed)
-    trust = section.trust_remote_code
-    whole = (Path(name) / "config.json").is_file()  # not adapters apart, which are refused below
-    config = _pretrained_config(name, trust, changes) if changes or whole else None
+    options: dict[str, Any] = {"gguf_file": section.gguf_file, "trust_remote_code": section.trust_remote_code}
+    # Not of adapters apart, which are refused below.
+    whole = section.gguf_file is None and (Path(name) / "config.json").is_file()
+    config = _pretrained_config(recipe, name, changes) if changes or whole else None
     changed: dict[str, Any] = {"config": config} if changes else {}
     check_readable(recipe)
     # The model first: of code that isn't trusted a tokenizer says less.
-    model = load_model(name, getattr(torch, section.dtype), trust_remote_code=trust, **changed)
+    model = load_model(name, getattr(torch, section.dtype), **options, **changed)
     if hasattr(model, "peft_config"):
         raise ConfigError(
             f"model.name_or_path {name!r} holds adapters apart, from which nothing can be trained: merge them into the "
             "weights that they adapt first (lora.merge=true where they are trained)"
         )
-    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, trust_remote_code=trust)
+    if tokenizer is None and section.tokenizer is not None:
+        options["gguf_file"] = None
+    tokenizer = tokenizer or load_tokenizer(section.tokenizer or name, **options)
     try:
         _check_vocabulary(model.config, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
     if section.layers is not None:
         shrink_model(model, section.layers, section.keep)
-    if section.layers is not None or changes:
+    if section.layers is not None or changes or section.gguf_file is not None:
         model.name_or_path = ""  # it is another model than the one of that name, to which its adapters don't belong
     return model, tokenizer
 

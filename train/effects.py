@@ -130,6 +130,10 @@ _DIVERGENCE = "no step learns from the labels; lower the share, name the target 
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        *("model.gguf_file", "model.name_or_path", _is_null("model.name_or_path")),
+        "name the folder, or the repository of the Hub, that holds the file",
+    ),
+    Rule(
         *("model.keep", "model.layers", _is_null("model.layers")),
         "say how many layers are kept, as in model.layers=4",
     ),
@@ -224,7 +228,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(f"evaluation.{name}", "evaluation.speedups", _is_null("evaluation.speedups"), _NOT_EVALUATED)
-        for name in ("limit", "batch_size")
+        for name in ("limit", "batch_size", "tokenizer")
     ),
     *(
         Rule(f"tracking.{name}", "tracking.wandb", _is("tracking.wandb", "off"), _WITHOUT_W_AND_B)

@@ -87,7 +87,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
     splits: tuple[Split, ...] = ("train", "validation") if validate_rows else ("train",)
     for split in splits:
         task.files(split)  # one that isn't there is missed before a large model is loaded
-    with whole_weights(arguments) if recipe.model.shape is not None else nullcontext():
+    whole = recipe.model.shape is not None or recipe.model.gguf_file is not None  # not read into shards by ZeRO-3
+    with whole_weights(arguments) if whole else nullcontext():
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     with whole_weights(arguments):
         left_out = settle_generation(recipe, model, tokenizer)

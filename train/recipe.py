@@ -35,6 +35,9 @@ class ModelSection(Section):
     """The model that is trained: a pretrained one, or a shape with random weights."""
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
+    gguf_file: str | None = Field(
+        None, description="a GGUF file in name_or_path, to read model and tokenizer from, dequantised; null: none"
+    )
     _expand = field_validator("name_or_path")(_expand_home)
     shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
     trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings; else it is refused")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from eval.cli import add_task, add_tokenizer
+from eval.cli import add_gguf_file, add_task, add_tokenizer
 from eval.search.paired import METRICS
 from eval.search.request import SearchRequest
 from skipdecode.command import run_command
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
+    add_gguf_file(parser)
     add("--output", required=True, type=Path, metavar="DIR", help="a folder: new, or of the same search")
     add("--speedup", type=float, metavar="X", help="the budget: a target for the wall clock, as in python -m eval")
     add(

@@ -45,6 +45,7 @@ class SearchRequest:
     weights: Weights | None = None
     device: str | None = None
     trust_remote_code: bool = False  # of the checkpoint: whether Python code that it brings runs
+    gguf_file: str | None = None  # in the checkpoint's folder, to read it from
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ from eval.decoding import encode_test_set
 from eval.journal import Journal
 from eval.lineup import clock_of, common_weights, prompts_at_hand
 from eval.loading import (
+    checkpoint_identity,
     fingerprint,
     load_checkpoint,
     remembered,
     task_options,
     validation_examples,
-    weights_identity,
 )
 from eval.machine import describe_machine, machine_identity, versions
 from eval.output import LOCK, only_writer
@@ -63,7 +63,7 @@ def search(request: SearchRequest) -> SearchReport:
 
 def _try_schedules(request: SearchRequest) -> SearchReport:
     _check_folder(request.output)
-    config = SkipConfig.load(request.checkpoint)
+    config = None if request.gguf_file is not None else SkipConfig.load(request.checkpoint)
     name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
     examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
@@ -127,7 +127,7 @@ def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
     return {
         **request.to_dict(),
         "validation data": fingerprint([[e.prompt, e.references] for e in data.examples]),
-        "files": weights_identity(data.checkpoint.name),
+        "files": checkpoint_identity(data.checkpoint),
         "machine": machine_identity(data.checkpoint.model.device),
         "versions": versions(),
     }
@@ -162,7 +162,8 @@ def _trained_on(
 def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
     """The checkpoint, ready to decode the examples."""
     device = resolve_device(request.device)
-    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, trust_remote_code=request.trust_remote_code)
+    options: dict[str, Any] = {"gguf_file": request.gguf_file, "trust_remote_code": request.trust_remote_code}
+    checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, **options)
     checkpoint = replace(checkpoint, weights=common_weights(request.weights, [checkpoint]))
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
     longest = remembered(config, task.name).get("max_prompt_tokens", task.max_prompt_tokens)

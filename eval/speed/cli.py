@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--model", metavar="SHAPE_OR_DIR", help="a shape in configs/model (random weights), or a folder")
     several = "reports of the same benchmark: their medians, and the worst of them, into a .md"
     what.add_argument("--merge", nargs="+", type=Path, metavar="REPORT", help=several)
+    add("--gguf-file", metavar="FILE", help="read the model from this GGUF file in the folder, dequantised")
     add("--output", required=True, type=Path, metavar="FILE", help="a .json that isn't there yet")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     add("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")

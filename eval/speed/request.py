@@ -24,6 +24,7 @@ class SpeedRequest:
     output: Path
     dtype: str = "float32"
     trust_remote_code: bool = False
+    gguf_file: str | None = None
     device: str | None = None
     vocab_size: int | None = None
     batch_sizes: tuple[int, ...] = (1,)

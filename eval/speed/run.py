@@ -158,9 +158,12 @@ def _model(request: SpeedRequest, device: torch.device) -> GenerativeModel:
     if Path(request.model).is_dir():
         if request.vocab_size is not None:
             raise ConfigError("--vocab-size is for a shape: a checkpoint has its own")
-        model = load_model(request.model, dtype, trust_remote_code=request.trust_remote_code)
+        options: dict[str, Any] = {"gguf_file": request.gguf_file, "trust_remote_code": request.trust_remote_code}
+        model = load_model(request.model, dtype, **options)
         model.generation_config = GenerationConfig()  # greedy, and no penalties or stops, which no peer would have
     else:
+        if request.gguf_file is not None:
+            raise ConfigError(f"--gguf-file is {request.gguf_file!r}: --model must be the folder that holds it")
         vocabulary = {"vocab_size": request.vocab_size} if request.vocab_size is not None else {}
         with torch.device(device):
             model = random_model({**read_shape(request.model, "--model"), **vocabulary}, dtype)

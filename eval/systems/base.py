@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ class Checkpoint:
         model: in eval mode, on its device.
         tokenizer: which pads on the left.
         weights: what decode steps compute with, as in `skip_generate`.
+        gguf_file: the file that it was read from, where that is GGUF.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     weights: Weights = "model"
+    gguf_file: Path | None = None
 
     @property
     def num_layers(self) -> int:

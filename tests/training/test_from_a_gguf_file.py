@@ -1,0 +1,188 @@
+"""A run that starts from a GGUF file is the run that starts from the same weights in a plain checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_checkpoints import TASK
+from small_runs import SMALL, metrics, train_small
+from tiny_gguf import NAME, TITLE, tiny_llama, write_tiny_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval.cli
+import skipdecode
+import train.cli
+import train.trainer
+from eval.loading import checkpoint_identity, load_checkpoint
+from skipdecode import ConfigError
+from train.build import build_model, model_config
+from train.recipe import load_recipe
+
+START = ("model.shape=null", "model.config=null", "model.vocab_size=512")
+STEPS = ("train.max_steps=4", "train.save_steps=2", "schedule.texts=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("start") / "tiny", *tiny_llama())
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(tmp_path_factory.mktemp("finished") / "run", *named(folder), *STEPS)
+
+
+def named(folder: Path) -> list[str]:
+    return [*START, f"model.name_or_path={folder}", f"model.gguf_file={NAME}"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    weights = [load_file(each / "model.safetensors") for each in (one, other)]
+    return weights[0].keys() == weights[1].keys() and all(
+        torch.equal(value, weights[1][name]) for name, value in weights[0].items()
+    )
+
+
+def without_a_trace(run: Path) -> bool:
+    """Whether the recipe alone says where the run started. A report lists packages, and code is the library's own."""
+    code = {run / "eval", run / "custom_generate"}
+    files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.parent not in code}
+    said = {file for file, content in files.items() if b"gguf" in content.lower() or TITLE.encode() in content}
+    return said == {run / "recipe.yaml"}
+
+
+def test_it_trains_the_same_weights_as_from_a_plain_checkpoint(folder: Path, finished: Path, tmp_path: Path) -> None:
+    model, tokenizer = skipdecode.load(str(folder), gguf_file=NAME)
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    other = train_small(tmp_path / "run", *START, f"model.name_or_path={tmp_path / 'plain'}", *STEPS)
+    assert [line["loss"] for line in metrics(finished)] == [line["loss"] for line in metrics(other)]
+    assert same_weights(finished, other)
+
+
+def test_the_finished_run_is_a_plain_checkpoint(finished: Path) -> None:
+    assert without_a_trace(finished)
+    model = AutoModelForCausalLM.from_pretrained(finished)
+    inputs = AutoTokenizer.from_pretrained(finished)(["vehicle: ferry | to: Saltfern\n"], return_tensors="pt")
+    assert model.generate(**inputs, do_sample=False, max_new_tokens=4).shape[1] > inputs["input_ids"].shape[1]
+    assert skipdecode.load(str(finished))[0].config.skipdecode["schedules"]
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(
+    folder: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = train.trainer.SkipTrainer.training_step
+
+    def cut_off(trainer: Any, *given: Any, **options: Any) -> Any:
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(trainer, *given, **options)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.trainer.SkipTrainer, "training_step", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            train_small(run, *named(folder), *STEPS)
+    assert (run / "checkpoint-2").is_dir()
+    assert not (run / "config.json").exists()
+    train_small(run, *named(folder), *STEPS)
+    assert same_weights(run, finished)
+
+
+def test_adapters_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run = train_small(tmp_path / "run", *named(folder), *STEPS, "lora.r=2", "optim.learning_rate=0.03")
+    assert without_a_trace(run)
+    assert not (run / "adapter").exists()  # which could name the folder alone as what they adapt
+    written, start = (load_file(run / "model.safetensors"), skipdecode.load(str(folder), gguf_file=NAME)[0])
+    changed = {name for name, value in start.state_dict().items() if name in written and not value.equal(written[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
+
+
+def test_distillation_and_a_shallow_model_start_from_it_too(folder: Path, tmp_path: Path) -> None:
+    more = ("optim.distillation=0.5", "model.layers=6", "train.max_steps=2")
+    run = train_small(tmp_path / "run", *named(folder), *STEPS, *more)
+    assert without_a_trace(run)
+    assert AutoModelForCausalLM.from_pretrained(run).config.num_hidden_layers == 6
+
+
+def test_values_of_its_config_can_be_changed_and_sizes_cannot(folder: Path) -> None:
+    def built(change: str) -> Any:
+        return build_model(load_recipe("e2e-smollm2-135m", [*named(folder), f"model.config.{change}"]), [])[0]
+
+    assert built("attention_dropout=0.25").config.attention_dropout == 0.25
+    with pytest.raises(ConfigError, match="hidden_size can't be changed"):
+        built("hidden_size=32")
+
+
+def test_a_dry_run_reads_it_and_writes_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *named(folder), f"output.dir={out}", "--dry-run"]) == 0
+    written, _ = tiny_llama()
+    assert f"{sum(p.numel() for p in written.parameters()):,}, of which" in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_its_config_is_read_from_the_file_also_where_a_shape_has_the_folders_name(tmp_path: Path) -> None:
+    folder = write_tiny_gguf(tmp_path / "opt-1.3b", *tiny_llama(2))
+    assert model_config(load_recipe("quickstart", [*START, *named(folder)])).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.gguf_file=absent.gguf"], "gguf_file 'absent.gguf': there is no such file in"),
+        (["model.gguf_file=''"], "gguf_file is ''"),
+        (["model.name_or_path=null"], "model.gguf_file is 'tiny.gguf' without model.name_or_path"),
+        (["model.name_or_path=null", "model.shape=opt-tiny"], "without model.name_or_path: name the folder"),
+        (["model.name_or_path=/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
+        (["lora.r=2", "lora.merge=false"], "model.gguf_file is 'tiny.gguf' with lora.merge=false"),
+        (["model.gguf_fil=x"], "did you mean 'model.gguf_file'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train_small(tmp_path / "run", *named(folder), *overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+def test_a_tokenizer_of_ones_own_takes_the_place_of_the_files(folder: Path, finished: Path) -> None:
+    recipe = load_recipe("quickstart", [*START, *named(folder), f"model.tokenizer={finished}"])
+    assert build_model(recipe, [])[1].name_or_path == str(finished)
+
+
+def test_it_is_evaluated_before_it_is_trained(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = ["--task", "departures", "--limit", "3", "--max-new-tokens", "4", "--speedup", "1", "2"]
+    options += ["--task-option", *(f"{key}={value}" for key, value in TASK.items()), "--output", str(tmp_path / "out")]
+    assert eval.cli.main(["--checkpoint", str(folder), *options]) == 2
+    assert "its GGUF file tiny.gguf is read with --gguf-file" in capsys.readouterr().err
+    assert eval.cli.main(["--checkpoint", str(folder), "--gguf-file", NAME, *options]) == 0
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert [row["speedup_target"] for row in rows] == [1, 2]
+
+
+def test_an_evaluation_knows_the_file_that_it_read(folder: Path) -> None:
+    status = (folder / NAME).stat()
+    checkpoint = load_checkpoint(str(folder), None, torch.device("cpu"), gguf_file=NAME)
+    assert checkpoint_identity(checkpoint) == {NAME: [status.st_size, status.st_mtime_ns]}
+
+
+@pytest.mark.parametrize("task", ["e2e", "cnndm"])
+def test_the_recipes_of_smollm2_start_without_the_hub(
+    task: str, folder: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    overrides = [f"model.name_or_path={folder}", f"model.gguf_file={NAME}", f"data.path={shared_data / task}"]
+    overrides += ["data.limit=4", "data.max_completion_tokens=8", "data.max_prompt_tokens=100", "train.max_steps=1"]
+    overrides += ["train.per_device_batch_size=2", "schedule.texts=2", "evaluation.limit=2"]
+    overrides += ["evaluation.max_new_tokens=4", f"output.dir={run}", "tracking.wandb=off"]
+    overrides += [f"data.cache_dir={tmp_path / 'cache'}"]
+    overrides += ["data.options={holdout: 4}"] if task == "cnndm" else []
+    assert train.cli.main(["--recipe", f"{task}-smollm2-135m", *overrides]) == 0
+    assert without_a_trace(run)
