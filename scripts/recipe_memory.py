@@ -40,7 +40,7 @@ def row(name: str, gpus: list[int], overrides: list[str]) -> str:
         new_tokens=recipe.data.max_completion_tokens or task.max_new_tokens,
     )
     estimates = [estimate_memory(recipe, simulated, count) for count in gpus]
-    model = (recipe.model.name_or_path or f"{recipe.model.shape}, random").removeprefix("facebook/")
+    model = (recipe.model.name_or_path or f"{recipe.model.shape}, random").rpartition("/")[2]
     trained = "adapters" if recipe.lora.r is not None else "all weights"
     speeds = [f"{speedup:g}x" for speedup in sampler.speedups]
     cells = [

@@ -26,6 +26,7 @@ def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
         for s in ("1.3b", "6.7b")
         for k in ("", "-lora")
     }
+    named |= {f"{t}-smollm2-135m" for t in ("e2e", "tldr", "cnndm")}
     assert named | {"e2e-opt-125m-scratch", "e2e-tiny", "webnlg-tiny", "viggo-tiny", "quickstart"} == set(
         recipe_names()
     )
