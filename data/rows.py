@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,9 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from data import load_task
 from data.columns import encode_pairs
+from data.options import task_options_of
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, first_line
 
@@ -157,6 +159,15 @@ def _measure(rows: datasets.Dataset) -> Encoded:
     longest = [pc.max(pc.list_value_length(rows.data[name])).as_py() for name in ("prompt_ids", "completion_ids")]
     cut = [pc.sum(rows.data[name]).as_py() for name in ("prompt_cut", "completion_cut")]
     return Encoded(rows.remove_columns(["prompt_cut", "completion_cut"]), *longest, *cut)
+
+
+def training_rows(
+    name: str, data_dir: str | None, option_pairs: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> datasets.Dataset:
+    """The tokenised training split of a task, with its default limits. Raises what the task raises."""
+    task = load_task(name, path=data_dir, **task_options_of(option_pairs))
+    limits = {"max_prompt_tokens": task.max_prompt_tokens, "max_completion_tokens": task.max_new_tokens}
+    return encode_task(task, tokenizer, "train", **limits).rows
 
 
 def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import DistributedConfig
 
-from configs.files import YAML_ERRORS
 from data import Example, Task, load_task
 from data.columns import Prompt
+from data.options import task_options_of
 from eval.decoding import encode_test_set
 from eval.difference import difference
 from eval.machine import machine_identity, versions
@@ -26,7 +25,6 @@ from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.decode import check_mode
-from skipdecode.errors import first_line
 from skipdecode.from_gguf import find_gguf
 from skipdecode.loading import adapted_checkpoint, downloaded, load
 from skipdecode.reach import without_network
@@ -251,22 +249,7 @@ def task_options(
     name = asked or (config.task.get("name") if config is not None else None)
     if name is None:
         raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
-    return name, {**remembered(config, name).get("options", {}), **_changed_options(changes)}
-
-
-def _changed_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of the task from `key=value` pairs. Raises ConfigError for what is none."""
-    for pair in pairs:
-        if not all(part.strip() for part in pair.partition("=")):
-            raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
-    try:
-        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
-    except YAML_ERRORS as error:
-        raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
-    assert isinstance(changes, dict)
-    if "path" in changes:
-        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
-    return {str(key): value for key, value in changes.items()}
+    return name, {**remembered(config, name).get("options", {}), **task_options_of(changes)}
 
 
 def validation_examples(task: Task, limit: int | None, advice: str) -> list[Example]:

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import track
 
 from configs.shapes import random_model, read_shape
-from data.columns import lay_out
 from eval.tables import Table
 from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
 from skipdecode.command import run_command
+from skipdecode.padding import lay_out
 from train.objective import completion_loss, predicting_budgets, unpack_batch
 
 

@@ -16,6 +16,7 @@ _COMMANDS = {
     "compare": "the same prompts at several speeds, side by side with times",
     "export": "a smaller checkpoint for one speed",
     "serve": "answer requests with OpenAI's interface, each at a speed of its own",
+    "order": "find which layers of a model matter most, for schedules that run these",
     "calibrate": "measure this machine's clock once, for speeds that are met on it",
 }
 _LARGEST = 1_000_000  # of what is counted: rows, tokens, rounds
@@ -56,6 +57,16 @@ Time decode steps and prompts of a checkpoint on this machine, and keep the time
 speed that is asked for here is solved for this clock: by skip_generate, by this command and by python -m eval. Without
 such a profile speeds follow from the bytes that a step reads, the same on every machine.
 """
+_ORDER = """\
+Find which layers of a model matter most on rows of a task, and write them to a file, the most important first. Layers
+are taken out one after the other: each time the one without which the model's predictions move least (Kullback-Leibler
+divergence from full depth). Layer 0 and the last one stay. A schedule with placement "order" runs the first layers of
+the order, in training (schedule.placement=order schedule.order=FILE) and as drafts of lossless decoding (--order FILE).
+
+The rows are those of a task's training split (--task; needs a checkout of the repository), or of --file: lines of
+{"prompt": ..., "completion": ...}. Printed are the divergence by number of layers, without any training, and the order
+by Block Influence (ShortGPT, arXiv 2403.03853) beside it.
+"""
 
 
 def run_and_leave() -> NoReturn:
@@ -81,6 +92,7 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
     for name in (
+        "shortlist",
         "batch_size",
         "prompt_length",
         "new_tokens",
@@ -204,6 +216,30 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     _add_serving(serve)
     serve.set_defaults(run=subcommands.serve, trust_remote_code=False)
 
+    order = command(
+        "order",
+        _ORDER,
+        "examples:\n"
+        "  skipdecode order HuggingFaceTB/SmolLM2-135M-Instruct --task e2e --data-dir E2E --output order.json\n"
+        "  skipdecode order me/my-model --file rows.jsonl --output order.json",
+    )
+    _add_checkpoint(order, weights=None)
+    order.add_argument("--output", required=True, metavar="FILE", help="a new JSON file")
+    order.add_argument("--task", metavar="NAME", help="the task whose training split has the rows")
+    order.add_argument("--data-dir", metavar="DIR", help="the folder of the task's files; default: the Hub")
+    order.add_argument(
+        "--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task"
+    )
+    order.add_argument("--file", metavar="FILE", help="rows of your own, in place of a task")
+    order.add_argument(
+        "--rows", type=int, default=64, metavar="N", help="drawn from them (default 64; fewer of long ones)"
+    )
+    order.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw (default 0)")
+    order.add_argument(
+        "--shortlist", type=int, default=5, metavar="N", help="layers that each removal tries (default 5)"
+    )
+    order.set_defaults(run=subcommands.order)
+
     calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")
     _add_checkpoint(calibrate)
     sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
@@ -219,6 +255,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         "compare": compare,
         "export": export,
         "serve": serve,
+        "order": order,
         "calibrate": calibrate,
     }
 
@@ -226,7 +263,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 def _add_checkpoint(
     parser: argparse.ArgumentParser,
     *,
-    weights: str = "what prompts and decode steps are computed with",
+    weights: str | None = "what prompts and decode steps are computed with",
     trusts: bool = True,
 ) -> None:
     parser.add_argument("checkpoint", help="a folder, or a repository of the Hub")
@@ -239,11 +276,12 @@ def _add_checkpoint(
         choices=["float32", "bfloat16", "float16"],
         help="default: as it is stored (float32 from GGUF)",
     )
-    parser.add_argument(
-        "--weights",
-        choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
-        help=weights,
-    )
+    if weights is not None:
+        parser.add_argument(
+            "--weights",
+            choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
+            help=weights,
+        )
     if trusts:
         parser.add_argument(
             "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings"

@@ -84,7 +84,10 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
             "train with schedule.prompt=max"
         )
     stop = schedule.prompt_stop if schedule.stopped_layers else None
-    smaller = replace(schedule, num_layers=len(kept), prompt_stop=stop)
+    order = schedule.order
+    if order is not None:  # the same layers by their new numbers
+        order = tuple(kept.index(layer) for layer in order if layer in kept)
+    smaller = replace(schedule, num_layers=len(kept), prompt_stop=stop, order=order)
     for budget in (*range(schedule.min_layers, schedule.max_layers + 1), schedule.prompt_budget):
         if tuple(kept[n] for n in smaller.layers_for(budget)) != schedule.layers_for(budget):
             raise ConfigError(

@@ -7,7 +7,7 @@ integers, so the object that trains a model is the object that decodes with it, 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,7 @@ from skipdecode.plain_json import parse_json
 MOST_LAYERS, LONGEST_HORIZON, LARGEST_RATE = 1_000, 1_000_000, 1_000_000
 
 Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
-Placement = Literal["top", "bottom", "even", "ends"]
+Placement = Literal["top", "bottom", "even", "ends", "order"]
 PromptPolicy = Literal["full", "max"]  # or a number of layers
 Over = Literal["decode", "all"]  # the time that a speed is of: of decoding alone, or of prompt and decoding together
 
@@ -49,6 +49,35 @@ _PROGRESS: dict[str, Callable[[float, float], float]] = {
 }
 
 
+def check_order(order: Iterable[int], num_layers: int, warmup_layers: int = 1) -> tuple[int, ...]:
+    """An order of layers as plain integers, the most important layer first.
+
+    Raises ConfigError unless it holds every index from 0 to `num_layers` - 1 once, and the `warmup_layers` lowest ones
+    first: transformers takes lengths and masks from the cache of layer 0, which must therefore always run (law 2).
+
+    >>> check_order([0, 3, 1, 2], 4)
+    (0, 3, 1, 2)
+    """
+    try:
+        layers = tuple(order)
+    except TypeError as error:
+        raise ConfigError(f"order is {order!r}: it must be a list of layer indices") from error
+    if isinstance(order, str) or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in layers):
+        raise ConfigError(f"order is {str(order)[:80]!r}: it must be a list of layer indices")
+    layers = tuple(map(int, layers))
+    if len(layers) != num_layers:
+        raise ConfigError(f"order has {len(layers)} layers: it must have each of the model's {num_layers} once")
+    if missing := sorted(set(range(num_layers)) - set(layers)):
+        raise ConfigError(f"order lacks layer {missing[0]}: it must have each of 0 to {num_layers - 1} once")
+    if set(layers[:warmup_layers]) != set(range(warmup_layers)):
+        lowest = "layer 0" if warmup_layers == 1 else f"layers 0 to {warmup_layers - 1}"
+        raise ConfigError(
+            f"order starts with {', '.join(map(str, layers[:warmup_layers]))}: it must start with {lowest}, as "
+            f"warmup_layers is {warmup_layers}"
+        )
+    return layers
+
+
 @dataclass(frozen=True)
 class SkipSchedule:
     """The layers that each generated token runs (SkipDecode, arXiv 2307.02628, section 3).
@@ -56,6 +85,9 @@ class SkipSchedule:
     Step i takes generated token i (0-based) as its input and runs `budget(i)` layers: `max_layers` at i = 0, falling
     along `decay` to `min_layers` at i = horizon - 1, and `min_layers` from there on. The first `warmup_layers` layers
     always run; `placement` says where the others lie.
+
+    Law 1 asks for nested sets and nothing more, so any order of the layers gives a schedule: a budget of k runs the
+    first k of the order.
 
     Args:
         num_layers: layers of the model (L).
@@ -68,7 +100,7 @@ class SkipSchedule:
             "cosine", "step" (plateaus of equal length).
         placement: "top", the first w and the last k - w (the paper's); "bottom", the first k (early termination);
             "even", spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends", half of the budget at
-            either end (D3, arXiv 2503.08524).
+            either end (D3, arXiv 2503.08524); "order", the first k of `order`.
         prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers;
             a number of layers from max_layers to num_layers, placed likewise.
         decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
@@ -76,6 +108,8 @@ class SkipSchedule:
         prompt_stop: None, the prompt's tokens run the layers that `prompt` says; n, they run the lowest n of them and
             stop, and the others take keys and values from that state (SwiftKV, arXiv 2410.03960, section 3.1). The last
             token of the prompt, which the first new one comes from, runs on.
+        order: with placement "order" alone: every layer's index once, the most important one first. It starts with the
+            warm-up layers, 0 to warmup_layers - 1.
 
     Raises:
         ConfigError: unless 1 <= warmup_layers <= min_layers <= max_layers <= num_layers, and every field is valid.
@@ -90,6 +124,9 @@ class SkipSchedule:
         (6, 0, 1, 2, 3, 6)
         >>> schedule.mean_budget(6)
         3.0
+        >>> ordered = SkipSchedule(num_layers=4, max_layers=3, min_layers=2, placement="order", order=(0, 3, 1, 2))
+        >>> [ordered.layers_for(budget) for budget in (3, 2)]
+        [(0, 1, 3), (0, 3)]
         >>> SkipSchedule(num_layers=12, max_layers=4, min_layers=8)
         Traceback (most recent call last):
             ...
@@ -106,6 +143,7 @@ class SkipSchedule:
     prompt: PromptPolicy | int = "full"
     decay_rate: float | None = None
     prompt_stop: int | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
@@ -132,6 +170,7 @@ class SkipSchedule:
         for name, allowed in (("decay", Decay), ("placement", Placement)):
             if getattr(self, name) not in get_args(allowed):
                 raise unknown(name, str(getattr(self, name)), get_args(allowed))
+        self._check_order()
         self._check_prompt()
         self._check_stop()
         self._check_rate()
@@ -141,6 +180,16 @@ class SkipSchedule:
         sets = [set(self.layers_for(budget)) for budget in budgets]
         if sorted(budgets, reverse=True) != list(budgets) or any(not b <= a for a, b in pairwise(sets)):
             raise ConfigError(f"decay {self.decay!r} with placement {self.placement!r} is not nested (law 1): {self}")
+
+    def _check_order(self) -> None:
+        order = self.order
+        if order is None:
+            if self.placement == "order":
+                raise ConfigError("placement is 'order': it needs order, every layer's index once")
+            return
+        if self.placement != "order":
+            raise ConfigError(f"order is given with placement {self.placement!r}: it goes with placement 'order' alone")
+        object.__setattr__(self, "order", check_order(order, self.num_layers, self.warmup_layers))
 
     def _check_prompt(self) -> None:
         prompt = self.prompt
@@ -239,6 +288,8 @@ class SkipSchedule:
     def layers_for(self, budget: int) -> tuple[int, ...]:
         """Indices of the layers of a budget between min_layers and num_layers, ascending."""
         layers, warmup = range(self.num_layers), self.warmup_layers
+        if self.order is not None:
+            return tuple(sorted(self.order[:budget]))
         if self.placement == "even":
             return self._even_layers[budget]
         if self.placement == "bottom":
@@ -323,8 +374,11 @@ class SkipSchedule:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; `from_dict` makes an equal schedule of them."""
         values = asdict(self)
-        if self.prompt_stop is None:  # so that versions that know of no stop read the schedules that have none
-            del values["prompt_stop"]
+        for name in ("prompt_stop", "order"):  # so that versions that don't know one read the schedules without it
+            if values[name] is None:
+                del values[name]
+        if self.order is not None:
+            values["order"] = list(self.order)  # as JSON gives it back
         return values
 
     @classmethod

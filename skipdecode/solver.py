@@ -37,6 +37,7 @@ def solve_schedule(
     prompt: PromptPolicy | int = "full",
     decay_rate: float | None = None,
     prompt_stop: int | None = None,
+    order: Iterable[int] | None = None,
     spread: float = 0.5,
     over: Over = "decode",
     lengths: Lengths | Iterable[int] | None = None,
@@ -66,6 +67,7 @@ def solve_schedule(
             that prompts run.
         decay_rate: as in SkipSchedule.
         prompt_stop: as in SkipSchedule; full depth has none.
+        order: as in SkipSchedule.
         spread: how far max_layers and min_layers lie apart, (max - min) / (max + min): 0 is a constant budget, 0.5 a
             max of three times the min. It is kept as nearly as the target allows. A constant decay has none: what
             doesn't fall within the horizon must not fall at its end.
@@ -92,6 +94,8 @@ def solve_schedule(
     if warmup_layers > cost.num_layers:
         raise ConfigError(f"warmup_layers is {warmup_layers}: it must lie between 1 and num_layers ({cost.num_layers})")
     shape = {"warmup_layers": warmup_layers, "horizon": horizon, "decay": decay, "placement": placement}
+    if order is not None:
+        shape["order"] = tuple(order)
     stop = None if speedup == 1 else prompt_stop
     target = _Target(cost, speedup, over, spread, {**shape, "decay_rate": decay_rate, "prompt_stop": stop})
     least = target.schedule(warmup_layers, warmup_layers, prompt if over == "decode" else "max")

@@ -1,6 +1,7 @@
 """What each subcommand of `skipdecode` does with its options."""
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -285,6 +286,81 @@ def calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def order(options: argparse.Namespace) -> int:
+    """Find the order of a model's layers, and write it to a file. Returns the exit status."""
+    output = Path(options.output)
+    if output.exists():
+        raise ConfigError(f"--output {output} exists: name a new file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: {output.parent} is no folder")
+    if (options.task is None) == (options.file is None):
+        raise ConfigError("the rows come from --task NAME or from --file FILE: name one of the two")
+    if options.file is not None and (options.data_dir is not None or options.task_options):
+        raise ConfigError("--data-dir and --task-option are of a --task: leave them out beside --file")
+    import torch
+    from transformers.utils.logging import tqdm
+
+    from skipdecode.device import resolve_device
+    from skipdecode.internals import has_bfloat16_on_cpu
+    from skipdecode.layer_order import choose_rows, find_order
+    from skipdecode.loading import load
+
+    device = resolve_device(options.device)
+    fast = torch.bfloat16 if has_bfloat16_on_cpu() or device.type == "cuda" else None
+    dtype = getattr(torch, options.dtype) if options.dtype else fast
+    model, tokenizer = load(options.checkpoint, dtype, trust_remote_code=options.trust_remote_code)
+    model.to(device)  # type: ignore[arg-type]
+    rows = choose_rows(_rows(options, tokenizer), options.rows, seed=options.seed)
+    with tqdm(desc="layers removed", unit=" layers") as bar:
+
+        def advance(removed: int, total: int, divergence: float) -> None:
+            bar.total = total
+            bar.set_postfix_str(f"divergence {divergence:.3f}")
+            bar.update()
+
+        found = find_order(model, rows, shortlist=options.shortlist, advance=advance)
+    found.save(output)
+    listed = [f"{layers}: {value:.3f}" for layers, value in found.divergence.items()]
+    print(f"order, the most important layer first: {' '.join(map(str, found.order))}")
+    print(f"by Block Influence:                    {' '.join(map(str, found.by_influence))}")
+    print("divergence from full depth by number of layers, in nats per predicted token, without any training:")
+    print(textwrap.fill("  ".join(listed), 100))
+    print(
+        f"measured on {found.rows} rows, {found.tokens} predicted tokens, in {found.seconds:.0f} s; written to {output}"
+    )
+    return 0
+
+
+def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
+    """Rows of a task's training split, or of --file, tokenised. Raises ConfigError where they can't be read."""
+    if options.file is None:
+        root = Path(__file__).resolve().parent.parent
+        if not (root / "data" / "rows.py").is_file():
+            raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
+        sys.path.insert(0, str(root))
+        rows: Sequence[dict[str, Any]] = importlib.import_module("data.rows").training_rows(
+            options.task, options.data_dir, options.task_options, tokenizer
+        )
+        return rows
+    try:
+        text = Path(options.file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file {options.file!r} can't be read: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"--file {options.file!r}, line {number}"
+        prompt, completion = _texts_of(line, where, ("prompt", "completion"))
+        ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        rows.append({"prompt_ids": tokenizer(prompt)["input_ids"], "completion_ids": [*ids, tokenizer.eos_token_id]})
+        if not rows[-1]["prompt_ids"]:
+            raise ConfigError(f"{where}: the prompt has no token")
+    if not rows:
+        raise ConfigError(f"--file {options.file!r} holds no row: every line is empty")
+    return rows
+
+
 def serve(options: argparse.Namespace) -> int:
     """Answer requests until it is told to end. Returns the exit status."""
     try:
@@ -361,18 +437,22 @@ def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]
         raise ConfigError(f"{where} holds no prompt: every line is empty")
     if not as_json:
         return [_unescaped(line) for _, line in numbered]
-    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+    return [_texts_of(line, f"{where}, line {number}")[0] for number, line in numbered]
 
 
-def _prompt_of(line: str, where: str) -> str:
+def _texts_of(line: str, where: str, keys: Sequence[str] = ("prompt",)) -> list[str]:
+    """The texts of a JSON object. Raises ConfigError that says where a line has none."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:  # also an endless number, and nesting without end
-        raise ConfigError(f"{where}: expected a JSON object with a prompt, found {line[:40]!r}") from error
-    prompt = values.get("prompt") if isinstance(values, dict) else None
-    if not isinstance(prompt, str):
-        raise ConfigError(f"{where}: expected a JSON object whose prompt is a text, found {line[:40]!r}")
-    return prompt
+        raise ConfigError(
+            f"{where}: expected a JSON object with a {' and a '.join(keys)}, found {line[:40]!r}"
+        ) from error
+    texts = [values.get(key) if isinstance(values, dict) else None for key in keys]
+    for key, text in zip(keys, texts, strict=True):
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: expected a JSON object whose {key} is a text, found {line[:40]!r}")
+    return texts
 
 
 def _unescaped(prompt: str) -> str:

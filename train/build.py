@@ -24,7 +24,8 @@ from skipdecode.loading import check_trust, load_model, load_tokenizer
 from skipdecode.reach import without_network
 from train.adapters import add_adapters
 from train.base_settings import check_readable
-from train.recipe import Recipe
+from train.layer_order import given_order
+from train.recipe import ModelSection, Recipe
 from train.shallow import shrink_config, shrink_model
 
 
@@ -43,8 +44,19 @@ def model_config(recipe: Recipe) -> PretrainedConfig:
     """
     config = _whole_config(recipe)
     if recipe.model.layers is not None:
-        shrink_config(config, recipe.model.layers, recipe.model.keep)
+        _shrink(config, recipe.model)
     return config
+
+
+def _shrink(whole: PretrainedConfig | PreTrainedModel, section: ModelSection) -> None:
+    """Make a config, or a model, that of the recipe's shallow model. Raises ConfigError as `kept_layers` does."""
+    assert section.layers is not None
+    depth = text_config(whole.config if isinstance(whole, PreTrainedModel) else whole).num_hidden_layers
+    order = None if section.order is None else given_order(section.order, depth, "model.order")
+    if isinstance(whole, PreTrainedModel):
+        shrink_model(whole, section.layers, section.keep, order)
+    else:
+        shrink_config(whole, section.layers, section.keep, order)
 
 
 def _whole_config(recipe: Recipe) -> PretrainedConfig:
@@ -142,7 +154,7 @@ def build_model(
         config = shape_config({"vocab_size": len(tokenizer), **special, **shape})
         _check_vocabulary(config, tokenizer)
         if section.layers is not None:
-            shrink_config(config, section.layers, section.keep)
+            _shrink(config, section)
         return random_model(config, getattr(torch, section.dtype)), tokenizer
     except ConfigError as error:
         raise ConfigError(f"model.shape {section.shape!r}: {error}") from error
@@ -190,7 +202,7 @@ def _pretrained(
     except ConfigError as error:
         raise ConfigError(f"model.name_or_path {name!r}: {error}") from error
     if section.layers is not None:
-        shrink_model(model, section.layers, section.keep)
+        _shrink(model, section)
     if section.layers is not None or changes or section.gguf_file is not None:
         model.name_or_path = ""  # it is another model than the one of that name, to which its adapters don't belong
     return model, tokenizer

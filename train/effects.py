@@ -138,6 +138,14 @@ RULES: tuple[Rule, ...] = (
         "say how many layers are kept, as in model.layers=4",
     ),
     Rule(
+        *("model.order", "model.keep", lambda recipe: recipe.model.keep != "order"),
+        "layers are kept by an order under model.keep=order alone; set that, or leave it out",
+    ),
+    Rule(
+        *("schedule.order", "schedule.placement", lambda recipe: recipe.schedule.placement != "order"),
+        "layers run by an order under schedule.placement=order alone; set that, or leave it out",
+    ),
+    Rule(
         *("model.vocab_size", "model.name_or_path"),
         lambda recipe: recipe.model.name_or_path is not None and recipe.model.shape is None,
         "a pretrained model has a tokenizer, and none is trained; leave it out",
@@ -172,11 +180,17 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(f"schedule.{name}", "schedule.files", _is_set("schedule.files"), _FROM_FILES)
-        for name in ("decay", "decay_rate", "placement", "prompt", "prompt_stop", "warmup_layers")
+        for name in ("decay", "decay_rate", "placement", "order", "prompt", "prompt_stop", "warmup_layers")
     ),
     *(
         Rule(f"schedule.{name}", "optim.exits", _differs_from_exits(f"schedule.{name}", own), _OF_EXITS)
-        for name, own in (("decay", "constant"), ("decay_rate", None), ("placement", "bottom"), ("spread", 0))
+        for name, own in (
+            ("decay", "constant"),
+            ("decay_rate", None),
+            ("placement", "bottom"),
+            ("order", None),
+            ("spread", 0),
+        )
     ),
     Rule(
         *("schedule.decay_rate", "schedule.decay", lambda recipe: recipe.schedule.decay not in DEFAULT_RATES),

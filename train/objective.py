@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from data.columns import IGNORED
 from skipdecode import SkipSchedule
+from skipdecode.padding import IGNORED
 from train.exits import Exits
 from train.recipe import OptimSection
 

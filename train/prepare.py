@@ -22,11 +22,13 @@ from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head, text_config
+from skipdecode.layer_order import LayerOrder
 from skipdecode.lengths import Lengths
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
+from train.layer_order import AUTO, given_order, measured_order, stand_in_order
 from train.objective import Objective
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler, default_speedup, make_sampler
@@ -48,6 +50,7 @@ class Prepared:
         skip_config: what the checkpoint will remember.
         arguments: the Trainer's.
         left_out: settings of the base model that the finished checkpoint goes without, with where they stood.
+        layer_order: that was measured for the run; None where the recipe asks for none.
     """
 
     model: Any
@@ -58,6 +61,7 @@ class Prepared:
     skip_config: SkipConfig
     arguments: TrainingArguments
     left_out: list[str]
+    layer_order: LayerOrder | None = None
 
     @property
     def cost(self) -> CostModel:
@@ -78,8 +82,10 @@ class Prepared:
         return math.ceil(self.arguments.num_train_epochs * an_epoch)
 
 
-def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepared:
+def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure_order: bool = True) -> Prepared:
     """Build what a recipe names, for a run with the arguments of `make_arguments`.
+
+    Without `measure_order` another order stands in for one that would be measured (`schedule.order=auto`).
 
     Raises ConfigError for settings and data that can't be used.
     """
@@ -106,7 +112,11 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
             f"the model's config has layerdrop {rate}, by which steps leave out layers that their schedule runs: set "
             "model.config.layerdrop=0"
         )
-    sampler, skip_config = recipe_sampler(recipe, task, _cost(model, arguments), encoded.rows)
+    layer_order = (
+        measured_order(recipe, model, encoded.rows, Path(str(arguments.output_dir))) if measure_order else None
+    )
+    order = None if layer_order is None else layer_order.order
+    sampler, skip_config = recipe_sampler(recipe, task, _cost(model, arguments), encoded.rows, order=order)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # Data of one's own may be private, and what a checkpoint holds is published.
     if len(example) <= LONGEST_EXAMPLE and task.name != OwnText.name:
@@ -117,7 +127,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments) -> Prepare
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
     trained = as_it_trains(model, recipe)
-    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out)
+    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out, layer_order)
 
 
 def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
@@ -199,9 +209,16 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
 
 
 def recipe_sampler(
-    recipe: Recipe, task: Task, cost: CostModel, rows: datasets.Dataset | None = None
+    recipe: Recipe,
+    task: Task,
+    cost: CostModel,
+    rows: datasets.Dataset | None = None,
+    *,
+    order: Sequence[int] | None = None,
 ) -> tuple[ScheduleSampler, SkipConfig]:
     """The recipe's schedules, to draw from and to save, for texts and prompts as long as those of the training rows.
+
+    `order` is the one that was measured for `schedule.order=auto`; without it another one stands in.
 
     With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
     a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
@@ -220,6 +237,10 @@ def recipe_sampler(
     }
     if section.prompt_stop is not None:
         solver["prompt_stop"] = section.prompt_stop
+    if section.order is not None:
+        if section.order != AUTO:
+            order = given_order(section.order, cost.num_layers, "schedule.order")
+        solver["order"] = list(order or stand_in_order(cost.num_layers))
     files = None if section.files is None else [SkipSchedule.load(file) for file in section.files]
     if files is not None:
         solver |= _kind_of(files)
@@ -282,7 +303,7 @@ def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
     if not skipping:
         return {}
     kind: dict[str, Any] = {}
-    for name in ("placement", "decay", "decay_rate", "warmup_layers", "prompt_stop"):
+    for name in ("placement", "order", "decay", "decay_rate", "warmup_layers", "prompt_stop"):
         values = list(dict.fromkeys(getattr(schedule, name) for schedule in skipping))
         if len(values) > 1:
             raise ConfigError(
@@ -290,6 +311,8 @@ def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
                 "batches of other sizes by one setting of it; train one for each"
             )
         kind |= {name: values[0]} if values[0] is not None else {}
+    if "order" in kind:
+        kind["order"] = list(kind["order"])  # as JSON gives it back
     prompts = [schedule.prompt for schedule in skipping]
     layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # which the solver may have lowered
     kind["prompt"] = "full" if "full" in prompts else max(layers) if layers else "max"

@@ -48,7 +48,10 @@ class ModelSection(Section):
     keep: Placement | None = Field(
         None,
         description="which of them: even, the first and the last among them (null is that); top, the first and the "
-        "last ones; bottom, the first ones; ends, as many of either",
+        "last ones; bottom, the first ones; ends, as many of either; order, the first ones of model.order",
+    )
+    order: str | list[int] | None = Field(
+        None, description="with keep=order: the layers, the most important one first, or a file of `skipdecode order`"
     )
     tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
     vocab_size: int = Field(512, ge=1, le=1_000_000, description="tokens of the tokenizer that is trained for a shape")
@@ -91,6 +94,11 @@ class ScheduleSection(Section):
     decay: Decay = Field("linear", description="how the budget falls")
     decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")
     placement: Placement = Field("top", description="where the layers that run lie")
+    order: str | list[int] | None = Field(
+        None,
+        description="with placement=order: the layers, the most important one first; a file of `skipdecode order`; or "
+        "auto: measured on the training rows before training, which takes minutes, and kept with the run",
+    )
     prompt: PromptPolicy | int = Field(
         "full", description="full: prompts run every layer; max: those of the largest budget; a number: so many at most"
     )
@@ -303,6 +311,7 @@ def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool
         raise _as_config_error(error, path) from error
     overridden = None if of_a_run else {_dotted(override) for override in overrides or []}
     recipe: Recipe = drop_without_effect(validated, overridden)
+    _check_orders(recipe)
     if recipe.output.dir is None:
         output = OutputSection(dir=os.path.join("outputs", path.stem))
         recipe = recipe.model_copy(update={"output": output})
@@ -323,6 +332,17 @@ def _check_values(value: Any, where: str, key: str = "") -> None:
         raise ConfigError(f"{where}: {key} is {value}: it must be a number within {LARGEST}")
     elif isinstance(value, str) and any(mark == "\0" or "\ud800" <= mark <= "\udfff" for mark in value):
         raise ConfigError(f"{where}: {key} is {value!r}: it must be text in UTF-8, without NUL")
+
+
+def _check_orders(recipe: Recipe) -> None:
+    """Raises ConfigError for a placement by an order that isn't given."""
+    schedule, model = recipe.schedule, recipe.model
+    if schedule.placement == "order" and schedule.order is None:
+        raise ConfigError("schedule.placement is 'order' without schedule.order: name the layers, a file, or auto")
+    if model.keep == "order" and model.order is None:
+        raise ConfigError("model.keep is 'order' without model.order: name the layers, or a file of them")
+    if model.order == "auto":
+        raise ConfigError("model.order is 'auto': find it first, with `skipdecode order`, and name the file")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:

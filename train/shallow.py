@@ -1,5 +1,7 @@
 """Shallow models: some of a model's layers and the rest of it, as a plain checkpoint of fewer layers."""
 
+from collections.abc import Sequence
+
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode import ConfigError, SkipSchedule
@@ -8,13 +10,16 @@ from skipdecode.prune import keep_in_config, keep_layers
 from skipdecode.schedule import Placement
 
 
-def kept_layers(num_layers: int, keep: int, placement: Placement | None = None) -> tuple[int, ...]:
+def kept_layers(
+    num_layers: int, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The layers that a shallow model keeps: those that a constant budget of `keep` runs. One alone is the first.
 
     Args:
         num_layers: of the whole model.
         keep: of the shallow one.
         placement: where they lie; None: even, spaced over the depth, the first and the last among them.
+        order: with placement "order" alone, as in SkipSchedule.
 
     Raises:
         ConfigError: unless 1 <= keep <= num_layers.
@@ -24,22 +29,27 @@ def kept_layers(num_layers: int, keep: int, placement: Placement | None = None) 
     """
     if not 1 <= keep <= num_layers:
         raise ConfigError(f"model.layers is {keep}: it must lie between 1 and the model's {num_layers} layers")
-    return SkipSchedule(num_layers, keep, keep, placement=placement or "even").layers_for(keep)
+    order = None if order is None else tuple(order)
+    return SkipSchedule(num_layers, keep, keep, placement=placement or "even", order=order).layers_for(keep)
 
 
-def shrink_config(config: PretrainedConfig, keep: int, placement: Placement | None = None) -> None:
+def shrink_config(
+    config: PretrainedConfig, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
+) -> None:
     """Make a config that of the shallow model. Raises ConfigError as `kept_layers` does.
 
     Also where a layer computes by its number, which in the shallow model is another one.
     """
-    kept = kept_layers(text_config(config).num_hidden_layers, keep, placement)
+    kept = kept_layers(text_config(config).num_hidden_layers, keep, placement, order)
     try:
         keep_in_config(config, kept)
     except ConfigError as error:
         raise ConfigError(f"model.layers is {keep}: {error}") from error
 
 
-def shrink_model(model: PreTrainedModel, keep: int, placement: Placement | None = None) -> None:
+def shrink_model(
+    model: PreTrainedModel, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
+) -> None:
     """Take all layers but `keep` out of a model (DistilBERT's way to make a student, Sanh et al. 2019).
 
     Its logits are then those of the whole model when it skips the same layers for every column.
@@ -47,12 +57,12 @@ def shrink_model(model: PreTrainedModel, keep: int, placement: Placement | None 
     Args:
         model: changed in place, with its config.
         keep: layers that stay.
-        placement: where they lie, as in `kept_layers`.
+        placement, order: where they lie, as in `kept_layers`.
 
     Raises:
         ConfigError: as `shrink_config` does, before anything is changed.
     """
-    kept = kept_layers(len(decoder_layers(model)), keep, placement)
+    kept = kept_layers(len(decoder_layers(model)), keep, placement, order)
     try:
         keep_layers(model, kept)
     except ConfigError as error:

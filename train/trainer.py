@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from data.columns import IGNORED
 from skipdecode import ConfigError, SkipSchedule, skip_layers
 from skipdecode.attach import LayerGate
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import decoder_layers, text_config
+from skipdecode.padding import IGNORED
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
 from train.exits import Exits, run_exits
 from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch

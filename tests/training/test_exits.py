@@ -11,10 +11,10 @@ from tiny_models import PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from data.columns import IGNORED, lay_out
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip_layers
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.families import FAMILIES, Family, exit_head, register_family
+from skipdecode.padding import IGNORED, lay_out
 from train.build import build_task, checkpoint_activations
 from train.dry_run.simulation import simulate_step
 from train.exits import run_exits

@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from data.columns import IGNORED
 from skipdecode import SkipSchedule
+from skipdecode.padding import IGNORED
 from train.dry_run.work import step_work
 from train.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
 from train.sampling import Draw

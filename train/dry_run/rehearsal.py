@@ -72,7 +72,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     check_folder(folder, recipe)
     recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"wandb": "off"})})
     task = build_task(recipe)
-    prepared = prepare(recipe, task, make_arguments(recipe, folder))
+    prepared = prepare(recipe, task, make_arguments(recipe, folder), measure_order=False)
     check_evaluation(recipe, task, prepared)
     warn_left_out(make_console(stderr=True, quiet=not is_first_process()), prepared)
     rows = prepared.encoded.rows

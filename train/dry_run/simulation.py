@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from data.columns import lay_out
 from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
+from skipdecode.padding import lay_out
 from train.build import as_it_trains
 from train.objective import Objective
 from train.recipe import Recipe

@@ -1,0 +1,24 @@
+"""Options of a task as a command line names them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from configs.files import YAML_ERRORS
+from skipdecode.errors import ConfigError, first_line
+
+
+def task_options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """The options of a task that `--task-option KEY=VALUE` names. Raises ConfigError for what is none."""
+    for pair in pairs:
+        if not all(part.strip() for part in pair.partition("=")):
+            raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
+    try:
+        changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+    except YAML_ERRORS as error:
+        raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
+    assert isinstance(changes, dict)
+    if "path" in changes:
+        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
+    return {str(key): value for key, value in changes.items()}
