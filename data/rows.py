@@ -166,8 +166,13 @@ def training_rows(
 ) -> datasets.Dataset:
     """The tokenised training split of a task, with its default limits. Raises what the task raises."""
     task = load_task(name, path=data_dir, **task_options_of(option_pairs))
-    limits = {"max_prompt_tokens": task.max_prompt_tokens, "max_completion_tokens": task.max_new_tokens}
-    return encode_task(task, tokenizer, "train", **limits).rows
+    return encode_task(
+        task,
+        tokenizer,
+        "train",
+        max_prompt_tokens=task.max_prompt_tokens,
+        max_completion_tokens=task.max_new_tokens,
+    ).rows
 
 
 def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:

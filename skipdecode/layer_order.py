@@ -238,7 +238,8 @@ class _Measured:
         labels = batch["labels"][:, batch["prompt_columns"] :]
         columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
         logits = self._model(**columns, use_cache=False, logits_to_keep=labels.shape[1] + 1).logits
-        return logits[:, :-1][labels != IGNORED].float()
+        predicted: torch.Tensor = logits[:, :-1][labels != IGNORED].float()
+        return predicted
 
     def _influence(self) -> tuple[float, ...]:
         """Block Influence of each layer, over the positions that hold tokens; the last layer's is not known: 1."""

@@ -448,10 +448,12 @@ def _texts_of(line: str, where: str, keys: Sequence[str] = ("prompt",)) -> list[
         raise ConfigError(
             f"{where}: expected a JSON object with a {' and a '.join(keys)}, found {line[:40]!r}"
         ) from error
-    texts = [values.get(key) if isinstance(values, dict) else None for key in keys]
-    for key, text in zip(keys, texts, strict=True):
+    texts = []
+    for key in keys:
+        text = values.get(key) if isinstance(values, dict) else None
         if not isinstance(text, str):
             raise ConfigError(f"{where}: expected a JSON object whose {key} is a text, found {line[:40]!r}")
+        texts.append(text)
     return texts
 
 
