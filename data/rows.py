@@ -162,15 +162,19 @@ def _measure(rows: datasets.Dataset) -> Encoded:
 
 
 def training_rows(
-    name: str, data_dir: str | None, option_pairs: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    name: str,
+    data_dir: str | None,
+    option_pairs: Sequence[str],
+    max_prompt_tokens: int | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> datasets.Dataset:
-    """The tokenised training split of a task, with its default limits. Raises what the task raises."""
+    """The tokenised training split of a task; None: the task's default. Raises what the task raises."""
     task = load_task(name, path=data_dir, **task_options_of(option_pairs))
     return encode_task(
         task,
         tokenizer,
         "train",
-        max_prompt_tokens=task.max_prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens or task.max_prompt_tokens,
         max_completion_tokens=task.max_new_tokens,
     ).rows
 

@@ -93,6 +93,7 @@ def _check(options: argparse.Namespace) -> None:
     given = vars(options)
     for name in (
         "shortlist",
+        "max_prompt_tokens",
         "batch_size",
         "prompt_length",
         "new_tokens",
@@ -229,6 +230,9 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     order.add_argument("--data-dir", metavar="DIR", help="the folder of the task's files; default: the Hub")
     order.add_argument(
         "--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task"
+    )
+    order.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="longer articles and posts are cut (default: the task's)"
     )
     order.add_argument("--file", metavar="FILE", help="rows of your own, in place of a task")
     order.add_argument(

@@ -339,7 +339,7 @@ def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any
             raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
         sys.path.insert(0, str(root))
         rows: Sequence[dict[str, Any]] = importlib.import_module("data.rows").training_rows(
-            options.task, options.data_dir, options.task_options, tokenizer
+            options.task, options.data_dir, options.task_options, options.max_prompt_tokens, tokenizer
         )
         return rows
     try:

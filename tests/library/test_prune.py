@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_orders import placements
 from hypothesis import given
 from hypothesis import strategies as st
 from lean_cases import fresh
@@ -34,10 +35,10 @@ def test_the_smaller_schedule_runs_the_same_layers(data: Any) -> None:
         least,
         warmup_layers=warmup,
         horizon=data.draw(st.integers(1, 30)),
-        placement=data.draw(st.sampled_from(["top", "bottom", "ends"])),
         decay=data.draw(st.sampled_from(["linear", "cosine", "exponential"])),
         prompt="max",
         prompt_stop=data.draw(st.none() | st.integers(warmup, depth)),
+        **data.draw(placements(depth, warmup, even=False)),
     )
     kept, smaller = pruned_schedule(schedule)
     assert smaller.num_layers == len(kept) == most
@@ -190,7 +191,7 @@ def test_a_standalone_model_has_the_layers_that_every_token_runs_or_is_refused(d
         most,
         data.draw(st.integers(1, most)),
         horizon=data.draw(st.integers(1, 12)),
-        placement=data.draw(st.sampled_from(["top", "bottom", "even", "ends"])),
+        **data.draw(placements(depth, 1)),
         decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
         prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(most, depth))),
         prompt_stop=data.draw(st.none() | st.integers(1, depth)),

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from drawn_orders import orders, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, SkipSchedule
 
 DECAYS = ["linear", "constant", "power", "exponential", "cosine", "step"]
-PLACEMENTS = ["top", "bottom", "even", "ends"]
 
 
 @st.composite
@@ -33,10 +33,10 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         warmup_layers=warmup,
         horizon=draw(st.integers(1, 80)),
         decay=decay,
-        placement=draw(st.sampled_from(PLACEMENTS)),
         prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, depth)),
         decay_rate=rate,
         prompt_stop=draw(st.none() | st.integers(warmup, depth)),
+        **draw(placements(depth, warmup)),
     )
 
 
@@ -109,7 +109,7 @@ def test_linear_decay_is_the_papers_formula(least: int, extra: int, horizon: int
 
 @given(schedules())
 def test_top_placement_is_the_first_w_and_the_last_k_minus_w(schedule: SkipSchedule) -> None:
-    top = SkipSchedule.from_dict({**schedule.to_dict(), "placement": "top"})
+    top = SkipSchedule.from_dict({**schedule.to_dict(), "placement": "top", "order": None})
     depth, warmup = top.num_layers, top.warmup_layers
     for i in range(top.horizon):
         rest = top.budget(i) - warmup
@@ -124,6 +124,18 @@ def test_placements_of_a_budget_of_four_in_twelve() -> None:
     assert layers("bottom") == (0, 1, 2, 3)
     assert layers("ends") == (0, 1, 10, 11)
     assert layers("even") == (0, 4, 7, 11)
+
+
+@given(st.data())
+def test_a_budget_of_k_runs_the_first_k_of_an_order(data: st.DataObject) -> None:
+    depth = data.draw(st.integers(1, 30))
+    least = data.draw(st.integers(1, depth))
+    order = data.draw(orders(depth, data.draw(st.integers(1, least))))
+    schedule = SkipSchedule(depth, depth, least, horizon=9, placement="order", order=order)
+    for budget in range(least, depth + 1):
+        assert set(schedule.layers_for(budget)) == set(order[:budget])
+    assert SkipSchedule.from_json(schedule.to_json()) == schedule
+    assert json.loads(schedule.to_json())["order"] == list(order)
 
 
 def test_decays_start_at_max_and_differ_in_between() -> None:
@@ -163,6 +175,19 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"decay": "power", "decay_rate": 10**400}, "at most 1000000"),
         ({"horizon": 10**9}, "horizon is 1000000000: it must be at most 1000000"),
         ({"num_layers": 10**9}, "num_layers is 1000000000: it must be at most 1000"),
+        ({"placement": "order"}, "placement is 'order': it needs order"),
+        ({"order": range(12)}, "order is given with placement 'top'"),
+        ({"placement": "order", "order": range(11)}, "order has 11 layers: it must have each of the model's 12 once"),
+        ({"placement": "order", "order": [0, *range(11)]}, "order lacks layer 11"),
+        ({"placement": "order", "order": [0, 12, *range(2, 12)]}, "order lacks layer 1:"),
+        ({"placement": "order", "order": [1, 0, *range(2, 12)]}, "order starts with 1: it must start with layer 0"),
+        (
+            {"placement": "order", "order": [0, 2, 1, *range(3, 12)], "warmup_layers": 2},
+            "order starts with 0, 2: it must start with layers 0 to 1, as warmup_layers is 2",
+        ),
+        ({"placement": "order", "order": [0.0, *range(1, 12)]}, "order is .*: it must be a list of layer indices"),
+        ({"placement": "order", "order": "0123"}, "order is '0123': it must be a list of layer indices"),
+        ({"placement": "order", "order": 7}, "order is 7: it must be a list of layer indices"),
     ],
 )
 def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object], message: str) -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from drawn_orders import placements
 from hypothesis import strategies as st
 from lean_cases import WINDOWED, fresh
 from naive_opt import tokens_by_layers
@@ -96,9 +97,9 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         warmup_layers=warmup,
         horizon=draw(st.integers(1, MOST_NEW_TOKENS)),
         decay=draw(st.sampled_from(["linear", "constant", "power", "exponential", "step", "cosine"])),
-        placement=draw(st.sampled_from(["top", "bottom", "even", "ends"])),
         prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, LAYERS)),
         prompt_stop=draw(st.none() | st.integers(warmup, LAYERS)),
+        **draw(placements(LAYERS, warmup)),
     )
 
 

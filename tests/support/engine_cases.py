@@ -20,6 +20,8 @@ SCHEDULES = [
     SkipSchedule(DEPTH, 5, 2, warmup_layers=2, horizon=7, prompt_stop=3),
     SkipSchedule(DEPTH, 5, 3, placement="even"),
     SkipSchedule(DEPTH, 4, 1, placement="bottom", decay="constant", horizon=4),
+    SkipSchedule(DEPTH, 4, 2, placement="order", order=(0, 5, 2, 4, 1, 3), horizon=6),
+    SkipSchedule(DEPTH, 5, 3, placement="order", order=(0, 3, 4, 1, 5, 2), prompt="max", horizon=6),
 ]
 
 

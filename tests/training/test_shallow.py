@@ -45,6 +45,7 @@ def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, in
         ("top", (0, 3, 4, 5)),
         ("bottom", (0, 1, 2, 3)),
         ("ends", (0, 1, 4, 5)),
+        ("order", (0, 1, 3, 5)),
     ],
 )
 @pytest.mark.parametrize("family", ["opt", "opt-350m"])
@@ -63,7 +64,7 @@ def test_its_logits_are_those_of_a_naive_model_of_the_layers_kept(
     ids, mask = ragged_prompts([5, 9], seed=1)
     with torch.no_grad():
         expected = naive_logits(model, ids, mask, 4, Kept())  # type: ignore[arg-type]
-        shrink_model(model, len(kept), placement)
+        shrink_model(model, len(kept), placement, (0, 5, 1, 3, 2, 4) if placement == "order" else None)
         found = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
@@ -184,7 +185,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_placement_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even' or 'ends'"):
+    with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even', 'ends' or 'order'"):
         load_recipe("quickstart", ["model.layers=2", "model.keep=upper"])
 
 

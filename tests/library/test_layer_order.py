@@ -1,0 +1,212 @@
+"""The order of layers that greedy removal finds."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lean_cases import fresh
+from small_checkpoints import save_checkpoint
+from tiny_models import VOCABULARY
+from torch.nn import functional
+
+from skipdecode import ConfigError
+from skipdecode.cli import main
+from skipdecode.families import decoder_layers
+from skipdecode.layer_order import LayerOrder, choose_rows, find_order, read_order
+from skipdecode.prune import keep_layers
+
+DEPTH = 6
+FAMILIES = ["opt", "opt-350m", "llama", "gpt2", "bloom"]
+
+
+def rows(seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Of unlike lengths, so that both sides of a batch are padded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> list[int]:
+        found: list[int] = torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+        return found
+
+    return [(ids(prompt), ids(completion)) for prompt, completion in [(5, 3), (2, 6), (9, 1), (4, 4)]]
+
+
+def naive_divergence(family: str, kept: list[int]) -> float:
+    """The mean divergence per predicted token of a model that has the layers `kept` alone, row by row, unpadded."""
+    whole, part = fresh(family), fresh(family)
+    keep_layers(part, kept)
+    total, tokens = 0.0, 0
+    for prompt, completion in rows():
+        ids = torch.tensor([prompt + completion])
+        with torch.no_grad():
+            full, fewer = (
+                model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(dim=-1) for model in (whole, part)
+            )
+        total += float((full.exp() * (full - fewer)).sum())
+        tokens += len(completion)
+    return total / tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_removal_is_the_one_that_a_naive_search_finds(family: str) -> None:
+    found = find_order(fresh(family), rows(), shortlist=None)
+    kept = list(range(DEPTH))
+    for layer in reversed(found.order[2:]):
+        tried = {each: naive_divergence(family, [n for n in kept if n != each]) for each in kept[1:-1]}
+        assert tried[layer] == pytest.approx(min(tried.values()), rel=1e-3)
+        kept.remove(layer)
+        assert found.divergence[len(kept)] == pytest.approx(tried[layer], rel=1e-3)
+    assert kept == sorted(found.order[:2]) == [0, DEPTH - 1]
+    assert found.divergence[DEPTH] == 0
+    assert (found.rows, found.tokens) == (4, 14)
+
+
+def test_block_influence_is_one_minus_the_mean_cosine_of_a_layers_input_and_output() -> None:
+    model = fresh("llama")
+    cosines = torch.zeros(DEPTH - 1)
+    tokens = 0
+    for prompt, completion in rows():
+        ids = torch.tensor([prompt + completion])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states
+        for layer in range(DEPTH - 1):  # the last state has been through the final norm
+            cosines[layer] += functional.cosine_similarity(states[layer][0], states[layer + 1][0], dim=-1).sum()
+        tokens += ids.shape[1]
+    found = find_order(model, rows())
+    torch.testing.assert_close(torch.tensor(found.influence[:-1]), 1 - cosines / tokens, rtol=1e-4, atol=1e-5)
+    assert found.by_influence[:2] == (0, DEPTH - 1)
+    middle = [found.influence[layer] for layer in found.by_influence[2:]]
+    assert middle == sorted(middle, reverse=True)
+
+
+def test_a_layer_that_changes_nothing_goes_first_and_the_model_stays_as_it_was() -> None:
+    model: Any = fresh("llama")
+    layer = decoder_layers(model)[3]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = find_order(model, rows())
+    assert found.order[-1] == 3
+    assert found.divergence[DEPTH - 1] == pytest.approx(0, abs=1e-6)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(not each._forward_pre_hooks for each in decoder_layers(model))
+
+
+def test_a_shortlist_tries_fewer_layers_and_still_removes_each_once() -> None:
+    calls: list[tuple[int, int]] = []
+    found = find_order(fresh("opt"), rows(), shortlist=1, advance=lambda done, total, _: calls.append((done, total)))
+    assert sorted(found.order) == list(range(DEPTH))
+    assert calls == [(n, DEPTH - 2) for n in range(1, DEPTH - 1)]
+
+
+def test_rows_are_drawn_without_replacement_within_a_number_of_tokens() -> None:
+    data = [{"prompt_ids": [n] * 50, "completion_ids": [n]} for n in range(200)]
+    chosen = choose_rows(data, 64, seed=1)
+    assert len(chosen) == len({prompt[0] for prompt, _ in chosen}) == 64
+    assert chosen == choose_rows(data, 64, seed=1) != choose_rows(data, 64, seed=2)
+    assert len(choose_rows(data, 500, seed=1)) == 4096 // 51
+    assert len(choose_rows([{"prompt_ids": [1] * 9999, "completion_ids": [1]}], 3, seed=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "there are no rows"),
+        ([([1], [2]), ([], [3])], "row 1 has no prompt"),
+        ([([1], [])], "row 0 has no completion"),
+    ],
+)
+def test_rows_that_nothing_can_be_measured_on_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_order(fresh("opt"), given)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    found = LayerOrder((0, 3, 1, 2), {4: 0.0, 3: 0.25}, (0.5, 0.1, 0.2, 1.0), 3, 14, 0.5)
+    found.save(tmp_path / "order.json")
+    assert LayerOrder.load(tmp_path / "order.json") == found
+    assert read_order(tmp_path / "order.json", 4) == (0, 3, 1, 2)
+    (tmp_path / "list.json").write_text("[0, 2, 1, 3]")
+    assert read_order(tmp_path / "list.json", 4) == (0, 2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "can't be read"),
+        ("{", "can't be read"),
+        ("{}", "has no key 'order'"),
+        ("7", "order is 7: it must be a list"),
+        ('{"order": null}', "must be a list"),
+        ("[0, 1]", "has 2 layers: it must have each of the model's 4 once"),
+        ("[1, 0, 2, 3]", "must start with layer 0"),
+        ('["0", "1", "2", "3"]', "must be a list of layer indices"),
+    ],
+)
+def test_a_file_that_is_no_order_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "order.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"order file '.*order\.json'.*{message}"):
+        read_order(file, 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("order") / "whole", DEPTH)
+
+
+def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": f"to: Saltfern | leaves: {n}\n", "completion": f"It leaves at {n}."} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    words = ["order", str(checkpoint), "--rows", "4"]
+    assert main([*words, "--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "one.json")]) == 0
+    assert main([*words, "--task", "departures", "--max-prompt-tokens", "200", "--output", str(tmp_path / "two.json")]) == 0
+    shown = capsys.readouterr().out
+    for name in ("one.json", "two.json"):
+        found = LayerOrder.load(tmp_path / name)
+        assert sorted(found.order) == list(range(DEPTH))
+        assert found.rows == 4
+        assert f"order, the most important layer first: {' '.join(map(str, found.order))}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the rows come from --task NAME or from --file FILE"),
+        (["--task", "departures", "--file", "rows.jsonl"], "name one of the two"),
+        (["--file", "rows.jsonl", "--data-dir", "E2E"], "--data-dir and --task-option are of a --task"),
+        (["--file", "nowhere.jsonl"], "--file .*nowhere.jsonl.* can't be read"),
+        (["--file", "empty.jsonl"], "holds no row"),
+        (["--file", "prompts.jsonl"], "line 1: expected a JSON object whose completion is a text"),
+        (["--file", "lines.txt"], "line 1: expected a JSON object with a prompt and a completion"),
+        (["--task", "departure"], "did you mean 'departures'"),
+        (["--task", "departures", "--rows", "0"], "--rows is 0: it must be at least 1"),
+        (["--task", "departures", "--shortlist", "0"], "--shortlist is 0"),
+        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 fit"),
+        (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists: name a new file"),
+        (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is no folder"),
+    ],
+)
+def test_what_no_order_can_be_found_from_is_one_line(
+    words: list[str],
+    message: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    contents = {"rows.jsonl": "", "empty.jsonl": "\n", "prompts.jsonl": '{"prompt": "a"}\n', "lines.txt": "hello\n"}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    assert main(["order", str(checkpoint), "--output", "order.json", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert re.search(message, line), line
+    assert not (tmp_path / "order.json").exists()
