@@ -146,7 +146,8 @@ def _training(recipe: dict[str, Any], remembered: SkipConfig) -> str:
 def _drawn(recipe: dict[str, Any], remembered: SkipConfig) -> str:
     if len(remembered.schedules) == 1:
         return f"one schedule, for {next(iter(remembered.schedules)):g}x"
-    number = "the slowest, the fastest and one more" if recipe["schedule"]["sampling"] == "sandwich" else "one"
+    drawn = {"sandwich": "the slowest, the fastest and one more", "all": "all of them"}
+    number = drawn.get(recipe["schedule"]["sampling"], "one")
     return f"{number} of {len(remembered.schedules)} schedules, drawn anew"
 
 

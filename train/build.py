@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from configs.shapes import SHAPES, changed_config, random_model, read_shape, shape_config
 from data import Example, Task, load_task
@@ -212,3 +213,29 @@ def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBa
     vocab_size = text_config(config).vocab_size
     if vocab_size < len(tokenizer):
         raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer needs {len(tokenizer)}")
+
+
+def frozen_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
+    """The model of `optim.teacher`, which nothing trains; None where the recipe names none.
+
+    Raises ConfigError where it can't be loaded, reads other tokens than the model that is trained, or would be sharded.
+    """
+    name = recipe.optim.teacher
+    if name is None:
+        return None
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError("optim.teacher is given with ZeRO-3, which would shard it: use stage 2, or none")
+    trust = recipe.model.trust_remote_code
+    try:
+        model = load_model(name, getattr(torch, recipe.model.dtype), trust_remote_code=trust)
+        own = load_tokenizer(name, trust_remote_code=trust)
+    except ConfigError as error:
+        raise ConfigError(f"optim.teacher: {error}") from error
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"optim.teacher {name!r} has another tokenizer ({len(own)} tokens) than the model that is trained "
+            f"({len(tokenizer)} tokens): it must read the same tokens"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model

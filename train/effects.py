@@ -100,9 +100,11 @@ def _full_depth_alone(recipe: Values) -> bool:
 
 
 def _loss_is_all_divergence(recipe: Values) -> bool:
-    """Whether every step learns from full depth's output alone: full depth itself, which learns the labels, isn't
-    among the targets. Of schedules from files that isn't known here.
+    """Whether every step learns from a teacher's output alone: it is a frozen model, or full depth itself, which learns
+    the labels, isn't among the targets. Of schedules from files that isn't known here.
     """
+    if recipe.optim.teacher is not None:
+        return bool(recipe.optim.distillation == 1)
     targets = recipe.schedule.speedups or recipe.schedule.speedup_range
     return recipe.optim.distillation == 1 and bool(targets) and 1 not in targets and not _trains_exits(recipe)
 
@@ -215,7 +217,20 @@ RULES: tuple[Rule, ...] = (
         *("optim.warmup_steps", "optim.scheduler", _is("optim.scheduler", "constant")),
         "that scheduler has no warm-up; use constant_with_warmup",
     ),
-    Rule("optim.distillation", "schedule.speedups", _full_depth_alone, _ALONE),
+    Rule(
+        *("schedule.weights", "schedule.sampling", _is("schedule.sampling", "all")),
+        "every target is in every step, and nothing is drawn; leave it out",
+    ),
+    Rule(
+        *("optim.teacher", "optim.distillation", _is("optim.distillation", 0)),
+        "no share of the loss is a teacher's; set one, such as optim.distillation=1, or leave it out",
+    ),
+    Rule("optim.teacher", "optim.exits", _trains_exits, "the last exit teaches the others; leave it out"),
+    Rule(
+        *("optim.distillation", "schedule.speedups"),
+        lambda recipe: _full_depth_alone(recipe) and recipe.optim.teacher is None,
+        _ALONE,
+    ),
     Rule("optim.depth_weight_power", "schedule.speedups", _full_depth_alone, _ALONE),
     Rule(
         *("optim.depth_weight_power", "schedule.decay", _one_depth),

@@ -25,18 +25,24 @@ class Objective:
         distillation: share of the loss of each schedule that skips, or of each exit below the last layer, which is its
             divergence from full depth.
         exits: whether the loss is that of an exit after every layer, instead of the last one's alone.
+        frozen_teacher: whether a frozen model teaches, full depth too, in place of the model's own full depth.
     """
 
     depth_weight_power: float = 0.0
     label_smoothing: float = 0.0
     distillation: float = 0.0
     exits: bool = False
+    frozen_teacher: bool = False
 
     @classmethod
     def of(cls, section: OptimSection) -> "Objective":
         """The objective of a recipe."""
         return cls(
-            section.depth_weight_power, section.label_smoothing, section.distillation, exits=section.exits == "all"
+            section.depth_weight_power,
+            section.label_smoothing,
+            section.distillation,
+            exits=section.exits == "all",
+            frozen_teacher=section.teacher is not None,
         )
 
     def totals(self, schedules: Sequence[SkipSchedule], labels: torch.Tensor) -> torch.Tensor:
@@ -76,7 +82,7 @@ class Objective:
                 is all that there is.
             labels: of the completion, [batch, new tokens].
             run: gives logits under a schedule, from the prompt's last column on, [batch, new tokens + 1, vocabulary].
-            teach: gives those at full depth without a gradient; called once at most.
+            teach: gives those of the teacher, without a gradient; called once at most.
             run_exits: gives every layer's output under a schedule; called with exits alone.
             totals: of the whole step, where this batch is a part of it; by default this batch's own.
             bands: as in `completion_loss`.
@@ -88,7 +94,8 @@ class Objective:
             return
         teacher: torch.Tensor | None = None
         for schedule, total_weight in zip(schedules, total_weights, strict=True):
-            if self.distillation and schedule.skips and teacher is None:
+            taught = bool(self.distillation) and (schedule.skips or self.frozen_teacher)
+            if taught and teacher is None:
                 teacher = teach()
             logits = run(schedule)
             loss = completion_loss(
@@ -101,7 +108,7 @@ class Objective:
                 label_smoothing=self.label_smoothing,
                 bands=bands,
             )
-            if self.distillation and schedule.skips:
+            if taught:
                 assert teacher is not None
                 divergence = distillation_loss(logits[:, :-1], teacher[:, :-1], labels, num_items=num_items)
                 loss = (1 - self.distillation) * loss + self.distillation * divergence

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from data import Task
 from data.columns import ColumnCollator
@@ -25,7 +25,7 @@ from skipdecode.families import exit_head, text_config
 from skipdecode.layer_order import LayerOrder
 from skipdecode.lengths import Lengths
 from train.base_settings import settle_generation
-from train.build import as_it_trains, build_model
+from train.build import as_it_trains, build_model, frozen_teacher
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.layer_order import AUTO, given_order, measured_order, stand_in_order
@@ -51,6 +51,7 @@ class Prepared:
         arguments: the Trainer's.
         left_out: settings of the base model that the finished checkpoint goes without, with where they stood.
         layer_order: that was measured for the run; None where the recipe asks for none.
+        teacher: the frozen model of `optim.teacher`.
     """
 
     model: Any
@@ -62,6 +63,7 @@ class Prepared:
     arguments: TrainingArguments
     left_out: list[str]
     layer_order: LayerOrder | None = None
+    teacher: PreTrainedModel | None = None
 
     @property
     def cost(self) -> CostModel:
@@ -127,7 +129,10 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     if recipe.optim.exits == "all":
         exit_head(model)  # refused now, where the family's isn't known
     trained = as_it_trains(model, recipe)
-    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out, layer_order)
+    teacher = frozen_teacher(recipe, tokenizer)
+    return Prepared(
+        trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out, layer_order, teacher
+    )
 
 
 def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
@@ -203,6 +208,7 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         sampler=prepared.sampler,
         skip_config=prepared.skip_config,
         objective=Objective.of(recipe.optim),
+        teacher=prepared.teacher,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

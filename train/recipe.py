@@ -14,7 +14,9 @@ from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
 
-Sampling = Literal["one", "sandwich"]  # not with the sampler, whose imports take seconds that a mistyped key should not
+Sampling = Literal[
+    "one", "sandwich", "all"
+]  # not with the sampler, whose imports take seconds that a mistyped key should not
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
 LARGEST = 2**32 - 1  # of a number in a recipe, as seeds are; NaN and infinity are in no range
@@ -82,7 +84,9 @@ class ScheduleSection(Section):
     speedups: list[float] | None = Field(None, description="target speedups to draw from; [1] trains at full depth")
     files: list[str] | None = Field(None, description="schedules to draw from instead: JSON files of SkipSchedule")
     sampling: Sampling = Field(
-        "one", description="one: a schedule a step; sandwich: slowest, fastest and one drawn between, in each step"
+        "one",
+        description="one: a schedule a step; sandwich: slowest, fastest and one drawn between, in each step; all: "
+        "every target in each step",
     )
     weights: list[float] | None = Field(
         None, description="how often each target or file is drawn (with sandwich: between its ends); null: equally"
@@ -150,6 +154,12 @@ class OptimSection(Section):
         le=1,
         description="share of the loss that pulls a skipping step, or an exit, to the model's own full-depth output",
     )
+    teacher: str | None = Field(
+        None,
+        description="a folder or Hub name of a fine-tuned model of the same tokenizer: its frozen copy teaches every "
+        "step, full depth's too, in place of the model's own full depth; with distillation",
+    )
+    _expand = field_validator("teacher")(_expand_home)
     depth_weight_power: float = Field(
         0.0, ge=-10, le=10, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
     )

@@ -14,7 +14,6 @@ from train.recipe import Sampling
 RANGE_TARGETS = 31
 
 USUAL_SPEEDUP = 2.0  # of a checkpoint that is asked for none
-# one: a schedule a step. sandwich: the slowest, the fastest and one drawn between them, all in the same step.
 
 
 class Draw(NamedTuple):
@@ -30,8 +29,9 @@ class ScheduleSampler:
 
     `at(step)` depends on seed and step alone, so every rank and every resumed run draws the same in the same step.
 
-    The sandwich is that of universally slimmable networks (Yu and Huang 2019, arXiv 1903.05134): the widest bounds what
-    all others reach, the narrowest bounds them from below.
+    One schedule a step; all of them; or the slowest, the fastest and one drawn between them, the sandwich of
+    universally slimmable networks (Yu and Huang 2019, arXiv 1903.05134): the widest bounds what all others reach, the
+    narrowest bounds them from below.
     """
 
     speedups: tuple[float, ...]
@@ -46,7 +46,9 @@ class ScheduleSampler:
         generator = random.Random(f"schedule:{self.seed}:{step}")
         drawn = range(len(self.schedules))
         ends: set[int] = set()
-        if self.sampling == "sandwich":
+        if self.sampling == "all":
+            ends = set(drawn)
+        elif self.sampling == "sandwich":
             ends = {min(drawn, key=self.speedups.__getitem__), max(drawn, key=self.speedups.__getitem__)}
         between = [index for index in drawn if index not in ends and self.weights[index] > 0]
         if between:
@@ -79,6 +81,11 @@ def make_sampler(
     if speedup_range is not None:
         if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1] < math.inf:
             raise ConfigError(f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 or more")
+        if sampling == "all":
+            raise ConfigError(
+                f"schedule.sampling is 'all' with schedule.speedup_range, which stands for {RANGE_TARGETS} targets: "
+                "name some in schedule.speedups"
+            )
         low, high = speedup_range
         between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
         speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # of digits that one would ask for

@@ -36,6 +36,10 @@ class SkipTrainer(SealedCheckpointTrainer):
     `tokens_per_second` (of completions) and the loss by band of depth (`loss_layers_1_to_3`, …). A validation gives
     `eval_loss`, the mean over targets, and the loss at each (`eval_loss_2x`).
 
+    Args:
+        sampler, skip_config, objective: of the recipe.
+        teacher: a frozen model for `Objective.frozen_teacher`.
+
     A loss that is infinite or no number ends the run with RunStopped, before such weights are saved.
     """
 
@@ -45,9 +49,11 @@ class SkipTrainer(SealedCheckpointTrainer):
         sampler: ScheduleSampler,
         skip_config: SkipConfig,
         objective: Objective,
+        teacher: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.teacher = None if teacher is None else teacher.to(self.args.device).eval()
         self.sampler = sampler
         self.skip_config = skip_config
         self.objective: Objective = objective
@@ -103,6 +109,7 @@ class SkipTrainer(SealedCheckpointTrainer):
             bands=self.bands,
             autocast=self.accelerator.autocast,
             on_pass=self._count_columns,
+            teacher=self.teacher,
         )
         state, synchronises = self.accelerator.gradient_state, self.accelerator.sync_gradients
         losses = []
@@ -256,6 +263,7 @@ def step_losses(
     bands: DepthBands | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_pass: Callable[[LayerGate], None] | None = None,
+    teacher: nn.Module | None = None,
 ) -> Iterator[torch.Tensor]:
     """The shares of an objective for a batch, each with its pass through the model, as `Objective.shares` gives them.
 
@@ -264,6 +272,7 @@ def step_losses(
         schedules, totals, bands: as in `Objective.shares`.
         autocast: what the model's passes run under, for what an exit runs outside of them.
         on_pass: called with the gate of each pass under a schedule, after it.
+        teacher: a frozen model, in evaluation mode; None: the model itself teaches.
     """
     prompt_columns, columns, labels = unpack_batch(batch)
 
@@ -276,7 +285,11 @@ def step_losses(
 
     @torch.no_grad()
     def teach() -> torch.Tensor:
-        """Give the logits of the model itself when it skips nothing and drops nothing out."""
+        """Give the teacher's logits: of a frozen model, or of the model itself when it skips and drops out nothing."""
+        if teacher is not None:
+            with autocast():
+                taught: torch.Tensor = teacher(**columns).logits
+            return taught
         model.eval()
         logits: torch.Tensor = model(**columns).logits
         model.train()

@@ -167,7 +167,8 @@ def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     words = ["order", str(checkpoint), "--rows", "4"]
     assert main([*words, "--file", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "one.json")]) == 0
-    assert main([*words, "--task", "departures", "--max-prompt-tokens", "200", "--output", str(tmp_path / "two.json")]) == 0
+    words += ["--task", "departures", "--max-prompt-tokens", "200"]
+    assert main([*words, "--output", str(tmp_path / "two.json")]) == 0
     shown = capsys.readouterr().out
     for name in ("one.json", "two.json"):
         found = LayerOrder.load(tmp_path / name)

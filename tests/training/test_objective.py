@@ -103,6 +103,23 @@ def test_a_prompt_that_stops_is_taught_by_full_depth() -> None:
     assert step_work(draws, True, 3, 5) > step_work(draws, False, 3, 5)
 
 
+def test_a_frozen_teacher_teaches_full_depth_too() -> None:
+    logits, labels = batch()
+    logits = torch.cat([logits, logits[:, -1:]], dim=1)
+    taught, full = logits.roll(1, dims=-1), SkipSchedule(8, 8, 8)
+    runs = {full: logits, SCHEDULE: logits.roll(2, dims=-1)}
+    frozen = Objective(distillation=0.75, frozen_teacher=True)
+    found = list(frozen.shares([full, SCHEDULE], labels, runs.__getitem__, lambda: taught, Mock()))
+    tokens = int((labels != IGNORED).sum())
+    for share, schedule in zip(found, (full, SCHEDULE), strict=True):
+        student = runs[schedule][:, :-1]
+        divergence = distillation_loss(student, taught[:, :-1], labels, num_items=tokens)
+        loss = completion_loss(student, labels, predicting_budgets(schedule, 5), num_layers=8)
+        assert float(share) == pytest.approx(float(0.25 * loss + 0.75 * divergence) / 2, rel=1e-5)
+    draws = [Draw(1.0, full), Draw(2.0, SCHEDULE)]
+    assert step_work(draws, True, 3, 5, frozen_teacher=True) > step_work(draws, True, 3, 5)
+
+
 def test_bands_split_the_loss_by_depth() -> None:
     logits, labels = batch()
     bands = DepthBands(8)

@@ -94,6 +94,7 @@ def test_targets_of_a_range_are_found_by_the_digits_that_are_shown_of_them() -> 
         ({"weights": [1, 1, 0], "sampling": "sandwich"}, "a target that is never drawn is left out"),
         ({"speedups": None, "speedup_range": [3, 2]}, r"expected \[lowest, highest\]"),
         ({"speedups": [1, 99]}, "reaches at most"),
+        ({"speedups": None, "speedup_range": [1, 2], "sampling": "all"}, "stands for 31 targets"),
     ],
 )
 def test_a_distribution_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
@@ -111,6 +112,12 @@ def test_a_sandwich_is_the_slowest_the_fastest_and_one_between() -> None:
         between[middle.speedup] += 1
     assert set(between) == {1.5, 2}
     assert between[2] == pytest.approx(150, rel=0.25)
+
+
+def test_all_targets_are_in_each_step_slowest_first() -> None:
+    drawn = sampler(speedups=[3, 1, 1.5, 2], sampling="all")
+    for step in range(5):
+        assert [draw.speedup for draw in drawn.at(step)] == [1, 1.5, 2, 3]
 
 
 def test_a_sandwich_of_two_or_one_has_nothing_between() -> None:

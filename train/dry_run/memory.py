@@ -57,6 +57,8 @@ def candidate_steps(sampler: ScheduleSampler, distils: bool) -> list[ScheduleSam
     """
     numbers = range(len(sampler.speedups))
     slowest = sorted(numbers, key=sampler.speedups.__getitem__)
+    if sampler.sampling == "all":
+        return [sampler]
     if sampler.sampling == "sandwich":  # whose ends are in every step
         slowest, distils = slowest[1:-1], False
     chosen = [number for number in slowest if sampler.weights[number] > 0][: 2 if distils else 1]

@@ -8,18 +8,21 @@ SAMPLED_STEPS = 200  # whose schedules say what the steps of a run compute
 FORWARD_SHARE = 1 / 3  # of a pass forward and backward: what the teacher of a distillation costs
 
 
-def step_work(draws: Sequence[Draw], distils: bool, prompt_columns: float, new_tokens: float) -> float:
+def step_work(
+    draws: Sequence[Draw], distils: bool, prompt_columns: float, new_tokens: float, *, frozen_teacher: bool = False
+) -> float:
     """The work of a row in a step, in passes of one column through every layer, forward and backward.
 
     Args:
         draws: the schedules of the step.
         distils: whether what skips is compared with full depth, which is then run forward where it isn't among them.
         prompt_columns, new_tokens: tokens of the prompt and of the completion.
+        frozen_teacher: whether another model teaches, which is then run forward in every step.
     """
     prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
     passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
     full_depth = any(not draw.schedule.skips for draw in draws)
-    teacher = FORWARD_SHARE if distils and not full_depth else 0.0
+    teacher = FORWARD_SHARE if distils and (frozen_teacher or not full_depth) else 0.0
     return (passes + teacher) * columns
 
 
