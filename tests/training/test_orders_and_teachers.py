@@ -100,7 +100,7 @@ def test_a_frozen_teacher_has_nothing_to_say_against_itself_and_stays_as_it_is(o
     (first, second) = metrics(folder)
     alone = train_small(tmp_path / "full", *changes[:-1], "schedule.speedups=[1]", "schedule.decay=linear")
     assert metrics(alone)[0]["loss"] == pytest.approx(0, abs=1e-5)
-    assert first["loss"] > 1e-3, "what skips is told"
+    assert first["loss"] > 1e-4, "what skips is told"
     assert first["loss"] != second["loss"]
     before, after = (load_model(str(each)).state_dict() for each in (ordered, folder))
     assert any(not torch.equal(value, after[name]) for name, value in before.items())
