@@ -139,7 +139,7 @@ def _load_gguf(name: str, gguf_file: str, dtype: torch.dtype | None, kwargs: Map
     model: PreTrainedModel
     with _Unfilled():
         model, info = _quietly(str(path), lambda: read_model(path, dtype, ignore_mismatched_sizes=True, **options))
-    _check_weights(str(path), model, info)
+    _check_weights(str(path), model, info, None)
     model.name_or_path = model.config.name_or_path = name
     return model
 
@@ -298,7 +298,7 @@ def load_tokenizer(
         check_seal(Path(name))
     try:
         if path is not None:
-            with _warnings_off():
+            with warnings_off():
                 tokenizer = read_tokenizer(path)
             tokenizer.name_or_path = name
         elif _is_bare_opt(Path(name)):

@@ -95,7 +95,7 @@ def _pretrained_config(recipe: Recipe, name: str, changes: dict[str, Any]) -> Pr
             config = AutoConfig.from_pretrained(
                 name, trust_remote_code=section.trust_remote_code, **without_network(name)
             )
-        except Exception as error:  # no narrower one: values of the wrong type raise what huggingface_hub has of its own
+        except Exception as error:  # values of the wrong type raise what huggingface_hub has of its own
             check_trust(name, error)
             raise ConfigError(
                 f"model.name_or_path {name!r}: its config.json can't be read: {first_line(error)}"

@@ -144,10 +144,6 @@ RULES: tuple[Rule, ...] = (
         "layers are kept by an order under model.keep=order alone; set that, or leave it out",
     ),
     Rule(
-        *("schedule.order", "schedule.placement", lambda recipe: recipe.schedule.placement != "order"),
-        "layers run by an order under schedule.placement=order alone; set that, or leave it out",
-    ),
-    Rule(
         *("model.vocab_size", "model.name_or_path"),
         lambda recipe: recipe.model.name_or_path is not None and recipe.model.shape is None,
         "a pretrained model has a tokenizer, and none is trained; leave it out",
@@ -193,6 +189,10 @@ RULES: tuple[Rule, ...] = (
             ("order", None),
             ("spread", 0),
         )
+    ),
+    Rule(
+        *("schedule.order", "schedule.placement", lambda recipe: recipe.schedule.placement != "order"),
+        "layers run by an order under schedule.placement=order alone; set that, or leave it out",
     ),
     Rule(
         *("schedule.decay_rate", "schedule.decay", lambda recipe: recipe.schedule.decay not in DEFAULT_RATES),

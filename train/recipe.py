@@ -14,9 +14,8 @@ from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
 
-Sampling = Literal[
-    "one", "sandwich", "all"
-]  # not with the sampler, whose imports take seconds that a mistyped key should not
+# Not with the sampler, whose imports take seconds that a mistyped key should not.
+Sampling = Literal["one", "sandwich", "all"]
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
 LARGEST = 2**32 - 1  # of a number in a recipe, as seeds are; NaN and infinity are in no range

@@ -23,7 +23,9 @@ FAST = {"optim.distillation": 1.0, "schedule.speedups": [2, 3]}
 
 # A key with a value that is not its default, the other key that is to blame, and the values that make it so.
 CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
+    ("model.gguf_file", "model.gguf", "model.name_or_path", {}),
     ("model.keep", "top", "model.layers", {}),
+    ("model.order", [0, 1], "model.keep", {"model.layers": 2, "model.keep": "top"}),
     ("model.vocab_size", 300, "model.name_or_path", PRETRAINED),
     ("model.vocab_size", 300, "model.tokenizer", {"model.tokenizer": "gpt2"}),
     ("model.trust_remote_code", True, "model.name_or_path", {}),
@@ -32,12 +34,14 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("schedule.weights", [2.0], "schedule.speedups", {"schedule.speedups": [3]}),
     ("schedule.weights", [2.0], "schedule.files", {**FILES, "schedule.files": ["a.json"]}),
     ("schedule.weights", [1.0, 2.0, 3.0], "schedule.sampling", {"schedule.sampling": "sandwich"}),
+    ("schedule.weights", [1.0, 2.0, 3.0], "schedule.sampling", {"schedule.sampling": "all"}),
     *(
         ("schedule.weights", [1.0], "schedule.speedup_range", {"schedule.speedups": None, "schedule.speedup_range": r})
         for r in ([1, 4], [2.5, 3.0])
     ),
     ("schedule.decay", "cosine", "schedule.files", FILES),
     ("schedule.decay_rate", 3.0, "schedule.files", FILES),
+    ("schedule.order", [0, 1], "schedule.files", FILES),
     ("schedule.placement", "bottom", "schedule.files", FILES),
     ("schedule.prompt", "max", "schedule.files", FILES),
     ("schedule.prompt", 4, "schedule.files", FILES),
@@ -47,12 +51,16 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("schedule.decay_rate", 3.0, "optim.exits", EXITS),
     ("schedule.placement", "even", "optim.exits", EXITS),
     ("schedule.placement", "ends", "optim.exits", EXITS),
+    ("schedule.order", [0, 1], "optim.exits", EXITS),
+    ("schedule.order", [0, 1], "schedule.placement", {}),
     ("schedule.spread", 0.3, "optim.exits", EXITS),
     *(("schedule.decay_rate", 3.0, "schedule.decay", {"schedule.decay": each}) for each in ("constant", "cosine")),
     ("schedule.spread", 0.3, "schedule.decay", {"schedule.decay": "constant"}),
     ("schedule.prompt_stop", 4, "schedule.speedups", {"schedule.speedups": [1]}),
     ("schedule.default_speedup", 2.0, "lora.merge", {**PRETRAINED, "lora.r": 4, "lora.merge": False}),
     ("optim.warmup_steps", 5, "optim.scheduler", {"optim.scheduler": "constant"}),
+    ("optim.teacher", "gpt2", "optim.distillation", {}),
+    ("optim.teacher", "gpt2", "optim.exits", {**EXITS, "optim.distillation": 1.0}),
     ("optim.distillation", 0.5, "schedule.speedups", {"schedule.speedups": [1]}),
     ("optim.depth_weight_power", 1.0, "schedule.speedups", {"schedule.speedups": [1]}),
     ("optim.depth_weight_power", 1.0, "schedule.decay", {"schedule.decay": "constant", "schedule.prompt": "max"}),
@@ -70,6 +78,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("lora.merge", False, "lora.r", {}),
     ("evaluation.limit", 10, "evaluation.speedups", {}),
     ("evaluation.batch_size", 16, "evaluation.speedups", {}),
+    ("evaluation.tokenizer", "intl", "evaluation.speedups", {}),
     ("tracking.project", "mine", "tracking.wandb", {"tracking.wandb": "off"}),
     ("tracking.name", "mine", "tracking.wandb", {"tracking.wandb": "off"}),
     ("publish.public", True, "publish.repository", {}),
@@ -196,6 +205,7 @@ def test_what_has_an_effect_beside_the_same_setting_is_let_be(tmp_path: Path) ->
         {**EXITS, "schedule.placement": "bottom", "schedule.decay": "constant", "schedule.spread": 0},
         {"schedule.decay": "constant", "schedule.spread": 0, "optim.depth_weight_power": 1.0},
         {"optim.distillation": 1.0, "optim.label_smoothing": 0.1},
+        {"optim.distillation": 1.0, "optim.teacher": "gpt2", "schedule.speedups": [1]},
         {"schedule.sampling": "sandwich", "schedule.speedups": [1, 2, 3, 4], "schedule.weights": [1, 2, 3, 4]},
         {"model.shape": "opt-tiny", "model.tokenizer": "gpt2", "model.trust_remote_code": True},
         {"evaluation.max_new_tokens": 9},
