@@ -173,7 +173,10 @@ def words_of(command: str) -> list[str]:
     if name == "library":
         return [name, code]
     words = shlex.split(command.replace("\\udcff", "\udcff"))
-    return [part for word in words for part in ARGUMENTS.get(word, [word])]
+    parts = [part for word in words for part in ARGUMENTS.get(word, [word])]
+    if any(part.startswith(("model.name_or_path=", "model.tokenizer=")) for part in parts):
+        parts = [part for part in parts if not part.startswith("model.vocab_size=")]  # no tokenizer is trained
+    return parts
 
 
 def there(folder: Path, pattern: str) -> bool:
