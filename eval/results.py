@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import rich.table
+from pydantic import ConfigDict
 
+from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
 from eval.score.registry import METRICS, PART, metric_named, short
@@ -41,6 +43,8 @@ class Threshold:
         prompts: how many there were.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
+
     value: float
     wanted_layers: float | None = None
     found_layers: float | None = None
@@ -70,6 +74,8 @@ class Timing:
         whole_speedup: as `speedup`, of prompt and decoding together; None in a report from before it was measured,
             whose `speedup` is per decode step, on the first prompts of the test set.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
 
     batch_size: int
     prompts: int
@@ -128,6 +134,8 @@ class Row:
             much faster it could be where a step waits for memory alone; None in a report from before it was recorded.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
+
     label: str
     system: SystemKind
     checkpoint: str
@@ -174,6 +182,8 @@ class Row:
 class Report:
     """An evaluation: where and how it ran, and a row for each system; the first is what speeds are measured against."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
+
     checkpoint: str
     task: str
     examples: int
@@ -212,19 +222,16 @@ class Report:
     def load(cls, path: Path) -> "Report":
         """The report of a `report.json`. Raises ConfigError where it can't be read, or shown."""
         try:
-            report = cls.of(json.loads(path.read_text(encoding="utf-8")))
+            report = cls.of(read_json(path))
             report.check()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path} is no report of an evaluation: {error}") from error
+        except DAMAGED as error:
+            raise ConfigError(f"{path} is no report of an evaluation: {what_is_wrong(error)}") from error
         return report
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Report":
-        """The report of what stands in a `report.json`.
-
-        Raises KeyError, TypeError, AttributeError or ValueError for something else.
-        """
-        report = cls(**{**values, "rows": [_read_row(row) for row in values["rows"]]})
+    def of(cls, values: Any) -> "Report":
+        """The report of what stands in a `report.json`. Raises ValueError for something else."""
+        report = as_kind(cls, values)
         if not report.rows:
             raise ValueError("it has no rows")
         whole = all(row.whole_speedup is not None for row in report.rows)
@@ -385,32 +392,6 @@ class Report:
         """Batch sizes one after another."""
         sizes = range(len(self.rows[0].timings))
         return [(row, row.timings[n]) for n in sizes for row in self.rows]
-
-
-def _read_row(values: dict[str, Any]) -> Row:
-    """A row as JSON gives it, which has no tuples."""
-    intervals = {name: (low, high) for name, (low, high) in values["intervals"].items()}
-    threshold = Threshold(**values["threshold"]) if values["threshold"] is not None else None
-    return Row(
-        **{
-            **values,
-            "wall_clock_quartiles": tuple(values["wall_clock_quartiles"]),
-            "intervals": intervals,
-            "threshold": threshold,
-            "timings": [_read_timing(timing) for timing in values["timings"]],
-            "whole_speedup": _read_ratio(values.get("whole_speedup")),
-            "agreement": [(agreeing, of) for agreeing, of in values.get("agreement", [])],
-        }
-    )
-
-
-def _read_timing(values: dict[str, Any]) -> Timing:
-    whole = _read_ratio(values.get("whole_speedup"))
-    return Timing(**{**values, "speedup": Ratio(**values["speedup"]), "whole_speedup": whole})
-
-
-def _read_ratio(values: dict[str, float] | None) -> Ratio | None:
-    return Ratio(**values) if values is not None else None
 
 
 def speed_shown(reports: Iterable[Report]) -> Over:

@@ -4,13 +4,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib
 import rich.table
 from matplotlib.figure import Figure
+from pydantic import ConfigDict
 
 from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
+from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
 from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
@@ -28,6 +30,8 @@ class SpeedConditions:
         unreachable: targets that no schedule reaches, and why.
         over: what targets are of.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
 
     model: str
     parameters: int
@@ -63,6 +67,8 @@ class SpeedRow:
         prefill_over_peers: the prefill by each peer over this row's; empty in reports of earlier versions.
         peer_prefill_seconds: of one batch, medians over repeats; empty in reports of earlier versions.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
 
     batch_size: int
     weights: str
@@ -104,12 +110,15 @@ class SpeedReport:
     def load(cls, path: Path) -> "SpeedReport":
         """The report of a file that holds what `to_json` gives. Raises ConfigError where it can't be read, or shown."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            rows = [_read_row(row) for row in values.pop("rows")]
-            report = cls(SpeedConditions(**values), rows)
+            values = read_json(path)
+            if not isinstance(values, dict) or not values.get("rows"):
+                raise ValueError("it has no rows")
+            rows = as_kind(list[SpeedRow], values.pop("rows"))
+            report = cls(as_kind(SpeedConditions, values), rows)
+            json.dumps(asdict(report), ensure_ascii=False, allow_nan=False).encode()
             report.to_markdown()  # which formats the figures
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path} is no report of a speed benchmark: {error}") from error
+        except DAMAGED as error:
+            raise ConfigError(f"{path} is no report of a speed benchmark: {what_is_wrong(error)}") from error
         return report
 
     def to_markdown(self) -> str:
@@ -200,16 +209,6 @@ BOUNDS: list[Column[SpeedRow]] = [
     ("of copy", lambda r: f"{r.bandwidth_share:.2f}"),
     ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.2f}"),
 ]
-
-
-def _read_row(values: dict[str, Any]) -> SpeedRow:
-    """A row as JSON gives it, which has no ratios."""
-    ratios = {name: Ratio(**values[name]) for name in ("wall_clock_speedup", "end_to_end_speedup")}
-    peers = {
-        kind: {name: Ratio(**ratio) for name, ratio in values.get(kind, {}).items()}
-        for kind in ("over_peers", "prefill_over_peers")
-    }
-    return SpeedRow(**{**values, **ratios, **peers})
 
 
 def draw_speeds(path: Path, report: SpeedReport) -> None:
