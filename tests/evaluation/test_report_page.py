@@ -487,7 +487,7 @@ def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: 
         ({"rows": []}, "has no rows"),
         ({"surprise": 1}, "is no report of an evaluation"),
         ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
-        ({"over": "both"}, "its targets are over 'both', and no such speed was measured"),
+        ({"over": "both"}, "over is 'both': input should be 'decode' or 'all'"),
         ({"machine": {}}, "is no report of an evaluation"),
         ({"metrics": None}, "is no report of an evaluation"),
     ],

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from configs.files import read_yaml
-from eval.card import CARD, write_card
+from eval.card import CARD, MARK, write_card
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.bundle import PATH as CUSTOM_GENERATE
@@ -145,6 +145,8 @@ def _relative(path: Path, text: str) -> str:
         return json.dumps(without_paths(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
     if path.suffix == ".yaml":
         return OmegaConf.to_yaml(OmegaConf.create(without_paths(read_yaml(path))))
+    if path.name == CARD and MARK in text:  # a card that somebody wrote stays as it is
+        return str(without_paths(text))
     if path.name == "report.md":
         return Report.of(without_paths(json.loads(path.with_name(FILE_NAME).read_text(encoding="utf-8")))).to_markdown()
     return text
