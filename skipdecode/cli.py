@@ -301,6 +301,13 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1: this machine alone)")
     add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default 8000)")
     add("--api-key", metavar="KEY", help="that requests must show; better in the environment, as SKIPDECODE_API_KEY")
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose pages may ask from a browser, such as https://example.org, or * for all (CORS); may be repeated",
+    )
     add("--rows", type=int, default=32, metavar="N", help="texts that decode at once (default 32)")
     add("--queue", type=int, default=256, metavar="N", help="texts that wait at most; more get 429 (default 256)")
     add("--cache-gb", type=float, metavar="GB", help="keys and values (default: a quarter of the free memory at most)")

@@ -382,6 +382,7 @@ def serve(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         drain=options.drain,
         api_key=options.api_key if options.api_key is not None else os.environ.get(API_KEY),
+        allow_origins=tuple(options.allow_origin),
     )
     decoder = _decoder(options)
     from skipdecode.engine import Engine

@@ -42,7 +42,7 @@ async def events(job: Job, spelling: Spelling) -> AsyncIterator[str]:
             # In one piece: where steps take less than events do, the texts would be ever farther behind.
             if found := "".join(_events(job, envelope, spelling, together)):
                 yield found
-        if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
+        if job.asked.include_usage:
             yield _event(envelope.body([], part=True, usage=usage(job.prompt_tokens, job.new_tokens)))
         yield "data: [DONE]\n\n"
     except Failure as failure:

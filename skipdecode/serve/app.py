@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
@@ -15,16 +15,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.checkpoint import SkipConfig
 from skipdecode.decode import resolve_plan
 from skipdecode.engine import Engine
-from skipdecode.errors import ConfigError
+from skipdecode.errors import ConfigError, first_line
 from skipdecode.families import decoder_layers
 from skipdecode.plan import PLANNED_HEADER, SpeedPlan, show_planned
 from skipdecode.schedule import Over
 from skipdecode.serve.answers import events, whole
+from skipdecode.serve.complaints import field_error, shown
 from skipdecode.serve.job import Bell, Job
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
@@ -54,6 +56,14 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
 
     app = FastAPI(title="skipdecode", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings, metrics=metrics)
+    if settings.allow_origins:  # around the guard: browsers ask for permission without a key, and read its errors too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     _add_errors(app)
     page = _page(engine, tokenizer, settings)
 
@@ -68,23 +78,28 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
             raise Failure(404, message, "model_not_found", "model")
 
     @app.get("/", response_class=HTMLResponse)
+    @app.head("/", response_class=HTMLResponse, include_in_schema=False)
     def index() -> HTMLResponse:
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     def health() -> JSONResponse:
         alive = engine.alive
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
     @app.get("/metrics")
+    @app.head("/metrics", include_in_schema=False)
     def read_metrics() -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
+    @app.head("/v1/models", include_in_schema=False)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     def one_model(name: str) -> dict[str, Any]:
         check_model(name)
         return model()
@@ -172,16 +187,24 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, found: RequestValidationError) -> JSONResponse:
-        first = found.errors()[0]
+        first, *others = found.errors()
         if first["type"] == "json_invalid":
-            return error(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "invalid_json")
-        where = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        more = f" (and {len(found.errors()) - 1} more)" if len(found.errors()) > 1 else ""
-        return error(400, f"{where}: {first['msg']}{more}", "invalid_value", where)
+            reason = f"{first['ctx']['error']} at character {first['loc'][1]}"
+            return error(400, f"the body is not valid JSON: {reason}", "invalid_json")
+        message, field = field_error(first)
+        more = f" (and {len(others)} more)" if others else ""
+        return error(400, f"{message}{more}", "invalid_value", field)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, found: HTTPException) -> JSONResponse:
-        return error(found.status_code, str(found.detail), headers=found.headers)
+    async def http(request: Request, found: HTTPException) -> JSONResponse:
+        message, code, asked = str(found.detail), None, f"{request.method} {request.url.path}"
+        if found.status_code == 400 and found.__cause__ is not None:  # FastAPI could not read the body
+            message, code = f"the body is not valid JSON: {first_line(found.__cause__)}", "invalid_json"
+        elif found.status_code == 404:
+            message = f"{asked} is not served here: there are /v1/models, /v1/completions and /v1/chat/completions"
+        elif found.status_code == 405:
+            message = f"{asked} is not allowed: the method is {(found.headers or {}).get('Allow', 'another')}"
+        return error(found.status_code, message, code, headers=found.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, found: Exception) -> JSONResponse:
@@ -189,7 +212,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 class Guard:
-    """What comes before every address: the key, the size of bodies; and the line of the log behind it."""
+    """What comes before every address: the key, the kind and size of bodies; and the line of the log behind it."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -228,6 +251,22 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.most_bytes:
             return Failure(413, self._too_large, "too_large")
+        return self._refused_kind(scope, headers)
+
+    def _refused_kind(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Failure | None:
+        """Bodies are JSON, whatever a client calls them: curl says it sends a form.
+
+        A page of somebody else's must call them JSON, because browsers then ask first whether it may send them.
+        """
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if scope["method"] != "POST" or kind == b"application/json":
+            return None
+        origin, allowed = headers.get(b"origin"), self._settings.allow_origins
+        if origin is not None and "*" not in allowed and origin.decode("latin-1") not in allowed:
+            message = f"the Content-Type is {shown(kind.decode('latin-1'))}: a page must send application/json"
+            return Failure(415, message, "unsupported_media_type")
+        kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
+        scope["headers"] = [*kept, (b"content-type", b"application/json")]
         return None
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -185,15 +186,27 @@ class Job:
         except EngineClosed as error:
             self.cancel()
             raise Failure(503, str(error), "shutting_down") from error
+        except ConfigError as error:
+            self.cancel()
+            message = str(error).replace("max_new_tokens", self.asked.length_field)
+            raise Failure(400, message, "invalid_value", self._field_of(message)) from error
         except BaseException:
             self.cancel()
             raise
+
+    def _field_of(self, message: str) -> str | None:
+        """The field of the request that a message names first."""
+        named = re.findall(r"\w+", message)
+        if isinstance(self.asked, ChatAsked):
+            named = ["messages" if name == "prompt" else name for name in named]
+        fields = type(self.asked).model_fields.keys() - {"model"}  # whose name has been checked
+        return next((name for name in named if name in fields), None)
 
     def _prompts(self) -> list[list[int]]:
         if isinstance(self.asked, ChatAsked):
             return [self._chat(self.asked)]
         assert isinstance(self.asked, CompletionAsked)
-        return [list(self._tokenised(p)) if isinstance(p, str) else p for p in self.asked.prompts]
+        return [list(self._tokenised(p)) if isinstance(p, str) else p for p in self.asked.prompt]
 
     def _tokenised(self, prompt: str) -> Sequence[int]:
         _check_text("the prompt", prompt)
@@ -205,8 +218,12 @@ class Job:
             raise Failure(
                 400, "this checkpoint's tokenizer has no chat template: use /v1/completions", "no_chat_template"
             )
-        messages = [message.plain() for message in asked.messages]
-        _check_text("messages", json.dumps(messages, ensure_ascii=False))
+        try:
+            messages = [message.plain() for message in asked.messages]
+            text = json.dumps(messages, ensure_ascii=False)
+        except (RecursionError, ValueError) as error:  # ValueError: pydantic's own limit
+            raise Failure(400, "messages: they are nested too deeply", "invalid_value", "messages") from error
+        _check_text("messages", text)
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs, and refuse messages by exceptions of jinja's
@@ -217,12 +234,13 @@ class Job:
         asked, settings = self.asked, self._settings
         new_tokens = asked.new_tokens or settings.new_tokens
         if new_tokens > settings.most_new_tokens:
-            raise ConfigError(f"max_tokens is {new_tokens}: this server gives {settings.most_new_tokens} at most")
+            raise ConfigError(
+                f"{asked.length_field} is {new_tokens}: this server gives {settings.most_new_tokens} at most"
+            )
         for token in asked.logit_bias or ():
             if not 0 <= token < self._engine.vocabulary:
                 last = self._engine.vocabulary - 1
                 raise ConfigError(f"logit_bias names token {token}: the model knows those from 0 to {last}")
-        stops = asked.stops
         sampling = asked.sampling
         positions = getattr(text_config(self._engine.model.config), "max_position_embeddings", None)
         for prompt in prompts:
@@ -247,7 +265,7 @@ class Job:
                     max_new_tokens=new_tokens,
                     **sampling,
                 )
-                self.choices.append(Choice(index, answer, Words(self._tokenizer, stops)))
+                self.choices.append(Choice(index, answer, Words(self._tokenizer, asked.stop)))
 
     async def parts(self) -> AsyncIterator[list[Part]]:
         """What comes of the texts, all that has come by then at a time, until the last has ended.

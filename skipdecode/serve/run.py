@@ -38,6 +38,8 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
     )
     if host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         LOG.warning("anybody who reaches this address may use it: there is no --api-key")
+    if "*" in settings.allow_origins and settings.api_key is None:
+        LOG.warning("every page in a browser that reaches this address may use it: there is no --api-key")
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -1,6 +1,7 @@
 """What a server is told: addresses, limits and the speed that requests have where they name none."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from skipdecode.errors import ConfigError, check_counts
@@ -22,6 +23,7 @@ class ServeSettings:
         timeout: seconds after which a request is given up.
         drain: seconds that requests may still take when the server is told to end.
         api_key: that requests must show; None for none.
+        allow_origins: the origins, such as "https://example.org", whose pages may ask from a browser; "*" for all.
 
     Raises:
         ConfigError: for numbers out of range.
@@ -38,6 +40,7 @@ class ServeSettings:
     timeout: float = 300.0
     drain: float = 30.0
     api_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("new_tokens", "most_new_tokens", "most_texts", "most_bytes")
@@ -51,3 +54,9 @@ class ServeSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be a number of seconds above 0")
         if self.api_key is not None and not self.api_key:
             raise ConfigError("the API key is empty: name one, or leave it out")
+        for origin in self.allow_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+", origin):
+                raise ConfigError(
+                    f"--allow-origin is {origin!r}: it must be * or an origin as browsers send it, in lower case and "
+                    "without a path, such as https://example.org or http://localhost:3000"
+                )

@@ -273,7 +273,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"prompt": [True]}, "prompt"),
         ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
         ({"max_tokens": 5000}, "this server gives 1024 at most"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens is 0: it must be greater than or equal to 1"),
         ({"n": 7}, "1 prompts with n = 7 are 7 texts: a request may have 6"),
         ({"temperature": 9}, "temperature"),
         ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model knows those from 0 to 319"),
@@ -284,8 +284,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"extra_body": {"top_k": 5}}, "top_k is 5 without temperature or top_p"),
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
-        ({"extra_body": {"speedup": "fast"}}, "speedup: Input should be a valid number"),
-        ({"extra_body": {"sped_up": 3}}, "sped_up: Extra inputs are not permitted"),
+        ({"extra_body": {"speedup": "fast"}}, 'speedup is "fast": it must be a number'),
+        ({"extra_body": {"sped_up": 3}}, "sped_up is no field that this server knows: did you mean speedup"),
         ({"stop": ["a" * 257]}, "stop"),
     ],
 )
@@ -317,7 +317,7 @@ def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
         answer = httpx.post(f"{server.address}/v1/completions", content=content, headers=headers)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
-    assert httpx.get(f"{server.address}/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+    assert httpx.get(f"{server.address}/v1/nothing", headers=headers).status_code == 404
 
 
 @pytest.mark.parametrize(

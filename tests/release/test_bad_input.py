@@ -170,7 +170,7 @@ def changes(trial: Trial, before: Contents, after: Contents) -> list[str]:
 def words_of(command: str) -> list[str]:
     """A command of the tables as its words."""
     name, _, code = command.partition(" ")
-    if name == "library":
+    if name in ("library", "request"):
         return [name, code]
     words = shlex.split(command.replace("\\udcff", "\udcff"))
     parts = [part for word in words for part in ARGUMENTS.get(word, [word])]

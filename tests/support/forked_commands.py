@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from starlette.testclient import TestClient
 
 from skipdecode import (
     ConfigError,
     CostModel,
+    Engine,
     SkipSchedule,
     load,
     measure_cost,
@@ -26,6 +28,8 @@ from skipdecode import (
     skip_layers,
     solve_schedule,
 )
+from skipdecode.serve.app import make_app
+from skipdecode.serve.settings import ServeSettings
 
 for _module in (
     "eval.report.page",
@@ -44,7 +48,8 @@ SKIPDECODE = "from skipdecode.cli import run_and_leave; run_and_leave()"  # as t
 
 
 class Forked:
-    """A command in a folder: `train`, `publish`, `skipdecode`, `library` or a module of the evaluation, and its words.
+    """A command in a folder and its words: `train`, `publish`, `skipdecode`, `library`, `request` or a module of the
+    evaluation.
 
     Args:
         stdin: what it reads; "open" is a pipe into which nothing comes.
@@ -155,6 +160,8 @@ def _status_of(name: str, arguments: list[str]) -> int:
         sys.argv = [str(FILES.get(name, name)), *arguments]
         if name == "library":
             _library(arguments[0])
+        elif name == "request":
+            _request(arguments[0])
         elif name == "skipdecode":
             exec(SKIPDECODE, {"__name__": "__main__"})
         elif name in FILES:
@@ -196,3 +203,17 @@ def _library(code: str) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _request(words: str) -> None:
+    """Send a body to an address of a server of the checkpoint `run`; what it refuses is a line."""
+    address, _, body = words.partition(" ")
+    model, tokenizer = load("run")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    with TestClient(make_app(Engine(model, tokenizer), tokenizer, ServeSettings("run"))) as client:
+        answer = client.post(f"/v1/{address}", content=body.encode())
+    if answer.status_code == 200:
+        print(answer.text)
+        return
+    print(f"error: {answer.json()['error']['message']}", file=sys.stderr)
+    sys.exit(2 if answer.status_code < 500 else 1)

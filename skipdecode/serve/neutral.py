@@ -1,0 +1,98 @@
+"""Fields of OpenAI's and vLLM's requests that this server doesn't implement.
+
+Clients send many of them with a value that asks for nothing. Such a value is accepted; any other one is refused.
+"""
+
+from typing import Any
+
+# The values of a field that ask for nothing. A field without any is refused whatever it says, unless it is null.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM's sampling parameters
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logprob_token_ids": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # texts have no special tokens
+    "stop_token_ids": ([],),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),  # of a prompt that truncate_prompt_tokens shortens
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    # vLLM's other parameters
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "vllm_xargs": ({},),
+}
+
+# Fields that can't change an answer, accepted with any value of their type: they say who asks, or how a cache of
+# prompts should treat a request, and this server has none.
+UNUSED: dict[str, type] = {
+    "cache_salt": str,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "session_id": str,
+    "user": str,
+}
+
+
+def is_neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those that ask for nothing; false isn't 0.
+
+    >>> is_neutral(0.0, (0,)), is_neutral(False, (0,)), is_neutral([], ([],))
+    (True, False, True)
+    """
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)

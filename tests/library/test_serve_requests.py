@@ -1,0 +1,577 @@
+"""The forms of requests: those of OpenAI's client, vLLM's users, browsers and curl, and those that are wrong."""
+
+import json
+import socket
+import threading
+import time
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import httpx
+import openai
+import pytest
+import typing_extensions
+import uvicorn
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from small_checkpoints import save_checkpoint
+
+import skipdecode
+from skipdecode import ConfigError, Engine
+from skipdecode.serve.app import make_app
+from skipdecode.serve.neutral import NEUTRAL, UNUSED
+from skipdecode.serve.protocol import ChatAsked, CompletionAsked
+from skipdecode.serve.settings import ServeSettings
+
+PROMPT = "vehicle: ferry | to: Saltfern\n"
+# As templates of models that call tools have it: they ask whether there are calls, and take arguments as objects.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}"
+    "{% if c.function is defined %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "timetable", "arguments": '{"to": "Saltfern"}'}}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON_TYPE = {"Content-Type": "application/json"}
+USER = {"role": "user", "content": "vehicle: tram"}
+
+
+class Server(NamedTuple):
+    client: openai.OpenAI
+    http: httpx.Client
+    tokenizer: Any
+
+    def post(self, chat: bool, body: Any) -> httpx.Response:
+        # Not by `json=`: what is no text in UTF-8 goes as an escape, and NaN as it is.
+        return self.http.post(CHAT if chat else COMPLETIONS, content=json.dumps(body).encode(), headers=JSON_TYPE)
+
+    def text(self, chat: bool, body: Any) -> str:
+        answer = self.post(chat, body)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return str(choice["message"]["content"] if chat else choice["text"])
+
+    def text_of(self, prompt: str) -> str:
+        """What the model says after a text that has been through the chat template."""
+        tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return self.text(False, {"model": "tiny", "prompt": tokens})
+
+
+@contextmanager
+def started(folder: Path, **more: Any) -> Iterator[Server]:
+    """A server in a thread of this process."""
+    model, tokenizer = skipdecode.load(str(folder))
+    tokenizer.chat_template = TEMPLATE
+    app = make_app(Engine(model, tokenizer), tokenizer, ServeSettings("tiny", new_tokens=4, **more))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    try:
+        with client, httpx.Client(base_url=address) as http:
+            yield Server(client, http, tokenizer)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("served") / "tiny", 2)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with started(checkpoint) as found:
+        yield found
+
+
+def asked(chat: bool, **fields: Any) -> dict[str, Any]:
+    """A request that is right, with these fields."""
+    return {"model": "tiny", **({"messages": [USER]} if chat else {"prompt": PROMPT}), **fields}
+
+
+def problem(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer of 400, which has OpenAI's form."""
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+    return error
+
+
+# Assistant turns
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_an_assistant_that_called_a_tool_may_have_said_nothing(server: Server, content: Any) -> None:
+    turn = {"role": "assistant", "tool_calls": [CALL], **content}
+    result = {"role": "tool", "tool_call_id": "1", "content": "9.40"}
+    answer = server.client.chat.completions.create(model="tiny", messages=[USER, turn, result])  # type: ignore[list-item]
+    rendered = 'user: vehicle: tram\nassistant: [timetable {"to": "Saltfern"}]\ntool: 9.40\n'
+    assert answer.choices[0].message.content == server.text_of(rendered)
+
+
+def test_an_answer_can_be_sent_back_as_the_client_dumps_it(server: Server) -> None:
+    message = server.client.chat.completions.create(model="tiny", messages=[USER]).choices[0].message  # type: ignore[list-item]
+    dumped = message.model_dump()
+    assert dumped["tool_calls"] is None
+    answer = server.client.chat.completions.create(model="tiny", messages=[USER, dumped, USER])  # type: ignore[list-item]
+    rendered = f"user: vehicle: tram\nassistant: {message.content}\nuser: vehicle: tram\n"
+    assert answer.choices[0].message.content == server.text_of(rendered)
+
+
+@pytest.mark.parametrize(
+    ("message", "rendered"),
+    [
+        ({"role": "assistant", "content": "a", "tool_calls": []}, "assistant: a\n"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "assistant: No.\n"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "assistant: No.\n"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}, "assistant: \n"),
+        ({"role": "function", "name": "f", "content": None}, "function: \n"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "a"}}]},
+            "assistant: \n",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "to:"}}]},
+            'assistant: [f "to:"]\n',  # a model may write what is no JSON
+        ),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+            },
+            "user: a\n",
+        ),
+    ],
+)
+def test_a_message_reaches_the_template_as_it_was_meant(server: Server, message: Any, rendered: str) -> None:
+    assert server.text(True, {"model": "tiny", "messages": [USER, message]}) == server.text_of(
+        f"user: vehicle: tram\n{rendered}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "says"),
+    [
+        ([], "messages", r"messages is \[\]: it must have at least 1 item"),
+        ("hello", "messages", 'messages is "hello": it must be a list'),
+        (["hello"], "messages.0", 'messages.0 is "hello": it must be an object'),
+        ([{"content": "a"}], "messages.0.role", "messages.0.role is missing"),
+        ([{"role": 5, "content": "a"}], "messages.0.role", "messages.0.role is 5: it must be a string"),
+        ([{"role": "user"}], "messages.0.content", "messages.0.content is missing"),
+        ([{"role": "assistant"}], "messages.0.content", "messages.0.content is missing"),
+        ([{"role": "user", "content": 5}], "messages.0.content", "it is 5, and must be a string or a list of parts"),
+        ([{"role": "user", "content": ["a"]}], "messages.0.content.0", 'content.0 is "a": it must be an object'),
+        ([{"role": "user", "content": [{"text": "a"}]}], "messages.0.content.0.type", "type is missing"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text", "text is missing"),
+        (
+            [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+            "messages.1.content.0",
+            'its type is "image_url", and the model reads parts of type text alone',
+        ),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages.0.content.0", "input_audio"),
+        ([{"role": "assistant", "audio": {"id": "a"}, "content": ""}], "messages.0.audio", "doesn't support"),
+        ([{"role": "assistant", "tool_calls": "f"}], "messages.0.tool_calls", "it must be a list"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages.0.tool_calls.0", "is 5: it must be an object"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages.0.tool_calls.0.function.name", "missing"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named(server: Server, messages: Any, field: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as found:
+        server.client.chat.completions.create(model="tiny", messages=messages)
+    assert found.value.param == field
+    assert "more" not in found.value.message
+
+
+def test_the_length_of_a_chat_is_named_as_it_was_given(server: Server) -> None:
+    error = problem(server.post(True, asked(True, max_completion_tokens=5000)))
+    assert error["message"] == "max_completion_tokens is 5000: this server gives 1024 at most"
+    assert error["param"] == "max_completion_tokens"
+
+
+def test_messages_nested_as_deep_as_json_goes_are_refused(server: Server) -> None:
+    deep: Any = "a"
+    for _ in range(900):
+        deep = [deep]
+    call = {**CALL, "function": {"name": "f", "arguments": {"a": deep}}}
+    for message in ({**USER, "extra": deep}, {"role": "assistant", "tool_calls": [call]}):
+        assert server.post(True, asked(True, messages=[message])).status_code in (200, 400)
+
+
+# Streams
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"details": True}, {"n": 2, "temperature": 1}])
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_part_of_a_stream_has_usage_and_only_the_last_its_figures(
+    server: Server, chat: bool, fields: dict[str, Any]
+) -> None:
+    if "logprobs" in fields and not chat:
+        fields = {"logprobs": 1}
+    whole = server.post(chat, asked(chat, seed=3, **fields)).json()
+    for options in ({"include_usage": True}, {"include_usage": False}, {}, None):
+        answer = server.post(chat, asked(chat, seed=3, **fields, stream=True, stream_options=options))
+        *events, done, rest = answer.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        parts = [json.loads(event.removeprefix("data: ")) for event in events]
+        if options is not None and options.get("include_usage"):
+            *parts, last = parts
+            assert last["choices"] == []
+            assert last["usage"] == whole["usage"]
+            assert all("usage" in part and part["usage"] is None for part in parts)
+        else:
+            assert not any("usage" in part for part in parts)
+        ends = [choice["finish_reason"] for part in parts for choice in part["choices"] if choice["finish_reason"]]
+        assert len(ends) == fields.get("n", 1)
+
+
+# Fields that ask for nothing, and those that ask for something
+
+
+def neutral_fields(chat: bool) -> list[tuple[str, Any]]:
+    table = (ChatAsked if chat else CompletionAsked).neutral
+    examples = {str: "a", dict: {"mode": "implicit", "ttl": "30m"}}
+    fields = [(name, value) for name, values in table.items() for value in values]
+    return [
+        *fields,
+        *((name, examples[kind]) for name, kind in UNUSED.items()),
+        ("frequency_penalty", 0.0),
+        ("top_k", -1),
+        ("top_k", 0),
+        ("max_tokens", 4.0),
+        ("stream_options", {"include_usage": False}),
+        ("stop", []),
+        ("logit_bias", {}),
+    ]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_field_that_asks_for_nothing_changes_nothing(server: Server, chat: bool) -> None:
+    plain = server.text(chat, asked(chat))
+    for name, value in neutral_fields(chat):
+        assert server.text(chat, asked(chat, **{name: value})) == plain, name
+    fields = [*ChatAsked.model_fields, *CompletionAsked.model_fields, *NEUTRAL, *UNUSED, "anything"]
+    nulls = {name: None for name in fields if name not in ("model", "messages", "prompt")}
+    assert server.text(chat, asked(chat, **nulls)) == plain
+
+
+def test_a_metadata_of_the_issue_goes_through_openais_client(server: Server) -> None:
+    answer = server.client.chat.completions.create(
+        model="tiny",
+        messages=[USER],  # type: ignore[list-item]
+        metadata={},
+        modalities=["text"],
+        safety_identifier="somebody",
+        prompt_cache_key="trams",
+        reasoning_effort="none",
+        extra_body={"top_k": -1, "min_p": 0, "ignore_eos": False},
+    )
+    assert answer.choices[0].message.content == server.text(True, asked(True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("metadata", {"a": "b"}, r"metadata is an object: this server doesn't support it, and accepts only \{\}"),
+        ("modalities", ["text", "audio"], "modalities is a list"),
+        ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which asks for nothing"),
+        ("min_p", False, "min_p is false"),
+        ("ignore_eos", True, "ignore_eos is true"),
+        ("ignore_eos", 0, "ignore_eos is 0"),
+        ("presence_penalty", -2, "presence_penalty is -2"),
+        ("tools", [{"type": "function"}], "tools is a list"),
+        ("tool_choice", "required", 'tool_choice is "required".* accepts only "none" and "auto"'),
+        ("response_format", {"type": "json_object"}, "response_format is an object"),
+        ("reasoning_effort", "low", "reasoning_effort"),
+        ("guided_json", {}, "guided_json is {}: this server doesn't support it$"),
+        ("user", 5, "user is 5: it must be a string"),
+        ("prompt_cache_options", "a", 'prompt_cache_options is "a": it must be an object'),
+        ("n", True, "n is true: it must be an integer"),
+        ("n", "2", 'n is "2": it must be an integer'),
+        ("n", 2.5, "n is 2.5: it must be an integer"),
+        ("temperature", "hot", 'temperature is "hot": it must be a number'),
+        ("temperature", True, "temperature is true"),
+        ("stream", "yes", 'stream is "yes": it must be true or false'),
+        ("stream_options", True, "stream_options is true: it must be an object"),
+        ("stream_options", {"include_usage": True}, "stream_options is given without stream"),
+        ("stream_options", {"usage": True}, "stream_options.usage is no field that this server knows"),
+        ("seed", 2**70, "seed is 1180591620717411303424"),
+        ("max_tokens", 5000, "max_tokens is 5000: this server gives 1024 at most"),
+        ("logit_bias", {"a\n": 1}, r'logit_bias.a\\n is "a\\n": it must be an integer'),
+        ("top_k", -2, "top_k is -2: it must be greater than or equal to -1"),
+        ("stop", 5, "stop: it is 5, and must be a string or a list of strings"),
+        ("stop", ["a", 5], "stop: an entry is 5, and must be a string"),
+        ("stop", [""], "stop: a string has 0 characters, and must have 1 to 256"),
+        ("stop", ["a"] * 17, "stop: it has 17 entries, and may have 16"),
+        ("logit_bias", [5], "logit_bias is a list: it must be an object"),
+        ("logit_bias", {"a": 1}, 'logit_bias.a is "a": it must be an integer'),
+        ("logit_bias", {"5": "much"}, 'logit_bias.5 is "much": it must be a number'),
+        ("over", "decoding", "over is \"decoding\": it must be 'decode' or 'all'"),
+        ("speedup", "3x", 'speedup is "3x": it must be a number'),
+        ("sped_up", 3, "sped_up is no field that this server knows: did you mean speedup"),
+        ("model", 5, "model is 5: it must be a string"),
+        ("model", None, "model is missing"),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_field_that_cannot_be_had_is_named_with_its_value(
+    server: Server, chat: bool, field: str, value: Any, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as found:
+        (server.client.chat.completions if chat else server.client.completions).create(  # type: ignore[call-overload]
+            **asked(chat), extra_body={field: value}
+        )
+    assert str(found.value.param).split(".")[0] == field
+
+
+def test_a_field_of_the_other_address_is_named_with_it(server: Server) -> None:
+    error = problem(server.post(False, {"model": "tiny", "messages": [USER]}))
+    assert error["message"] == "messages is no field that this server knows: /v1/chat/completions has it"
+    assert problem(server.post(True, {"model": "tiny", "prompt": "a"}))["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (None, "prompt is missing"),
+        (5, "prompt: it is 5, and must be a string, a list of strings, a list of token ids, or a list of such lists"),
+        ({"a": 1}, "prompt: it is an object"),
+        ([], "prompt: it is empty"),
+        (["a", 5], 'prompt: entry 1 is 5 beside "a" in entry 0'),
+        ([5, "a"], 'prompt: entry 1 is "a" beside 5 in entry 0'),
+        ([[5], "a"], 'prompt: entry 1 is "a" beside a list in entry 0'),
+        ([5, True], "prompt: entry 1 is true beside 5"),
+        ([True], "prompt: entry 0 is true"),
+        ([None], "prompt: entry 0 is null"),
+        ([5, -1], "prompt: entry 1 is -1, and a token id is an integer of at least 0"),
+        ([[5], [6, "a"]], 'prompt: entry 1, entry 1 is "a", and a token id is an integer'),
+        ([[5], []], "the prompt is empty"),
+        ([99999], "the prompt holds token 99999"),
+        ("a " * 400, "lower max_tokens"),
+    ],
+)
+def test_a_prompt_that_is_none_says_what_is_wrong_with_it(server: Server, prompt: Any, says: str) -> None:
+    error = problem(server.post(False, {"model": "tiny", "prompt": prompt, "max_tokens": 4}))
+    assert says in error["message"]
+    assert error["param"] == "prompt"
+
+
+# Any request
+
+
+def drawn(kind: Any) -> st.SearchStrategy[Any]:
+    """JSON that is of one of the openai package's types."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing_extensions.Required, typing_extensions.NotRequired):
+        return drawn(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([drawn(each) for each in arguments])
+    if origin is Literal or origin is typing_extensions.Literal:
+        return st.sampled_from(arguments)
+    if typing_extensions.is_typeddict(kind):
+        hints = typing_extensions.get_type_hints(kind)
+        required = {name: st.deferred(lambda n=name: drawn(hints[n])) for name in sorted(kind.__required_keys__)}
+        optional = {name: st.deferred(lambda n=name: drawn(hints[n])) for name in sorted(kind.__optional_keys__)}
+        return st.fixed_dictionaries(required, optional=optional)
+    if origin is dict:
+        return st.dictionaries(st.one_of(drawn(arguments[0]), st.just("5")), drawn(arguments[1]), max_size=2)
+    if origin is not None:  # Iterable, Sequence, List
+        return st.lists(drawn(arguments[0]), max_size=2)
+    simple: dict[Any, st.SearchStrategy[Any]] = {
+        str: st.text(st.characters(codec="utf-8"), max_size=4),
+        int: st.one_of(st.integers(0, 4), st.integers(-(2**70), 2**70)),
+        float: st.floats(-3, 3, allow_nan=False),
+        bool: st.booleans(),
+        object: st.none(),
+        type(None): st.none(),
+    }
+    return simple[kind]
+
+
+def requests(chat: bool) -> st.SearchStrategy[dict[str, Any]]:
+    """Requests with up to three of the fields that needn't be there."""
+    module = chat_create_params if chat else completion_create_params
+    hints = typing_extensions.get_type_hints(module.CompletionCreateParamsBase)
+    required = {"messages" if chat else "prompt"}
+    fields = {name: drawn(kind) for name, kind in hints.items() if name != "model"}
+    fields["stream"] = st.booleans()
+    optional = st.lists(st.sampled_from(sorted(fields.keys() - required)), max_size=3, unique=True)
+    right = st.just([USER] if chat else PROMPT)
+
+    def of(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+        needed = {name: st.one_of(right, fields[name]) for name in required}
+        return st.fixed_dictionaries({"model": st.just("tiny"), **needed, **{n: fields[n] for n in names}})
+
+    return optional.flatmap(of)
+
+
+def check_answer(body: dict[str, Any], answer: httpx.Response) -> None:
+    """It is an answer, or one error that names a field."""
+    if answer.status_code == 200:
+        if body.get("stream"):
+            *events, done, _ = answer.text.split("\n\n")
+            assert done == "data: [DONE]"
+            assert all("error" not in json.loads(event.removeprefix("data: ")) for event in events)
+        else:
+            assert answer.json()["choices"]
+        return
+    error = problem(answer)
+    field = str(error["param"]).split(".")[0]
+    assert field in body, error
+    assert field in error["message"] or field == "messages", error
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_any_request_of_openais_types_is_answered_or_one_of_its_fields_is_named(server: Server, chat: bool) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(requests(chat))
+    def check(body: dict[str, Any]) -> None:
+        check_answer(body, server.post(chat, body))
+
+    check()
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1e9, 1e9), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_any_json_in_any_field_is_answered_or_named(server: Server, chat: bool) -> None:
+    names = sorted({*(ChatAsked if chat else CompletionAsked).model_fields, *NEUTRAL, *UNUSED})
+
+    @settings(max_examples=100, deadline=None)
+    @example("model", "\ud800")
+    @example("\ud800", 1)
+    @given(st.one_of(st.sampled_from(names), st.text(max_size=3)), JSON)
+    def check(name: str, value: Any) -> None:
+        body = asked(chat, **{name: value})
+        answer = server.post(chat, body)
+        if name == "model" and isinstance(value, str):
+            assert answer.status_code == 404
+        elif name.isprintable() and "." not in name:
+            check_answer(body, answer)
+        else:
+            assert answer.status_code in (200, 400)
+
+    check()
+
+
+def test_every_field_of_openais_requests_has_been_decided_on() -> None:
+    for chat, model in ((True, ChatAsked), (False, CompletionAsked)):
+        module = chat_create_params if chat else completion_create_params
+        hints = typing_extensions.get_type_hints(module.CompletionCreateParamsBase)
+        assert hints.keys() <= {*model.model_fields, *model.neutral, *UNUSED}
+
+
+# Bodies and addresses
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json", "nonsense"]
+)
+def test_a_body_of_json_is_read_whatever_it_is_called(server: Server, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    body = json.dumps(asked(False)).encode()
+    answer = server.http.post(COMPLETIONS, content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    page = server.http.post(COMPLETIONS, content=body, headers={**headers, "Origin": "https://elsewhere.example"})
+    # Browsers send other kinds to other servers without asking these first.
+    assert page.status_code == (200 if kind == "application/json" else 415)
+
+
+@pytest.mark.parametrize("kind", [None, "application/json"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "the body is empty: it must be a JSON object"),
+        (b"null", "the body is null: it must be an object"),
+        (b"{", "the body is not valid JSON: Expecting property name enclosed in double quotes at character 1"),
+        (b"model=tiny", "the body is not valid JSON: Expecting value at character 0"),
+        (b"\xff\xfe\xff", "the body is not valid JSON: 'utf-16"),
+        (b'{"model": "\xe9"}', "the body is not valid JSON: 'utf-8' codec can't decode byte 0xe9"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit"),
+        (b"[" * 100_000, "the body is not valid JSON: maximum recursion depth exceeded"),
+        (b"[1, 2]", "the body is a list: it must be an object"),
+        (b'"text"', 'the body is "text": it must be an object'),
+        (b"{}", "model is missing (and 1 more)"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature is NaN: it must be"),
+        (b'{"model": "tiny", "prompt": "a", "speedup": Infinity}', "speedup is inf"),
+    ],
+)
+def test_a_body_that_is_none_says_why(server: Server, body: bytes, says: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = server.http.post(COMPLETIONS, content=body, headers=headers)
+    assert says in problem(answer)["message"]
+
+
+def test_an_address_that_is_not_there_says_which_are(server: Server) -> None:
+    answer = server.http.post("/v1/responses", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        "POST /v1/responses is not served here: there are /v1/models, /v1/completions and /v1/chat/completions"
+    )
+    answer = server.http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"] == "GET /v1/completions is not allowed: the method is POST"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/tiny"])
+def test_what_can_be_read_can_be_asked_for_its_head(server: Server, path: str) -> None:
+    answer = server.http.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["Content-Type"] == server.http.get(path).headers["Content-Type"]
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_others_may_not(checkpoint: Path, server: Server) -> None:
+    origin, other = "https://example.org", "https://elsewhere.example"
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    with started(checkpoint, allow_origins=(origin,), api_key="secret") as found:
+        permitted = found.http.options(COMPLETIONS, headers={"Origin": origin, **asking})  # browsers show no key here
+        assert permitted.status_code == 200
+        assert permitted.headers["Access-Control-Allow-Origin"] == origin
+        assert permitted.headers["Access-Control-Allow-Headers"] == asking["Access-Control-Request-Headers"]
+        assert (
+            "Access-Control-Allow-Origin"
+            not in found.http.options(COMPLETIONS, headers={"Origin": other, **asking}).headers
+        )
+        key = {"Authorization": "Bearer secret"}
+        for headers, status in ((key, 200), ({}, 401)):
+            answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": origin, **headers})
+            assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin)
+        answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": other, **key})
+        assert "Access-Control-Allow-Origin" not in answer.headers
+    with started(checkpoint, allow_origins=("*",)) as found:
+        answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": other})
+        assert answer.headers["Access-Control-Allow-Origin"] == "*"
+    assert server.http.options(COMPLETIONS, headers={"Origin": origin, **asking}).status_code == 405
+    assert "Access-Control-Allow-Origin" not in server.http.get("/health", headers={"Origin": origin}).headers
+
+
+@pytest.mark.parametrize("origin", ["", "example.org", "https://example.org/", "https://*.example.org", "null"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"--allow-origin is .* an origin as browsers send it"):
+        ServeSettings("tiny", allow_origins=(origin,))
+
+
+def test_the_description_of_the_interface_can_be_read(server: Server) -> None:
+    schema = server.http.get("/openapi.json").json()
+    fields = schema["components"]["schemas"]["CompletionAsked"]["properties"]
+    assert {"prompt", "stop", "speedup"} <= fields.keys()
