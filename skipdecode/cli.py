@@ -251,6 +251,12 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     calibrate.add_argument(
         "--prompt-length", help="tokens (default: half of its training's, as many, with a text behind them)", **sizes
     )
+    calibrate.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the times to this file in place of this machine's cache: for a training elsewhere "
+        "(schedule.profile=FILE)",
+    )
     calibrate.add_argument("--repeats", type=int, default=8, metavar="N", help="of each (default 8)")
     calibrate.set_defaults(run=subcommands.calibrate)
     return {

@@ -131,14 +131,15 @@ class Profile:
             MARGIN,
         )
 
-    def save(self) -> Path:
-        """Write it where `find_profile` looks, whole or not at all. Returns the file.
+    def save(self, path: Path | None = None) -> Path:
+        """Write it to a file, or where `find_profile` looks, whole or not at all. Returns the file.
 
         Raises ConfigError where that can't be written.
         """
         try:
-            path = _profile_path(self.setting)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if path is None:
+                path = _profile_path(self.setting)
+                path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             raise ConfigError(
@@ -189,17 +190,21 @@ def _by_layers(times: Mapping[str, float], least: float) -> dict[int, float]:
     return found
 
 
-def setting_of(model: Any, sizes: CostModel, weights: Weights) -> dict[str, Any]:
-    """All that a model's clock depends on, as plain values: its sizes and type, the weights, the machine, threads."""
+def setting_of(model: Any, sizes: CostModel, weights: Weights, device: torch.device | None = None) -> dict[str, Any]:
+    """All that a model's clock depends on, as plain values: its sizes and type, the weights, the machine, threads.
+
+    `device` is the one that it decodes on; None for the one that it is on.
+    """
     inner = unwrap(model)
-    on_cpu = inner.device.type == "cpu"
+    device = inner.device if device is None else device
+    on_cpu = device.type == "cpu"
     compiled = kernels() if on_cpu and weights != "model" else None
     return {
         "model_type": inner.config.model_type,
         **asdict(sizes),
         "dtype": str(inner.dtype).removeprefix("torch."),
         "weights": weights,
-        "processor": processor(inner.device),
+        "processor": processor(device),
         "threads": torch.get_num_threads() if on_cpu else None,
         "kernels": compiled.name if compiled is not None else None,
     }

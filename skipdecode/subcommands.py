@@ -234,6 +234,9 @@ def export(options: argparse.Namespace) -> int:
 
 def calibrate(options: argparse.Namespace) -> int:
     """Measure this machine's clock, and keep it. Returns the exit status."""
+    output = None if options.output is None else Path(options.output)
+    if output is not None:
+        _check_new_file(output)
     decoder = _decoder(options)
     from skipdecode.calibrate import measure_profile, room_for
     from skipdecode.checkpoint import SkipConfig
@@ -282,17 +285,25 @@ def calibrate(options: argparse.Namespace) -> int:
     print("\nspread: of the middle half of the rounds, of a step at full depth, of one layer, or of how these compare")
     if (warning := measured.warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"kept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
+    if output is not None:
+        print(f"written to {profile.save(output)}: schedule.profile={output} trains for this machine")
+    else:
+        print(f"kept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
     return 0
+
+
+def _check_new_file(path: Path) -> None:
+    """Raises ConfigError where --output names something that exists, or a file in no folder."""
+    if path.exists():
+        raise ConfigError(f"--output {path} exists: name a new file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: {path.parent} is no folder")
 
 
 def order(options: argparse.Namespace) -> int:
     """Find the order of a model's layers, and write it to a file. Returns the exit status."""
     output = Path(options.output)
-    if output.exists():
-        raise ConfigError(f"--output {output} exists: name a new file")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: {output.parent} is no folder")
+    _check_new_file(output)
     if (options.task is None) == (options.file is None):
         raise ConfigError("the rows come from --task NAME or from --file FILE: name one of the two")
     if options.file is not None and (options.data_dir is not None or options.task_options):

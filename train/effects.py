@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(f"schedule.{name}", "schedule.files", _is_set("schedule.files"), _FROM_FILES)
-        for name in ("decay", "decay_rate", "placement", "order", "prompt", "prompt_stop", "warmup_layers")
+        for name in ("decay", "decay_rate", "placement", "order", "profile", "prompt", "prompt_stop", "warmup_layers")
     ),
     *(
         Rule(f"schedule.{name}", "optim.exits", _differs_from_exits(f"schedule.{name}", own), _OF_EXITS)

@@ -24,11 +24,13 @@ from skipdecode.cost import count_parameters
 from skipdecode.families import exit_head, text_config
 from skipdecode.layer_order import LayerOrder
 from skipdecode.lengths import Lengths
+from skipdecode.profile import Profile
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model, frozen_teacher
 from train.data_order import rows_a_step
 from train.distributed import check_agreement, prepare_deepspeed, whole_weights
 from train.layer_order import AUTO, given_order, measured_order, stand_in_order
+from train.machine_profile import run_profile
 from train.objective import Objective
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler, default_speedup, make_sampler
@@ -51,6 +53,7 @@ class Prepared:
         arguments: the Trainer's.
         left_out: settings of the base model that the finished checkpoint goes without, with where they stood.
         layer_order: that was measured for the run; None where the recipe asks for none.
+        profile: of the machine that targets were solved by; None for the analytical cost model.
         teacher: the frozen model of `optim.teacher`.
     """
 
@@ -63,6 +66,7 @@ class Prepared:
     arguments: TrainingArguments
     left_out: list[str]
     layer_order: LayerOrder | None = None
+    profile: Profile | None = None
     teacher: PreTrainedModel | None = None
 
     @property
@@ -114,11 +118,11 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
             f"the model's config has layerdrop {rate}, by which steps leave out layers that their schedule runs: set "
             "model.config.layerdrop=0"
         )
-    layer_order = (
-        measured_order(recipe, model, encoded.rows, Path(str(arguments.output_dir))) if measure_order else None
-    )
+    folder, sizes = Path(str(arguments.output_dir)), _cost(model, arguments)
+    layer_order = measured_order(recipe, model, encoded.rows, folder) if measure_order else None
     order = None if layer_order is None else layer_order.order
-    sampler, skip_config = recipe_sampler(recipe, task, _cost(model, arguments), encoded.rows, order=order)
+    profile = run_profile(recipe, model, sizes, folder, arguments.device)
+    sampler, skip_config = recipe_sampler(recipe, task, sizes, encoded.rows, order=order, profile=profile)
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # Data of one's own may be private, and what a checkpoint holds is published.
     if len(example) <= LONGEST_EXAMPLE and task.name != OwnText.name:
@@ -130,9 +134,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
         exit_head(model)  # refused now, where the family's isn't known
     trained = as_it_trains(model, recipe)
     teacher = frozen_teacher(recipe, tokenizer)
-    return Prepared(
-        trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out, layer_order, teacher
-    )
+    found: dict[str, Any] = {"layer_order": layer_order, "profile": profile, "teacher": teacher}
+    return Prepared(trained, tokenizer, encoded, validation, sampler, skip_config, arguments, left_out, **found)
 
 
 def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
@@ -178,6 +181,10 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
             "model.dtype is bfloat16, and so are the weights that AdamW changes: steps below a part in 256 of a weight "
             "are lost; model.dtype=float32 train.precision=bf16 computes as fast and loses none"
         )
+    clock = "the analytical cost model"
+    if prepared.profile is not None:
+        clock = f"times of {prepared.profile.setting.get('processor')}, measured {prepared.profile.date}"
+    console.print(f"targets are solved by {clock}", soft_wrap=True)
     for line in describe_schedules(prepared):
         console.print(f"  {line}", soft_wrap=True)
 
@@ -185,7 +192,7 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
 def describe_schedules(prepared: Prepared) -> list[str]:
     """A line for each target."""
     over = prepared.skip_config.over
-    cost = prepared.cost.at(**prepared.skip_config.conditions)
+    cost = prepared.skip_config.cost_for(prepared.cost, profile=prepared.profile)
     of = "decoding" if over == "decode" else "prompt and decoding"
     return [
         f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over "
@@ -221,10 +228,12 @@ def recipe_sampler(
     rows: datasets.Dataset | None = None,
     *,
     order: Sequence[int] | None = None,
+    profile: Profile | None = None,
 ) -> tuple[ScheduleSampler, SkipConfig]:
     """The recipe's schedules, to draw from and to save, for texts and prompts as long as those of the training rows.
 
-    `order` is the one that was measured for `schedule.order=auto`; without it another one stands in.
+    `order` is the one that was measured for `schedule.order=auto`; without it another one stands in. Targets are solved
+    by a machine's `profile` where there is one.
 
     With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
     a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
@@ -272,6 +281,7 @@ def recipe_sampler(
         sampling=section.sampling,
         seed=recipe.train.seed,
         solver=solver,
+        profile=profile,
     )
     _check_effects(recipe, sampler.schedules)
     default_speedup(section.default_speedup, sampler.speedups)  # for its error, before anything is trained

@@ -116,6 +116,11 @@ class ScheduleSection(Section):
     over: Over = Field(
         "decode", description="what a target is of: decode, of decoding; all, of prompt and decoding together"
     )
+    profile: str | None = Field(
+        None,
+        description="the times of a machine that targets are solved by: auto, those of `skipdecode calibrate` on this "
+        "machine where there are any; a file of `skipdecode calibrate --output`; null: the analytical cost model",
+    )
     default_speedup: float | None = Field(
         None,
         ge=1,

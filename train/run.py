@@ -32,6 +32,7 @@ from train.distributed import check_world_size, is_first_process, on_first_proce
 from train.evaluation import check_evaluation, evaluate_run
 from train.finish import finish
 from train.layer_order import ORDER_FILE
+from train.machine_profile import PROFILE_FILE
 from train.output import RECIPE_FILE, check_folder, check_schedules, is_finished
 from train.prepare import Prepared, introduce, make_arguments, make_trainer, prepare
 from train.progress import TrainingProgress
@@ -71,6 +72,8 @@ def run(recipe: Recipe, name: str) -> Path:
         on_first_process(lambda: write_whole(folder / RECIPE_FILE, recipe.to_yaml()))
         if prepared is not None and prepared.layer_order is not None:
             on_first_process(partial(prepared.layer_order.save, folder / ORDER_FILE))
+        if prepared is not None and prepared.profile is not None:
+            on_first_process(partial(prepared.profile.save, folder / PROFILE_FILE))
         if prepared is not None:
             on_first_process(lambda: set_damaged_aside(folder, checkpoint, console))
         with tracked(recipe, name, folder, mode, console) as tracker:

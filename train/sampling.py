@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
+from skipdecode import ConfigError, CostModel, SkipSchedule
 from skipdecode.checkpoint import SkipConfig
+from skipdecode.profile import Profile
 from train.recipe import Sampling
 
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
@@ -67,10 +68,12 @@ def make_sampler(
     sampling: Sampling = "one",
     seed: int,
     solver: Mapping[str, Any],
+    profile: Profile | None = None,
 ) -> ScheduleSampler:
     """A sampler over a list of target speedups or of schedules, with weights, or over a range of targets.
 
-    Targets are solved with the settings in `solver`; the target of a schedule that is given is its predicted speedup.
+    Targets are solved with the settings in `solver`, by a machine's `profile` where there is one; the target of a
+    schedule that is given is its predicted speedup.
     Raises ConfigError unless exactly one of the three is given, for a target out of reach, a schedule of another depth.
     """
     if sum(given is not None for given in (speedups, speedup_range, schedules)) != 1:
@@ -89,9 +92,9 @@ def make_sampler(
         low, high = speedup_range
         between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
         speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # of digits that one would ask for
+    config = SkipConfig(solver=solver)
     if schedules is not None:
-        config = SkipConfig(solver=solver)
-        bound = cost.at(**config.conditions)
+        bound = config.cost_for(cost, profile=profile)
         speedups = [round(bound.speedup(schedule, over=config.over), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
@@ -108,7 +111,7 @@ def make_sampler(
         )
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),
-        schedules=tuple(schedules or (solve_schedule(cost, s, **solver) for s in speedups)),
+        schedules=tuple(schedules or (config.schedule_for(cost, s, profile=profile) for s in speedups)),
         weights=tuple(float(w) for w in weights),
         seed=seed,
         sampling=sampling,

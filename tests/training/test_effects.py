@@ -42,6 +42,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("schedule.decay", "cosine", "schedule.files", FILES),
     ("schedule.decay_rate", 3.0, "schedule.files", FILES),
     ("schedule.order", [0, 1], "schedule.files", FILES),
+    ("schedule.profile", "auto", "schedule.files", FILES),
     ("schedule.placement", "bottom", "schedule.files", FILES),
     ("schedule.prompt", "max", "schedule.files", FILES),
     ("schedule.prompt", 4, "schedule.files", FILES),

@@ -1,0 +1,112 @@
+"""Runs whose targets are solved by the times of a machine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_runs import SMALL, train_small
+
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.checkpoint import SkipConfig
+from skipdecode.cli import main
+from skipdecode.cost import CostModel
+from skipdecode.loading import load_model
+from skipdecode.profile import Profile, TimedBatch, setting_of
+from train.build import build_task
+from train.prepare import Prepared, make_arguments, prepare
+from train.recipe import load_recipe
+
+DEPTH = 8
+CHANGES = [*SMALL, "schedule.speedups=[1,2,3]", "schedule.decay=constant", "schedule.prompt=max", "schedule.over=all"]
+
+
+def prepared(folder: Path, *changes: str) -> Prepared:
+    recipe = load_recipe("quickstart", [*CHANGES, *changes, f"output.dir={folder}"])
+    return prepare(recipe, build_task(recipe), make_arguments(recipe, folder))
+
+
+def a_profile(model: object) -> Profile:
+    """Of a machine that takes a second a layer, and one for the rest, whatever the batch."""
+    seconds = {1: 2.0, 4: 5.0, DEPTH: 1.0 + DEPTH}
+    batches = tuple(TimedBatch(rows, 40, 50, seconds, seconds, dict.fromkeys(seconds, 0.0)) for rows in (1, 8))
+    setting = setting_of(model, CostModel.of(model), "model")  # type: ignore[arg-type]
+    return Profile(setting, DEPTH, batches, "2030-01-01")
+
+
+def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) -> None:
+    without = prepared(tmp_path / "one")
+    profile = a_profile(without.model)
+    profile.save(tmp_path / "machine.json")
+    found = prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'machine.json'}")
+    assert found.profile == profile
+    cost = found.skip_config.cost_for(found.cost, profile=profile)
+    for speedup, schedule in zip(found.sampler.speedups, found.sampler.schedules, strict=True):
+        if speedup == 1:
+            continue
+        # The most layers that are fast enough for 3 % beyond the target.
+        expected = max(n for n in range(1, DEPTH + 1) if (1 + DEPTH) / (1 + n) >= speedup * 1.03)
+        assert schedule.max_layers == schedule.min_layers == expected
+        one_more = SkipSchedule(DEPTH, expected + 1, expected + 1, decay="constant", prompt="max")
+        assert cost.speedup(one_more, over="all") < speedup * 1.03
+    assert found.sampler.schedules != without.sampler.schedules, "the analytical cost model says otherwise"
+
+
+def test_a_run_keeps_its_profile_and_goes_on_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    a_profile(prepared(tmp_path / "one").model).save(file)
+    settings = ["train.max_steps=1", "schedule.texts=0", f"schedule.profile={file}"]
+    folder = train_small(tmp_path / "run", *CHANGES[len(SMALL) :], *settings)
+    kept = Profile.load(folder / "profile.json")
+    assert kept == Profile.load(file)
+    config = SkipConfig.load(folder)
+    assert config is not None
+    other = replace(kept, date="2031-01-01")
+    (tmp_path / "other").mkdir()
+    other.save(tmp_path / "other" / "profile.json")
+    assert prepared(tmp_path / "other", f"schedule.profile={file}").profile == other
+    assert prepared(tmp_path / "new", f"schedule.profile={file}").skip_config.schedules == config.schedules
+
+
+def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    without = prepared(tmp_path / "one", "schedule.profile=auto")
+    assert without.profile is None
+    assert without.sampler.schedules == prepared(tmp_path / "one").sampler.schedules
+    from skipdecode.lean import usual_weights
+
+    weights = usual_weights(without.model)
+    profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))
+    profile.save()
+    assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
+
+
+def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    profile = a_profile(prepared(tmp_path / "one").model)
+    with pytest.raises(ConfigError, match=r"schedule\.profile 'nowhere\.json': no such file"):
+        prepared(tmp_path / "one", "schedule.profile=nowhere.json")
+    (tmp_path / "damaged.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"the profile .*damaged\.json can't be read"):
+        prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'damaged.json'}")
+    replace(profile, setting={**profile.setting, "layer_parameters": 7}).save(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match=r"is of another model: its layer_parameters is 7, and this model's \d+"):
+        prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'other.json'}")
+
+
+def test_calibrate_writes_a_file_that_a_training_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = train_small(tmp_path / "run", *CHANGES[len(SMALL) :], "train.max_steps=1", "schedule.texts=0")
+    file = tmp_path / "machine.json"
+    words = ["calibrate", str(folder), "--batch-size", "1", "--prompt-length", "8", "--repeats", "1"]
+    assert main([*words, "--output", str(file)]) == 0
+    assert f"written to {file}" in capsys.readouterr().out
+    assert not (tmp_path / "cache").exists()
+    profile = Profile.load(file)
+    assert profile.setting == setting_of(
+        load_model(str(folder)), CostModel.of(load_model(str(folder))), profile.setting["weights"]
+    )
+    assert main([*words, "--output", str(file)]) == 2
+    assert "machine.json exists: name a new file" in capsys.readouterr().err
+    assert json.loads(file.read_text())["format"]
