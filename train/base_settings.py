@@ -67,6 +67,8 @@ class _Source:
     @classmethod
     def of(cls, recipe: Recipe) -> "_Source":
         """Raises ConfigError for a file that is damaged, which transformers would pass over."""
+        if recipe.model.gguf_file is not None:  # nothing beside it is read
+            return cls(recipe, MODEL_FILE, {})
         found = _read(recipe.model.name_or_path, GENERATION_FILE)
         if found is not None:
             return cls(recipe, GENERATION_FILE, found)

@@ -135,8 +135,8 @@ def test_its_config_is_read_from_the_file_also_where_a_shape_has_the_folders_nam
     [
         (["model.gguf_file=absent.gguf"], "gguf_file 'absent.gguf': there is no such file in"),
         (["model.gguf_file=''"], "gguf_file is ''"),
-        (["model.name_or_path=null"], "model.gguf_file is 'tiny.gguf' without model.name_or_path"),
-        (["model.name_or_path=null", "model.shape=opt-tiny"], "without model.name_or_path: name the folder"),
+        (["model.name_or_path=null"], 'model.gguf_file is "tiny.gguf" and model.name_or_path is null: name the folder'),
+        (["model.name_or_path=null", "model.shape=opt-tiny"], "model.name_or_path is null: name the folder"),
         (["model.name_or_path=/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
         (["lora.r=2", "lora.merge=false"], "model.gguf_file is 'tiny.gguf' with lora.merge=false"),
         (["model.gguf_fil=x"], "did you mean 'model.gguf_file'"),
