@@ -296,7 +296,8 @@ def recipe_sampler(
 def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
     """Raises ConfigError for settings without effect under these schedules, of which `train.effects` knows none."""
     section, share = recipe.schedule, recipe.optim.distillation
-    if share and recipe.optim.exits == "last" and not any(schedule.skips for schedule in schedules):
+    taught = share and recipe.optim.teacher is None and recipe.optim.exits == "last"  # by its own full depth
+    if taught and not any(schedule.skips for schedule in schedules):
         raise ConfigError(
             f"optim.distillation is {share:g} and schedule.files is {section.files}: they skip no layer, and what runs "
             "at full depth learns from the labels alone; leave it out"
