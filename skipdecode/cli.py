@@ -167,6 +167,11 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         action="store_true",
         help="full depth's own text: the speedup, or one that is chosen, drafts for it",
     )
+    generate.add_argument(
+        "--order",
+        metavar="FILE",
+        help="with --lossless: the first layers of this order draft (`skipdecode order`), also of an untrained model",
+    )
     generate.add_argument("--batch-size", type=int, default=8, metavar="B", help="prompts together (default 8)")
     generate.add_argument("--stream", action="store_true", help="write words as they come; one prompt at a time")
     generate.add_argument("--json", action="store_true", help="read and write lines of JSON")

@@ -35,11 +35,12 @@ from skipdecode.plan import SpeedPlan
 from skipdecode.profile import Profile, describe_clock, find_profile, has_profiles, setting_of
 from skipdecode.projections import Weights
 from skipdecode.runners import make_columns_runner, make_runner, prompt_columns
-from skipdecode.schedule import Over, SkipSchedule
+from skipdecode.schedule import Over, SkipSchedule, check_order
 from skipdecode.solver import check_speedup
 
 MOST_SOLVED = 1000  # schedules that are kept of a model
 DRAFTS = 4  # depths that may draft where none is named: so many multiples of a twelfth of the layers
+UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # shares of the layers that may, where only their order is known
 _SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 _WARNED: set[Any] = set()  # targets that can't be reached, with their models: each is told once
 
@@ -60,6 +61,7 @@ def skip_generate(
     weights: Weights | None = None,
     cuda_graphs: bool | None = None,
     lossless: bool = False,
+    order: Sequence[int] | None = None,
     draft_counts: DraftCounts | None = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
@@ -102,6 +104,9 @@ def skip_generate(
             in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
             distribution. Prompts run every layer. With neither a schedule nor a speedup, so many layers draft as
             are expected to give the most, by what drafts cost and how often those of earlier calls were taken.
+        order: with `lossless` and neither a schedule nor a speedup: the order of layers of which the first ones draft,
+            such as `skipdecode order` finds; with it a model that wasn't trained to skip can draft, too (as in SWIFT,
+            arXiv 2410.06916).
         draft_counts: what a lossless call adds its passes and drafts to (`skipdecode.lossless.DraftCounts`).
         tokenizer: for generate's `stop_strings` and `token_healing`.
 
@@ -118,7 +123,13 @@ def skip_generate(
     """
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)
-    drafts = draft_candidates(model) if lossless is True and prompts is not None and speedup is None else []
+    chosen = lossless is True and prompts is not None and speedup is None
+    if order is not None and not chosen:
+        raise ConfigError(
+            "order is given without lossless=True, or beside a schedule or a speedup, which say what drafts: leave it "
+            "out"
+        )
+    drafts = draft_candidates(model, order) if chosen else []
     schedule = drafts[0] if drafts else schedule
     not_lean = why_not_lean(unwrap(model))  # every call asks: it is answered once
     usual = weights or usual_weights(unwrap(model), lean=not_lean is None)
@@ -264,33 +275,43 @@ def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profi
 
 
 def choose_draft(
-    model: GenerativeModel, prompts: Sequence[int], *, weights: Weights | None = None, do_sample: bool = False
+    model: GenerativeModel,
+    prompts: Sequence[int],
+    *,
+    weights: Weights | None = None,
+    do_sample: bool = False,
+    order: Sequence[int] | None = None,
 ) -> SkipSchedule:
     """The schedule that drafts for a lossless batch: of `draft_candidates` the one that is expected to give most.
 
     Raises ConfigError as these do.
     """
-    candidates = draft_candidates(model)
+    candidates = draft_candidates(model, order)
     if why_not_lean(model) is not None:
         return candidates[0]  # refused later, with the reason
     decoder = lean_decoder(unwrap(model), weights)
     return _best_draft(model, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
 
 
-def draft_candidates(model: GenerativeModel) -> list[SkipSchedule]:
+def draft_candidates(model: GenerativeModel, order: Sequence[int] | None = None) -> list[SkipSchedule]:
     """The schedules that may draft where none is named, of more and more layers that stay.
 
-    Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are those of the fastest
-    speed that the model was trained for.
+    Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are the first ones of an
+    order, or those of the fastest speed that the model was trained for.
 
-    Raises ConfigError where its config names no speed above 1.
+    Raises ConfigError where there is no order and its config names no speed above 1, and for what is no order.
     """
+    if order is not None:
+        depth = len(decoder_layers(model))
+        placed: dict[str, Any] = {"placement": "order", "order": check_order(order, depth), "decay": "constant"}
+        budgets = dict.fromkeys(max(1, round(share * depth)) for share in UNTRAINED_DRAFTS)
+        return [SkipSchedule(depth, budget, budget, **placed) for budget in budgets]
     solved = _solved(unwrap(model))
     trained = solved.config.schedules if solved.config else {}
     if max(trained, default=1) <= 1:
         raise ConfigError(
             "lossless is True without a schedule or a speedup, and this model's config names no speed above 1 that it "
-            "was trained for: pass schedule=..., which drafts"
+            "was trained for: pass schedule=..., which drafts, or order=..., as `skipdecode order` finds it"
         )
     fastest = trained[max(trained)]
     step = max(fastest.min_layers, round(fastest.num_layers / 12))

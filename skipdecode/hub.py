@@ -10,7 +10,7 @@ from skipdecode.decode import skip_generate
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 
-_ASKED = ("schedule", "speedup", "over", "strict", "lossless", "weights", "cuda_graphs")
+_ASKED = ("schedule", "speedup", "over", "strict", "lossless", "order", "weights", "cuda_graphs")
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:

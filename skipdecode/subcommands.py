@@ -42,6 +42,8 @@ def generate(options: argparse.Namespace) -> int:
         sampling |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     elif options.seed is not None:
         raise ConfigError(f"--seed is {options.seed}, of sampling: name --temperature or --top-p, or leave it out")
+    if options.order is not None and (not options.lossless or options.schedule is not None or options.speedup != 1):
+        raise ConfigError("--order says which layers draft for --lossless: leave it out, or --speedup and --schedule")
     prompts = _prompts(options, as_json=options.json)
     from skipdecode.schedule import SkipSchedule
 
@@ -54,6 +56,12 @@ def generate(options: argparse.Namespace) -> int:
     if schedule is None and not chosen:
         for batch in batches:
             decoder.plan_of(batch, options.speedup, options.over)  # for the errors, before anything is written
+    order = None
+    if options.order is not None:
+        from skipdecode.families import decoder_layers
+        from skipdecode.layer_order import read_order
+
+        order = read_order(options.order, len(decoder_layers(decoder.model)))
     if "do_sample" in sampling:
         import torch
 
@@ -67,7 +75,7 @@ def generate(options: argparse.Namespace) -> int:
             decoder.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
     for batch in batches:
-        named = decoder.draft_schedule(batch) if chosen else schedule
+        named = decoder.draft_schedule(batch, order) if chosen else schedule
         solved = named or decoder.plan_of(batch, options.speedup, options.over).schedule
         decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():

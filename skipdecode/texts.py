@@ -140,13 +140,14 @@ class Decoder:
         """The same for prompts that are decoded together."""
         return self.plan(speedup, over, self._tokens(prompts))
 
-    def draft_schedule(self, prompts: Sequence[str]) -> SkipSchedule:
+    def draft_schedule(self, prompts: Sequence[str], order: Sequence[int] | None = None) -> SkipSchedule:
         """What drafts for lossless texts of prompts that are decoded together, where no speedup is named.
 
-        Raises ConfigError where the checkpoint wasn't trained for one.
+        Without an `order` of layers it raises ConfigError where the checkpoint wasn't trained for a speedup.
         """
         do_sample = bool(self._request["do_sample"])
-        return choose_draft(self.model, self._tokens(prompts), weights=self.weights, do_sample=do_sample)
+        how: dict[str, Any] = {"weights": self.weights, "do_sample": do_sample, "order": order}
+        return choose_draft(self.model, self._tokens(prompts), **how)
 
     def _tokens(self, prompts: Sequence[str]) -> list[int]:
         """Tokens of each prompt."""

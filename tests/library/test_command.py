@@ -422,6 +422,11 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--seed", "3"], "--seed is 3, of sampling: name --temperature or --top-p"),
         (["generate", "CHECKPOINT", "a", "--seed", "0"], "--seed is 0, of sampling"),
         (["generate", "CHECKPOINT", "a", "--lossless", "--over", "all"], "--over is all, of a --speedup that drafts"),
+        (["generate", "CHECKPOINT", "a", "--order", "order.json"], "--order says which layers draft for --lossless"),
+        (
+            ["generate", "CHECKPOINT", "a", "--lossless", "--order", "nowhere.json"],
+            "order file 'nowhere.json' can't be",
+        ),
         (["generate", "CHECKPOINT", "a", "--device", "meta"], "--device is 'meta'"),
         (["generate", "CHECKPOINT", "a", "--stream", "--json"], "leave --json out"),
         (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is no text in UTF-8"),

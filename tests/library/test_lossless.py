@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_cases import LAYERS, MODELS, Case, fresh_model
+from drawn_orders import orders
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from lean_cases import MODELS as FAMILIES
@@ -327,3 +328,31 @@ def test_adapters_that_are_not_merged_are_refused() -> None:
 
 def test_all_models_are_drawn() -> None:
     assert set(FAMILIES) < set(MODELS)
+
+
+@settings(max_examples=20, derandomize=True, database=None)
+@given(orders(LAYERS), st.sampled_from(["llama", "opt", "gpt2"]), st.integers(0, 99))
+def test_an_untrained_model_drafts_by_an_order_of_its_layers(order: tuple[int, ...], name: str, seed: int) -> None:
+    model = fresh_model(name)
+    ids, mask = ragged_prompts([4, 9], seed)
+    request: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **request)
+    found = model.generate(ids, **request, custom_generate=skip_generate, lossless=True, order=order)
+    assert torch.equal(found, expected)
+    for candidate in decode.draft_candidates(model, order):
+        assert set(candidate.layers_at(0)) == set(order[: candidate.max_layers])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"order": range(LAYERS)}, "order is given without lossless=True"),
+        ({"order": range(LAYERS), "lossless": True, "schedule": FULL}, "beside a schedule or a speedup"),
+        ({"order": range(LAYERS), "lossless": True, "speedup": 2}, "beside a schedule or a speedup"),
+        ({"order": [0, 1], "lossless": True}, "order has 2 layers: it must have each of the model's 6 once"),
+        ({"order": "012345", "lossless": True}, "order is '012345': it must be a list of layer indices"),
+    ],
+)
+def test_an_order_that_cannot_draft_is_refused(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fresh_model("llama").generate(torch.tensor([[5, 6]]), custom_generate=skip_generate, **request_)
