@@ -160,6 +160,9 @@ def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, 
     assert err.startswith(f"{layers:.2f} of 6 layers per token, ")
     assert main([*words, "--lossless"]) == 2
     refused(capsys, "this model's config names no speed above 1 that it was trained for")
+    (tmp_path / "order.json").write_text("[0, 5, 2, 1, 4, 3]")
+    assert main([*words, "--lossless", "--order", str(tmp_path / "order.json")]) == 0
+    assert [json.loads(line)["text"] for line in said(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
     trained = shutil.copytree(checkpoint, tmp_path / "trained")
     SkipConfig({2.0: SkipSchedule(6, 3, 1, horizon=8)}, {"horizon": 8}).save(trained)
     assert main(["generate", str(trained), *words[2:], "--lossless"]) == 0
