@@ -93,14 +93,14 @@ def decodes(folder: Path, most: int = 4) -> None:
         for ids in (plain, skipped):
             assert isinstance(ids, torch.Tensor)
             assert columns < ids.shape[1] <= columns + most
-    engine = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, most_rows=1, weights="model")
     answer = engine.submit(inputs["input_ids"][0].tolist(), schedule=schedule, do_sample=False)
     while engine.step():
         pass
-    assert answer.result(timeout=1).tokens
+    assert answer.result(timeout=60).tokens
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(drawn=base_settings())
 def test_any_settings_of_a_base_are_refused_by_file_and_key_or_its_checkpoint_decodes(
     base: Path, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[str, dict[str, Any]]
