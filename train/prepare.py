@@ -64,7 +64,7 @@ class Prepared:
     sampler: ScheduleSampler
     skip_config: SkipConfig
     arguments: TrainingArguments
-    left_out: list[str]
+    left_out: Sequence[str] = ()
     layer_order: LayerOrder | None = None
     profile: Profile | None = None
     teacher: PreTrainedModel | None = None
