@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from skipdecode.attach import LayerGate, gated_layers, whole_columns
 from skipdecode.errors import ConfigError, check_counts, first_line
-from skipdecode.families import decoder_layers, unwrap
+from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.files import write_whole
 from skipdecode.padding import IGNORED, lay_out
 from skipdecode.schedule import SkipSchedule, check_order
@@ -141,7 +141,8 @@ def find_order(
         advance: called after each removal with the layers removed so far, how many there will be, and the divergence.
 
     Raises:
-        ConfigError: for no rows, an empty prompt or completion, a shortlist below 1, a model of fewer than 3 layers.
+        ConfigError: for no rows, an empty prompt or completion, rows longer than the model has positions, a shortlist
+            below 1, a model of fewer than 3 layers.
     """
     if shortlist is not None:
         check_counts(shortlist=shortlist)
@@ -154,6 +155,10 @@ def find_order(
         if not prompt or not completion:
             raise ConfigError(f"row {number} has no {'prompt' if not prompt else 'completion'}")
     start, inner = time.perf_counter(), unwrap(model)
+    positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
+    if positions is not None and longest > positions:
+        raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: take shorter prompts")
     training = inner.training
     inner.eval()
     try:

@@ -119,6 +119,7 @@ def test_rows_are_drawn_without_replacement_within_a_number_of_tokens() -> None:
         ([], "there are no rows"),
         ([([1], [2]), ([], [3])], "row 1 has no prompt"),
         ([([1], [])], "row 0 has no completion"),
+        ([([1], [2]), ([5] * 99, [6])], "a row has 100 tokens, and the model 96 positions"),
     ],
 )
 def test_rows_that_nothing_can_be_measured_on_are_refused(given: Any, message: str) -> None:
@@ -157,7 +158,7 @@ def test_a_file_that_is_no_order_is_refused_by_name(text: str, message: str, tmp
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("order") / "whole", DEPTH)
+    return save_checkpoint(tmp_path_factory.mktemp("order") / "whole", DEPTH, max_position_embeddings=256)
 
 
 def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(

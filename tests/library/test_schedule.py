@@ -130,8 +130,9 @@ def test_placements_of_a_budget_of_four_in_twelve() -> None:
 def test_a_budget_of_k_runs_the_first_k_of_an_order(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 30))
     least = data.draw(st.integers(1, depth))
-    order = data.draw(orders(depth, data.draw(st.integers(1, least))))
-    schedule = SkipSchedule(depth, depth, least, horizon=9, placement="order", order=order)
+    warmup = data.draw(st.integers(1, least))
+    order = data.draw(orders(depth, warmup))
+    schedule = SkipSchedule(depth, depth, least, warmup, horizon=9, placement="order", order=order)
     for budget in range(least, depth + 1):
         assert set(schedule.layers_for(budget)) == set(order[:budget])
     assert SkipSchedule.from_json(schedule.to_json()) == schedule
