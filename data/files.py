@@ -20,7 +20,7 @@ FORMATS = {**_TEXT_FORMATS, **{f"{ending}.gz": name for ending, name in _TEXT_FO
 ENDINGS = f"{', '.join(_TEXT_FORMATS)} (also with .gz behind it) or .parquet"  # for messages
 _SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)(?:-[0-9a-f]{16})?$")  # as the Hub names them, formerly with a hash
 _PARQUET_ROWS = 1000  # read at once: few enough for long articles
-_LONGEST_FIELD = 2**31 - 1  # characters; the csv module refuses more than 131,072 unless it is told
+LONGEST_FIELD = 2**31 - 1  # characters; the csv module refuses more than 131,072 unless it is told
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _json_line(line: str) -> Any:
 
 def _table_values(stream: TextIO, delimiter: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a table below the line that names its columns: texts, and None where a row ends before the line."""
-    csv.field_size_limit(_LONGEST_FIELD)
+    csv.field_size_limit(LONGEST_FIELD)
     reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
     names = list(reader.fieldnames or ())
     for column in columns:

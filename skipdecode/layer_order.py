@@ -175,29 +175,6 @@ def find_order(
     )
 
 
-def _remove(
-    measured: "_Measured", depth: int, shortlist: int | None, advance: Callable[[int, int, float], None]
-) -> tuple[list[int], dict[int, float]]:
-    """Remove one layer after the other. Returns them, the least important first, and the divergence by layers left."""
-    kept, removed, now = list(range(depth)), list[int](), 0.0
-    divergence = {depth: 0.0}
-    costs: dict[int, float] = {}  # layer -> what its removal added to the divergence when it was last tried
-    total = depth - 2
-    while len(kept) > 2:
-        measured.enter(tuple(kept))
-        candidates = sorted(kept[1:-1], key=lambda layer: costs.get(layer, -math.inf))
-        tried = {layer: measured.without(layer) for layer in candidates[: shortlist if costs else None]}
-        costs |= {layer: value - now for layer, value in tried.items()}
-        least = min(tried, key=lambda layer: (tried[layer], layer))
-        now = tried[least]
-        kept.remove(least)
-        del costs[least]
-        removed.append(least)
-        divergence[len(kept)] = now
-        advance(len(removed), total, now)
-    return removed, divergence
-
-
 class _Measured:
     """The rows, full depth's predictions of them, and what enters each layer that is kept."""
 
@@ -267,6 +244,29 @@ class _Measured:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _remove(
+    measured: _Measured, depth: int, shortlist: int | None, advance: Callable[[int, int, float], None]
+) -> tuple[list[int], dict[int, float]]:
+    """Remove one layer after the other. Returns them, the least important first, and the divergence by layers left."""
+    kept, removed, now = list(range(depth)), list[int](), 0.0
+    divergence = {depth: 0.0}
+    costs: dict[int, float] = {}  # layer -> what its removal added to the divergence when it was last tried
+    total = depth - 2
+    while len(kept) > 2:
+        measured.enter(tuple(kept))
+        candidates = sorted(kept[1:-1], key=lambda layer: costs.get(layer, -math.inf))
+        tried = {layer: measured.without(layer) for layer in candidates[: shortlist if costs else None]}
+        costs |= {layer: value - now for layer, value in tried.items()}
+        least = min(tried, key=lambda layer: (tried[layer], layer))
+        now = tried[least]
+        kept.remove(least)
+        del costs[least]
+        removed.append(least)
+        divergence[len(kept)] = now
+        advance(len(removed), total, now)
+    return removed, divergence
 
 
 def _keep(entering: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:

@@ -383,6 +383,7 @@ def test_a_key_with_signs_that_none_has_is_refused_and_not_shown(
 def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without profiles of other tests
     elsewhere, found = torch.device("meta"), []  # in place of a GPU
     folder = save_checkpoint(tmp_path / "run", 2)
     monkeypatch.setattr(sys, "argv", ["lock_step", str(folder), "--port", "1"])

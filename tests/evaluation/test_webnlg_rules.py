@@ -151,7 +151,7 @@ def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, 
         (lines, "one\n", "has 1 texts, the test split of e2e 2 examples"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "text 1 is of 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
-        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "is no table of a header"),
+        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "has 1 texts, the test split of e2e 2 examples"),
     ):
         file.write_text(text, encoding="utf-8")
         assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2

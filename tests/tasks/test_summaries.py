@@ -14,7 +14,6 @@ import pytest
 from data import load_task
 from data.files import FORMATS, ending_of
 from skipdecode import ConfigError
-from skipdecode.errors import first_line
 
 Rows = list[dict[str, Any]]
 POST = "SUBREDDIT: r/tea\n\nTITLE: Cold, again\n\nPOST: I forget my tea.\n\nTITLE: is not a title here.\n\nTL;DR:"
@@ -171,7 +170,7 @@ def test_missing_splits_two_files_and_bad_options_are_refused(tmp_path: Path) ->
     def message(split: Any, **options: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             load_task("cnndm", **{"path": str(tmp_path), **options}).load(split)
-        assert first_line(caught.value) == str(caught.value)
+        assert "\n" not in str(caught.value)
         return str(caught.value)
 
     assert "no such folder" in message("train", path=str(tmp_path / "nowhere"))
