@@ -92,6 +92,8 @@ class Variants:
         The LM head isn't counted.
         """
         prompt, completion = (float(lengths.mean()) for lengths in row_lengths(self.prepared.encoded.rows))
-        distils = bool(self.recipe(overrides).optim.distillation)
-        passes = mean_work(self.sampler(overrides), SAMPLED_STEPS, distils, prompt, completion)
+        optim = self.recipe(overrides).optim
+        lengths, frozen = (prompt, completion), optim.teacher is not None
+        sampler = self.sampler(overrides)
+        passes = mean_work(sampler, SAMPLED_STEPS, bool(optim.distillation), *lengths, frozen_teacher=frozen)
         return passes * self.layers(overrides)

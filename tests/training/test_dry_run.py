@@ -164,19 +164,26 @@ def test_the_estimate_is_the_sum_over_the_steps_that_the_run_takes(
     processes=st.integers(1, 3),
     steps=st.integers(1, 30),
     distils=st.booleans(),
+    teacher=st.sampled_from([None, "a frozen model"]),
 )
 def test_the_plan_is_that_of_the_slowest_process_in_each_step(
-    lengths: list[tuple[int, int]], batch: int, parts: int, processes: int, steps: int, distils: bool
+    lengths: list[tuple[int, int]],
+    batch: int,
+    parts: int,
+    processes: int,
+    steps: int,
+    distils: bool,
+    teacher: str | None,
 ) -> None:
     """Against accelerate's own dealing of batches, and columns that are counted one by one."""
     rows = Dataset.from_dict({name: [[0] * each[n] for each in lengths] for n, name in enumerate(ROW[:2])})
-    schedules = (SkipSchedule(6, 5, 2, horizon=4), SkipSchedule(6, 3, 1, horizon=3, prompt="max"))
-    sampler = ScheduleSampler((2.0, 3.0), schedules, (1.0, 1.0), seed=3)
+    skipping = (SkipSchedule(6, 5, 2, horizon=4), SkipSchedule(6, 3, 1, horizon=3, prompt="max"))
+    sampler = ScheduleSampler((1.0, 2.0, 3.0), (SkipSchedule.full_depth(6), *skipping), (1.0, 1.0, 1.0), seed=3)
     arguments = SimpleNamespace(train_batch_size=batch, world_size=processes, seed=5)
     rows_a_step = batch * parts * processes
     encoded = SimpleNamespace(rows=rows)
     prepared: Any = SimpleNamespace(
-        arguments=arguments, encoded=encoded, sampler=sampler, steps=steps, rows_a_step=rows_a_step
+        arguments=arguments, encoded=encoded, sampler=sampler, steps=steps, rows_a_step=rows_a_step, teacher=teacher
     )
     plan = plan_steps(prepared, distils)
 
@@ -195,7 +202,8 @@ def test_the_plan_is_that_of_the_slowest_process_in_each_step(
             for mine in dealt[process][step * parts : (step + 1) * parts]:
                 widths = max(lengths[row][0] for row in mine), max(lengths[row][1] for row in mine)
                 passed = sum(naive_layer_columns(draw, *widths) for draw in sampler.at(step))
-                work[-1] += len(mine) * (passed / 6 + distils * sum(widths) / 3)
+                taught = distils and (teacher is not None or all(draw.schedule.skips for draw in sampler.at(step)))
+                work[-1] += len(mine) * (passed / 6 + taught * sum(widths) / 3)
         assert planned.work == pytest.approx(max(work))
         assert planned.draws == sampler.at(step)
         taken = [mine for n in range(parts) for process in dealt for mine in process[step * parts + n]]

@@ -60,7 +60,7 @@ def plan_steps(prepared: Prepared, distils: bool) -> list[PlannedStep]:
     order = DataOrder((prompts + completions).tolist(), rows_a_step, arguments.seed)
     steps_an_epoch = len(order) // rows_a_step
     count = min(prepared.steps, PLANNED_STEPS)
-    work = functools.cache(functools.partial(step_work, distils=distils))
+    work = functools.cache(functools.partial(step_work, distils=distils, frozen_teacher=prepared.teacher is not None))
     batch, processes = arguments.train_batch_size, arguments.world_size
 
     def most_work(rows: Sequence[int], draws: tuple[Draw, ...]) -> float:

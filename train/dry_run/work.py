@@ -26,7 +26,17 @@ def step_work(
     return (passes + teacher) * columns
 
 
-def mean_work(sampler: ScheduleSampler, steps: int, distils: bool, prompt_columns: float, new_tokens: float) -> float:
+def mean_work(
+    sampler: ScheduleSampler,
+    steps: int,
+    distils: bool,
+    prompt_columns: float,
+    new_tokens: float,
+    *,
+    frozen_teacher: bool = False,
+) -> float:
     """The mean of `step_work` over the steps of a run: length grouping makes batches about as wide as their rows."""
     sampled = range(min(steps, SAMPLED_STEPS))
-    return sum(step_work(sampler.at(step), distils, prompt_columns, new_tokens) for step in sampled) / len(sampled)
+    lengths = (prompt_columns, new_tokens)
+    work = [step_work(sampler.at(step), distils, *lengths, frozen_teacher=frozen_teacher) for step in sampled]
+    return sum(work) / len(work)
