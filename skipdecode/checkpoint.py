@@ -136,7 +136,11 @@ class SkipConfig:
         bytes, and in an exported checkpoint, a schedule that was trained for the target is taken to reach it.
 
         Args:
-            cost, speedup, over, prompts, profile: as of `schedule_for`.
+            cost: as of `schedule_for`.
+            speedup: as of `schedule_for`.
+            over: as of `schedule_for`.
+            prompts: as of `schedule_for`.
+            profile: as of `schedule_for`.
             strict: whether a target that can't be reached is refused.
 
         Raises:
