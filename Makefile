@@ -14,7 +14,7 @@ help: ## print this list
 install: .venv/.installed ## create .venv with everything pinned in constraints.txt
 
 # The stamp is the last thing written: a run that was cut short doesn't count, and the next one goes on where it stopped.
-.venv/.installed: pyproject.toml constraints.txt skipdecode/kernels.cpp skipdecode/kernels_isa.h
+.venv/.installed: pyproject.toml constraints.txt skipdecode/kernels/cpu.cpp skipdecode/kernels/cpu_isa.h
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer: make install PYTHON=python3.11")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv

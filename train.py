@@ -2,7 +2,7 @@
 
 import sys
 
-from skipdecode.command import run_module
+from skipdecode.cli.process import run_module
 
 if __name__ == "__main__":
     sys.exit(run_module("train.cli"))

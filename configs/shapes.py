@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from configs.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
-from skipdecode.schedule import MOST_LAYERS
+from skipdecode.schedule.schedule import MOST_LAYERS
 
 SHAPES = ROOT / "configs" / "model"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

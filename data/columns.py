@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.task import Example
 from skipdecode.errors import ConfigError
-from skipdecode.padding import lay_out
+from skipdecode.training.batch_layout import lay_out
 
 ROW = ("prompt_ids", "completion_ids", "length", "prompt_cut", "completion_cut")
 

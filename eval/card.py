@@ -12,10 +12,10 @@ from eval.results import FILE_NAME, SPEEDS, Report, Row, show_share, show_speed,
 from eval.score.registry import headline, short
 from eval.score.scores import not_computable
 from skipdecode import ConfigError
-from skipdecode.checkpoint import DEFAULT_SPEEDUP, SkipConfig
-from skipdecode.cost import CostModel
+from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
 from skipdecode.errors import first_line
 from skipdecode.files import write_whole
+from skipdecode.schedule.cost import CostModel
 
 CARD = "README.md"
 MARK = "written by skipdecode: remove this line to keep what you change"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 _DESCRIPTION = """\

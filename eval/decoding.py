@@ -14,8 +14,8 @@ from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
 from skipdecode.families import text_config
-from skipdecode.ratio import Ratio, order_of_turn
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
+from skipdecode.timing.interleave import Ratio, order_of_turn
 
 WARM_UP_TOKENS = 8
 

@@ -14,7 +14,7 @@ from eval.results import SPEEDS_IN_FULL, Report, Row, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
 from skipdecode.files import replaced
-from skipdecode.schedule import Over, SkipSchedule
+from skipdecode.schedule.schedule import Over, SkipSchedule
 
 # Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well. Black is SVG's default, which
 # matplotlib leaves out: a black that is named can be replaced by a page's style sheet.

@@ -17,16 +17,16 @@ from eval.systems.base import Checkpoint, LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.calibrate import measure_profile
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cost import depth_mismatch
-from skipdecode.decode import profile_for
-from skipdecode.lean import choose_weights, lean_decoder
-from skipdecode.lengths import Lengths
-from skipdecode.plain_parts import why_not_lean
-from skipdecode.plan import SpeedPlan
-from skipdecode.profile import Profile, describe_clock
-from skipdecode.projections import Weights
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.fastpath.model import choose_weights, lean_decoder
+from skipdecode.fastpath.support import why_not_lean
+from skipdecode.generate.skip_generate import profile_for
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.cost import depth_mismatch
+from skipdecode.schedule.lengths import Lengths
+from skipdecode.schedule.machine_profile import Profile, describe_clock
+from skipdecode.schedule.plan import SpeedPlan
+from skipdecode.timing.calibrate import measure_profile
 
 _PLAN = ("plan",)
 

@@ -23,12 +23,12 @@ from eval.request import Request
 from eval.systems.base import Checkpoint
 from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import check_mode
-from skipdecode.from_gguf import find_gguf
-from skipdecode.loading import adapted_checkpoint, downloaded, load
-from skipdecode.reach import without_network
-from skipdecode.seal import checksum, decisive_files
+from skipdecode.checkpoint.checksums import checksum, decisive_files
+from skipdecode.checkpoint.from_gguf import find_gguf
+from skipdecode.checkpoint.loading import adapted_checkpoint, downloaded, load
+from skipdecode.checkpoint.offline import without_network
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.generate.skip_generate import check_mode
 
 DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
 MOST_SPEEDUPS = 5  # that are all evaluated where none is asked for

@@ -10,7 +10,7 @@ from eval.console import bar_columns
 from eval.decoding import spread_over_lengths
 from eval.systems.base import LosslessSystem, SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.runners import why_not_lean_steps
+from skipdecode.generate.runners import why_not_lean_steps
 
 PROMPTS = 64  # whose texts are decoded
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from skipdecode.native import kernels
-from skipdecode.profile import processor
+from skipdecode.kernels.cpu import kernels
+from skipdecode.schedule.machine_profile import processor
 
 PACKAGES = (
     *("skipdecode", "torch", "transformers", "tokenizers"),

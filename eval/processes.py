@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from skipdecode.device import resolve_device
+from skipdecode.cli.device import resolve_device
 from skipdecode.errors import ConfigError, first_line
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from eval.results import FILE_NAME
 from eval.score.metric import BertModel
 from eval.score.tokenizers import check_tokenizer
 from skipdecode.errors import ConfigError
-from skipdecode.projections import Weights
-from skipdecode.schedule import Over
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Over
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from eval.score.tokenizers import check_tokenizer
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
-from skipdecode.plan import show_planned
-from skipdecode.ratio import Ratio
-from skipdecode.schedule import Over, SkipSchedule
+from skipdecode.schedule.plan import show_planned
+from skipdecode.schedule.schedule import Over, SkipSchedule
+from skipdecode.timing.interleave import Ratio
 
 FILE_NAME = "report.json"
 SystemKind = Literal["full depth", "skip", "calm", "lossless"]

@@ -29,9 +29,9 @@ from eval.loading import load_request
 from eval.request import Request
 from eval.tables import Table
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.families import decoder_layers
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 PLAIN, FULL = "transformers", "full depth"
 

@@ -26,11 +26,11 @@ from eval.request import Request
 from eval.systems.base import SkipSystem
 from eval.tables import Table
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.command import run_command
-from skipdecode.decode import profile_for
+from skipdecode.cli.process import run_command
 from skipdecode.families import decoder_layers
-from skipdecode.projections import Weights
-from skipdecode.ratio import order_of_turn
+from skipdecode.generate.skip_generate import profile_for
+from skipdecode.kernels.linear import Weights
+from skipdecode.timing.interleave import order_of_turn
 
 HEADERS = ("batch", "budgets", "decoding, ms", "over predicted", "prompts, ms", "over predicted")
 

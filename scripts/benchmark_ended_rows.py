@@ -25,12 +25,12 @@ from rich.table import Table
 from eval.loading import load_request
 from eval.request import Request
 from eval.systems.base import SkipSystem
-from skipdecode import rows
-from skipdecode.command import run_command
-from skipdecode.decode import resolve_schedule
-from skipdecode.projections import Weights
-from skipdecode.ratio import order_of_turn
-from skipdecode.runners import LeanRunner
+from skipdecode.cli.process import run_command
+from skipdecode.fastpath import row_compaction as rows
+from skipdecode.generate.runners import LeanRunner
+from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.kernels.linear import Weights
+from skipdecode.timing.interleave import order_of_turn
 
 SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
 CHOOSE = {"without": lambda *_: None, "with": LeanRunner.choose}

@@ -33,16 +33,17 @@ from rich.progress import track
 from configs.shapes import random_model, read_shape
 from eval.speed.peers import SkipDecode
 from eval.tables import Table
-from skipdecode import SkipSchedule, lossless, solve_schedule
-from skipdecode.calibrate import measure_profile
-from skipdecode.command import run_command
-from skipdecode.cost import interpolated
-from skipdecode.draft_length import MOST_DRAFTS
-from skipdecode.lean import draft_weights, lean_decoder
-from skipdecode.native_steps import ChosenTokens, DraftedRounds, TextsAtHand
-from skipdecode.projections import Weights
-from skipdecode.ratio import Ratio, order_of_turn
-from skipdecode.runners import ColumnsRunner
+from skipdecode import SkipSchedule, solve_schedule
+from skipdecode.cli.process import run_command
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, TextsAtHand
+from skipdecode.fastpath.model import draft_weights, lean_decoder
+from skipdecode.generate import lossless_loop as lossless
+from skipdecode.generate.draft_policy import MOST_DRAFTS
+from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.cost import interpolated
+from skipdecode.timing.calibrate import measure_profile
+from skipdecode.timing.interleave import Ratio, order_of_turn
 
 COLUMNS = (1, 2, 3, 4, 6, 8, 13)
 

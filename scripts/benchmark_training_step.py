@@ -21,8 +21,8 @@ from rich.progress import track
 from configs.shapes import random_model, read_shape
 from eval.tables import Table
 from skipdecode import CostModel, SkipSchedule, skip_layers, solve_schedule
-from skipdecode.command import run_command
-from skipdecode.padding import lay_out
+from skipdecode.cli.process import run_command
+from skipdecode.training.batch_layout import lay_out
 from train.objective import completion_loss, predicting_budgets, unpack_batch
 
 

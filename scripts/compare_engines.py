@@ -25,7 +25,7 @@ from eval.decoding import batches_of_like_length
 from eval.loading import load_request
 from eval.request import Request
 from skipdecode import load, skip_generate
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 
 Texts = list[list[int]]  # token ids of each prompt's text, up to its end token
 BATCH_SIZE = 32

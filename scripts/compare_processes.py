@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 from skipdecode import ConfigError
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.files import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file
 
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.files import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 

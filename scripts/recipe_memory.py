@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from skipdecode import CostModel
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from train.build import build_task, model_config
 from train.dry_run.memory import MemoryEstimate, estimate_memory, heaviest_step
 from train.prepare import recipe_sampler

@@ -23,9 +23,9 @@ from rich.progress import track
 
 from configs.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
-from skipdecode.graphs import KEPT
+from skipdecode.fastpath.cuda_graphs import KEPT
 
 
 def main() -> int:

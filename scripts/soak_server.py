@@ -38,8 +38,8 @@ import psutil
 from data import load_task
 from eval.loading import task_options
 from skipdecode import load, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.command import run_command
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 KEY, NAME, SPEEDS = "a key of the soak", "served", (1, 2, 3)

@@ -17,16 +17,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipdecode.attach import skip_layers
-    from skipdecode.cache import PlannedCache
-    from skipdecode.calibrate import measure_cost
-    from skipdecode.cost import CostModel, Machine, MeasuredCost
-    from skipdecode.decode import skip_generate
-    from skipdecode.engine import Engine
+    from skipdecode.checkpoint.loading import load
+    from skipdecode.engine.engine import Engine
     from skipdecode.errors import ConfigError
-    from skipdecode.loading import load
-    from skipdecode.schedule import SkipSchedule
-    from skipdecode.solver import solve_schedule
+    from skipdecode.fastpath.kv_cache import PlannedCache
+    from skipdecode.gating import skip_layers
+    from skipdecode.generate.skip_generate import skip_generate
+    from skipdecode.schedule.cost import CostModel, Machine, MeasuredCost
+    from skipdecode.schedule.schedule import SkipSchedule
+    from skipdecode.schedule.solver import solve_schedule
+    from skipdecode.timing.calibrate import measure_cost
 
 __all__ = [
     "ConfigError",
@@ -47,17 +47,17 @@ __all__ = [
 # name should not take seconds to say so.
 _HOMES = {
     "ConfigError": "errors",
-    "CostModel": "cost",
-    "Engine": "engine",
-    "Machine": "cost",
-    "MeasuredCost": "cost",
-    "PlannedCache": "cache",
-    "load": "loading",
-    "measure_cost": "calibrate",
-    "SkipSchedule": "schedule",
-    "skip_generate": "decode",
-    "skip_layers": "attach",
-    "solve_schedule": "solver",
+    "CostModel": "schedule.cost",
+    "Engine": "engine.engine",
+    "Machine": "schedule.cost",
+    "MeasuredCost": "schedule.cost",
+    "PlannedCache": "fastpath.kv_cache",
+    "load": "checkpoint.loading",
+    "measure_cost": "timing.calibrate",
+    "SkipSchedule": "schedule.schedule",
+    "skip_generate": "generate.skip_generate",
+    "skip_layers": "gating",
+    "solve_schedule": "schedule.solver",
 }
 
 

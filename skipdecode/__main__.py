@@ -1,5 +1,5 @@
 """`python -m skipdecode`, where the command isn't on the path, or another checkout's is."""
 
-from skipdecode.cli import run_and_leave
+from skipdecode.cli.options import run_and_leave
 
 run_and_leave()

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from skipdecode.checkpoint import ADAPTERS_FILE, SkipConfig
+from skipdecode.checkpoint.checksums import seal
+from skipdecode.checkpoint.skip_config import ADAPTERS_FILE, SkipConfig
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
-from skipdecode.seal import seal
 from train.recipe import LoraSection
 
 ADAPTER_FOLDER = "adapter"  # in a finished run with merged weights

@@ -26,11 +26,11 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.checkpoint.loading import downloaded, warnings_off
+from skipdecode.checkpoint.offline import without_network
+from skipdecode.engine.sequence import Preparer
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
-from skipdecode.loading import downloaded, warnings_off
-from skipdecode.reach import without_network
-from skipdecode.request import Preparer
 from train.recipe import Recipe
 
 GENERATION_FILE, MODEL_FILE = "generation_config.json", "config.json"

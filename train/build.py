@@ -18,11 +18,11 @@ from configs.shapes import SHAPES, changed_config, random_model, read_shape, sha
 from data import Example, Task, load_task
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
+from skipdecode.checkpoint.from_gguf import find_gguf, read_config
+from skipdecode.checkpoint.loading import check_trust, load_model, load_tokenizer
+from skipdecode.checkpoint.offline import without_network
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
-from skipdecode.from_gguf import find_gguf, read_config
-from skipdecode.loading import check_trust, load_model, load_tokenizer
-from skipdecode.reach import without_network
 from train.adapters import add_adapters
 from train.base_settings import check_readable
 from train.layer_order import given_order

@@ -14,8 +14,8 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from skipdecode.checkpoint.checksums import damage, seal
 from skipdecode.errors import first_line
-from skipdecode.seal import damage, seal
 from train.data_order import DataOrder, rows_a_step, rows_hash
 from train.distributed import is_first_process, on_first_process
 from train.output import is_finished

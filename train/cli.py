@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from train.recipe import Recipe, load_recipe, recipe_names
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from skipdecode.errors import ConfigError
-from skipdecode.schedule import DEFAULT_RATES
+from skipdecode.schedule.schedule import DEFAULT_RATES
 
 Values: TypeAlias = Any  # a train.recipe.Recipe, whose module imports this one
 

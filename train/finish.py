@@ -17,15 +17,15 @@ from data.rows import row_lengths
 from eval.decoding import spread_over_lengths
 from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.bundle import write_custom_generate
-from skipdecode.checkpoint import SkipConfig, save_default_speedup
-from skipdecode.device import resolve_device
+from skipdecode.checkpoint.checksums import seal
+from skipdecode.checkpoint.loading import load
+from skipdecode.checkpoint.remote_code import write_custom_generate
+from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
+from skipdecode.cli.device import resolve_device
 from skipdecode.errors import first_line
 from skipdecode.families import decoder_layers, text_config
-from skipdecode.lean import usual_weights
-from skipdecode.lengths import LengthsByPrompt
-from skipdecode.loading import load
-from skipdecode.seal import seal
+from skipdecode.fastpath.model import usual_weights
+from skipdecode.schedule.lengths import LengthsByPrompt
 from train.adapters import merge_adapters
 from train.base_settings import settle_generation
 from train.build import build_model

@@ -10,8 +10,8 @@ from rich.progress import Progress, TaskProgressColumn, TimeRemainingColumn
 from eval.console import bar_columns, make_console
 from skipdecode import ConfigError
 from skipdecode.families import decoder_layers
-from skipdecode.layer_order import ORDER_ROWS, LayerOrder, choose_rows, find_order, read_order
-from skipdecode.schedule import check_order
+from skipdecode.schedule.schedule import check_order
+from skipdecode.training.layer_order import ORDER_ROWS, LayerOrder, choose_rows, find_order, read_order
 from train.distributed import is_first_process, on_first_process
 from train.recipe import Recipe
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from skipdecode import ConfigError, CostModel
-from skipdecode.lean import usual_weights
-from skipdecode.profile import Profile, find_profile, has_profiles, setting_of
+from skipdecode.fastpath.model import usual_weights
+from skipdecode.schedule.machine_profile import Profile, find_profile, has_profiles, setting_of
 from train.distributed import on_first_process
 from train.recipe import Recipe
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from skipdecode import SkipSchedule
-from skipdecode.padding import IGNORED
+from skipdecode.training.batch_layout import IGNORED
 from train.exits import Exits
 from train.recipe import OptimSection
 

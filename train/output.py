@@ -9,7 +9,7 @@ from configs.files import read_yaml
 from eval.difference import difference
 from eval.output import LOCK
 from skipdecode import ConfigError
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 from train.recipe import Recipe
 from train.stages import stages_left
 

@@ -19,12 +19,12 @@ from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
 from skipdecode import ConfigError, CostModel, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cost import count_parameters
+from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import exit_head, text_config
-from skipdecode.layer_order import LayerOrder
-from skipdecode.lengths import Lengths
-from skipdecode.profile import Profile
+from skipdecode.schedule.cost import count_parameters
+from skipdecode.schedule.lengths import Lengths
+from skipdecode.schedule.machine_profile import Profile
+from skipdecode.training.layer_order import LayerOrder
 from train.base_settings import settle_generation
 from train.build import as_it_trains, build_model, frozen_teacher
 from train.data_order import rows_a_step

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
 
 # Not with the sampler, whose imports take seconds that a mistyped key should not.

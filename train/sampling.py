@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from skipdecode import ConfigError, CostModel, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.profile import Profile
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.schedule.machine_profile import Profile
 from train.recipe import Sampling
 
 # A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.

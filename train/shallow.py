@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode import ConfigError, SkipSchedule
+from skipdecode.checkpoint.export import keep_in_config, keep_layers
 from skipdecode.families import decoder_layers, text_config
-from skipdecode.prune import keep_in_config, keep_layers
-from skipdecode.schedule import Placement
+from skipdecode.schedule.schedule import Placement
 
 
 def kept_layers(

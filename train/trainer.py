@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from skipdecode import ConfigError, SkipSchedule, skip_layers
-from skipdecode.attach import LayerGate
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import decoder_layers, text_config
-from skipdecode.padding import IGNORED
+from skipdecode.gating import LayerGate
+from skipdecode.training.batch_layout import IGNORED
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
 from train.exits import Exits, run_exits
 from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch

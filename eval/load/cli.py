@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from eval.cli import add_task
 from eval.load.request import DEFAULT_RATES, LoadRequest
-from skipdecode.command import run_command
-from skipdecode.projections import Weights
+from skipdecode.cli.process import run_command
+from skipdecode.kernels.linear import Weights
 
 DESCRIPTION = """Put a server under load: requests come at random (Poisson) at several rates, with the
 prompts of a task's test set, and end where their texts do. For each rate: throughput, and how

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from skipdecode.plan import PLANNED_HEADER
+from skipdecode.schedule.plan import PLANNED_HEADER
 
 ENDED = "[DONE]"
 

@@ -22,11 +22,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from skipdecode import load, skip_generate
-from skipdecode.command import run_command
-from skipdecode.decode import resolve_plan
-from skipdecode.device import resolve_device
-from skipdecode.plan import PLANNED_HEADER
-from skipdecode.projections import Weights
+from skipdecode.cli.device import resolve_device
+from skipdecode.cli.process import run_command
+from skipdecode.generate.skip_generate import resolve_plan
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.plan import PLANNED_HEADER
 
 
 class Asked(BaseModel):

@@ -19,8 +19,8 @@ from eval.drawing import STYLE, add_note, draw_series, save_png
 from eval.load.client import Outcome
 from eval.load.request import speed_of
 from eval.tables import Column, Table
-from skipdecode.plan import rounded_down
-from skipdecode.ratio import Ratio
+from skipdecode.schedule.plan import rounded_down
+from skipdecode.timing.interleave import Ratio
 
 PERCENTILES = (50, 95, 99)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eval.output import check_benchmark_output
 from skipdecode.errors import ConfigError
-from skipdecode.projections import Weights
+from skipdecode.kernels.linear import Weights
 
 LARGEST = 1_000_000  # of requests, rounds, tokens and rows
 DEFAULT_RATES = (5.0, 10.0, 20.0, math.inf)

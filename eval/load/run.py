@@ -24,10 +24,10 @@ from eval.loading import fingerprint, task_options, weights_identity
 from eval.machine import describe_machine, machine_identity, versions
 from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.device import resolve_device
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.device import resolve_device
 from skipdecode.files import write_whole
-from skipdecode.ratio import order_of_turn
+from skipdecode.timing.interleave import order_of_turn
 
 WARM_UP = 8  # requests at once, before a system is timed
 

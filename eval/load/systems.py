@@ -18,7 +18,7 @@ from typing import Any
 from eval.load.client import Asked
 from eval.load.request import LOCK_STEP, STANDALONE, TRANSFORMERS, LoadRequest, speed_of
 from skipdecode import ConfigError
-from skipdecode.command import ended_by_sigterm
+from skipdecode.cli.process import ended_by_sigterm
 
 API_KEY = "OPENAI_API_KEY"
 _OWN, _RUNNING = "skipdecode", "running"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 
 _DESCRIPTION = """\
 Put finished evaluations of one task side by side, in one HTML page that needs nothing else: no script, no request.

@@ -20,7 +20,7 @@ from eval.score.scores import NOT_COMPUTABLE
 from eval.score.tokenizers import Words, unspaced_obstacle, words_by
 from eval.score.words import words
 from eval.speed.report import SpeedReport
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from eval.results import NOT_MEASURED, SPEEDS, Row, show_share, speed_headers, t
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
 from eval.tables import Table
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 import sys
 
-from skipdecode.command import run_module
+from skipdecode.cli.process import run_module
 
 sys.exit(run_module("eval.score.cli"))

@@ -23,7 +23,7 @@ from eval.score.registry import metric_named
 from eval.score.scores import NOT_COMPUTABLE, Scores, check_some, choose_metrics, not_computable, score
 from eval.score.tokenizers import check_tokenizer, load_tokenizer
 from eval.tables import Table
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.files import write_whole
 

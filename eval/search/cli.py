@@ -8,9 +8,9 @@ from typing import Any, get_args
 from eval.cli import add_gguf_file, add_task, add_tokenizer
 from eval.search.paired import METRICS
 from eval.search.request import SearchRequest
-from skipdecode.command import run_command
-from skipdecode.projections import Weights
-from skipdecode.schedule import Decay, Placement
+from skipdecode.cli.process import run_command
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Decay, Placement
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from eval.score.tokenizers import check_tokenizer
 from eval.search.paired import METRICS
 from skipdecode import ConfigError
 from skipdecode.errors import unknown
-from skipdecode.projections import Weights
-from skipdecode.schedule import Decay, Placement
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Decay, Placement
 
 MOST_TRIALS = 10_000
 

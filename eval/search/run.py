@@ -35,9 +35,9 @@ from eval.search.request import SearchRequest
 from eval.search.space import Budget, LayerCount, Space, choose_schedules
 from eval.search.trials import FULL_DEPTH, Validation, run_trials, rung_ends, statistics_of
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cost import Cost
-from skipdecode.device import resolve_device
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.device import resolve_device
+from skipdecode.schedule.cost import Cost
 
 PICTURE, TRIALS = "search.png", "trials.jsonl"
 HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none are named

@@ -7,8 +7,8 @@ from typing import TypeVar
 from torch.quasirandom import SobolEngine
 
 from skipdecode import ConfigError, SkipSchedule, solve_schedule
-from skipdecode.cost import Cost
-from skipdecode.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.cost import Cost
+from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
 
 # How much faster than the target a schedule may be predicted: one that is faster still pays for what nobody asked for.
 ROOM = 0.1

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from eval.speed.request import PEERS, SpeedRequest
-from skipdecode.command import run_command
-from skipdecode.projections import Weights
-from skipdecode.schedule import Over
+from skipdecode.cli.process import run_command
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Over
 
 DESCRIPTION = """Time decoding at several target speeds, by the wall clock: each batch size a table,
 every decoder taking turns, medians [quartiles]; beside it the peers on the same weights,

@@ -13,7 +13,7 @@ from eval.speed.report import SpeedReport, SpeedRow
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_whole
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
 
 _ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over", "calibrated", "prompt_stop")
 _MACHINE = ("processor", "kernels", "cores", "threads")

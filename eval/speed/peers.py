@@ -7,9 +7,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.clock import StepClock
-from skipdecode.loop import GenerativeModel
-from skipdecode.projections import Weights
+from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.kernels.linear import Weights
+from skipdecode.timing.step_clock import StepClock
 
 
 class TimedDecoder(ABC):

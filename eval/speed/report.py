@@ -16,8 +16,8 @@ from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
 from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
-from skipdecode.ratio import Ratio
-from skipdecode.schedule import Over, SkipSchedule
+from skipdecode.schedule.schedule import Over, SkipSchedule
+from skipdecode.timing.interleave import Ratio
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from eval.output import check_benchmark_output
 from skipdecode.errors import ConfigError
-from skipdecode.projections import Weights
-from skipdecode.schedule import Over
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Over
 
 LARGEST = 1_000_000  # of rows, tokens and repeats
 PEERS = ("transformers", "transformers-static", "ctranslate2", "llama.cpp")

@@ -26,16 +26,16 @@ from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow, draw_speed
 from eval.speed.request import SpeedRequest
 from eval.speed.served import CTranslate2, LlamaCpp
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
-from skipdecode.calibrate import SHORT
-from skipdecode.cost import Cost
-from skipdecode.device import resolve_device
+from skipdecode.checkpoint.loading import load_model
+from skipdecode.cli.device import resolve_device
 from skipdecode.families import decoder_layers, text_config
+from skipdecode.fastpath.model import choose_weights
 from skipdecode.files import write_whole
-from skipdecode.lean import choose_weights
-from skipdecode.loading import load_model
-from skipdecode.loop import GenerativeModel
-from skipdecode.projections import Weights
-from skipdecode.ratio import Ratio, order_of_turn
+from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.cost import Cost
+from skipdecode.timing.calibrate import SHORT
+from skipdecode.timing.interleave import Ratio, order_of_turn
 
 LEAST_STEPS, LEAST_REPEATS = 16, 5  # that a clock is calibrated by: two of five may meet a busy moment
 

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
-from skipdecode.agreement import agreeing_tokens
-from skipdecode.clock import StepClock
-from skipdecode.endings import RowLengths
 from skipdecode.families import decoder_layers
-from skipdecode.loop import GenerativeModel
-from skipdecode.lossless import DraftCounts
-from skipdecode.projections import Weights
-from skipdecode.schedule import Over
+from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.lossless_loop import DraftCounts
+from skipdecode.generate.stopping import RowLengths
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.schedule import Over
+from skipdecode.timing.agreement import agreeing_tokens
+from skipdecode.timing.step_clock import StepClock
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from transformers.generation.streamers import BaseStreamer
 from eval.results import Threshold
 from eval.systems.base import Checkpoint, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
-from skipdecode.block import LeanBlock, StepInputs, rotate
-from skipdecode.cache import PlannedLayer
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
-from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder
-from skipdecode.loop import GenerativeModel, decode_loop
-from skipdecode.plain_parts import why_not_lean
-from skipdecode.projections import MAKERS, Linear, Weights, project_together
-from skipdecode.rows import rows_to_keep
+from skipdecode.fastpath.kv_cache import PlannedLayer
+from skipdecode.fastpath.layer import LeanBlock, StepInputs, rotate
+from skipdecode.fastpath.model import LeanDecoder, choose_weights, lean_decoder
+from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.fastpath.support import why_not_lean
+from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
+from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()

@@ -29,7 +29,7 @@ from scripts.experiments.rivals import FULL_DEPTH
 from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, folder_name, make_parser, run_experiment
 from scripts.experiments.settings import mean, mean_row
 from scripts.experiments.variants import Variants
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 BASE = "full-depth"

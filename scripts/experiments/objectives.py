@@ -17,7 +17,7 @@ from eval.results import Report
 from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, make_parser, run_experiment
 from scripts.experiments.variants import Variants
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 
 ONE, SANDWICH = "schedule.sampling=one", "schedule.sampling=sandwich"
 RANGE = ("schedule.speedups=null", "schedule.speedup_range=[1,4]")

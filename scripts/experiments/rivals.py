@@ -20,8 +20,8 @@ from eval.results import Report, Row
 from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, at_speeds, make_parser, run_experiment
 from scripts.experiments.variants import Variants
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.command import run_command
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 TIMED = ("32", "1", "8")

@@ -27,10 +27,10 @@ from eval.output import only_writer
 from eval.results import FILE_NAME, Report
 from eval.tables import Table
 from scripts.experiments.variants import Variants
-from skipdecode.command import ended_by_sigterm
+from skipdecode.cli.process import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.files import read_lines, write_whole
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
 RUNNING: set[subprocess.Popen[bytes]] = set()

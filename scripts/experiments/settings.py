@@ -26,10 +26,10 @@ from eval.tables import Table
 from scripts.experiments.runner import SPEEDS, Experiment, at_speeds, make_parser, run_experiment
 from scripts.experiments.variants import Variants
 from skipdecode import SkipSchedule
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 from skipdecode.files import read_lines
-from skipdecode.ratio import Ratio
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
+from skipdecode.timing.interleave import Ratio
 from train.tracking import VALIDATION_FILE
 
 SEED = "{seed}"

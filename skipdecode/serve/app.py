@@ -18,20 +18,20 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import resolve_plan
-from skipdecode.engine import Engine
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.engine.engine import Engine
 from skipdecode.errors import ConfigError, first_line
 from skipdecode.families import decoder_layers
-from skipdecode.plan import PLANNED_HEADER, SpeedPlan, show_planned
-from skipdecode.schedule import Over
-from skipdecode.serve.answers import events, whole
-from skipdecode.serve.complaints import field_error, shown
-from skipdecode.serve.job import Bell, Job
+from skipdecode.generate.skip_generate import resolve_plan
+from skipdecode.schedule.plan import PLANNED_HEADER, SpeedPlan, show_planned
+from skipdecode.schedule.schedule import Over
+from skipdecode.serve.field_errors import field_error, shown
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
+from skipdecode.serve.request_stream import Bell, Job
+from skipdecode.serve.responses import events, whole
 from skipdecode.serve.settings import ServeSettings
-from skipdecode.serve.spelling import Spelling
+from skipdecode.serve.token_bytes import Spelling
 
 LOG = logging.getLogger("skipdecode.serve")
 _OPEN = ("/", "/health")  # without a key: the page asks for it

@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from skipdecode.engine.sequence import LEAST_TEMPERATURE
 from skipdecode.errors import ConfigError
-from skipdecode.request import LEAST_TEMPERATURE
-from skipdecode.serve.complaints import shown, unknown_field
-from skipdecode.serve.neutral import NEUTRAL, UNUSED, is_neutral
+from skipdecode.serve.field_errors import shown, unknown_field
+from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED, is_neutral
 
 _LONGEST_STOP, _MOST_STOPS = 256, 16  # each token is held against every part of one
 

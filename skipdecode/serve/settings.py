@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
 
 
 @dataclass(frozen=True)

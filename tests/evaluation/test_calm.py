@@ -10,7 +10,7 @@ from tiny_models import END, PAD, ragged_prompts, tiny_opt
 from eval.systems.calm import calm_generate, margins
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
-from skipdecode.lean import lean_decoder
+from skipdecode.fastpath.model import lean_decoder
 
 LAYERS, NEW = 6, 10
 NORMS = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from eval.lineup import layers_a_token
 from eval.systems.threshold import CLOSE, PROBES, largest_below
 from skipdecode import SkipSchedule
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 thresholds = st.floats(0, 1, exclude_min=True)
 

@@ -11,7 +11,7 @@ from small_runs import train_small
 
 import eval.cli
 from eval.card import CARD, MARK, write_card
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 UNMEASURED = "Not measured yet"
 

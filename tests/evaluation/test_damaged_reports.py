@@ -27,7 +27,7 @@ from eval.score.registry import headline
 from eval.speed.merge import MergedReport
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 REMOVED = "removed"
 VALUES = st.one_of(

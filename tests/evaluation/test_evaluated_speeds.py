@@ -15,8 +15,8 @@ from eval.loading import MOST_SPEEDUPS, evaluated_speedups
 from eval.request import Request
 from eval.results import Report
 from skipdecode import ConfigError, SkipSchedule, load
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.prune import export
+from skipdecode.checkpoint.export import export
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 FALLS = SkipSchedule(6, 4, 2, horizon=6, prompt="max")

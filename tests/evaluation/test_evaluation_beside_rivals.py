@@ -25,8 +25,8 @@ from eval.results import Report
 from eval.systems.base import System
 from eval.systems.threshold import CLOSE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.profile import Profile, TimedBatch, setting_of
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -139,7 +139,7 @@ def test_thresholds_for_targets_give_no_more_layers_than_the_schedules_on_valida
 
 def _cost(folder: Path) -> Any:
     from skipdecode import CostModel
-    from skipdecode.loading import load_model
+    from skipdecode.checkpoint.loading import load_model
 
     return CostModel.of(load_model(str(folder)))
 

@@ -12,7 +12,7 @@ from small_checkpoints import in_hub_cache
 from eval.journal import Journal
 from eval.loading import weights_identity
 from skipdecode import ConfigError
-from skipdecode.seal import checksum
+from skipdecode.checkpoint.checksums import checksum
 
 HEADER = {"batch_size": 4, "schedules": {"2x": {"max_layers": 6}}, "machine": {"threads": 1}}
 texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12)  # with line ends of every kind
@@ -129,7 +129,7 @@ def test_of_adapters_of_a_repository_its_commit_is_part_of_what_was_evaluated(
 ) -> None:
     """Also where the adapters are another repository, with a commit of its own."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("skipdecode.reach._answers", lambda address: False)
+    monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")

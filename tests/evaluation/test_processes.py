@@ -21,7 +21,7 @@ from eval.journal import FILE_NAME
 from eval.loading import load_checkpoint
 from eval.systems.base import SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 # 13 prompts in batches of 3: five, the last of them of one prompt.
 SMALL = ["--max-new-tokens", "10", "--limit", "13", "--batch-size", "3", "--time-limit", "4"]

@@ -23,8 +23,8 @@ from eval.results import Report
 from eval.speed.report import SpeedConditions, SpeedReport, SpeedRow
 from skipdecode import SkipSchedule
 from skipdecode.errors import ConfigError
-from skipdecode.ratio import Ratio
-from skipdecode.schedule import Over
+from skipdecode.schedule.schedule import Over
+from skipdecode.timing.interleave import Ratio
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
 EVIL = "</style><script>alert('x')</script> & \"quoted\" | $x_1$ ` <b>"

@@ -19,7 +19,7 @@ from eval.score.metric import BertModel
 from eval.score.scores import Scores, score
 from eval.systems.base import SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 MEANINGS = ["name[Aromi], area[riverside]", "name[Zizzi], food[Italian], near[The Mill]", "name[Cotto], eatType[pub]"]
 REFERENCES = [

@@ -23,9 +23,9 @@ from eval.search.report import choose_winner, critical_value, make_rows
 from eval.search.trials import FULL_DEPTH, Batch, TrialResult, better_half, plan_rungs
 from eval.systems.base import Checkpoint
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load_model, load_tokenizer
-from skipdecode.seal import SEAL
+from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.loading import load_model, load_tokenizer
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 VALIDATION, TOKENS = 20, 10
 DATA = f"data.options={{train_size: 60, validation_size: {VALIDATION}, test_size: 6}}"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from eval.search.space import ROOM, Budget, LayerCount, Space, behaviour, choose_schedules
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, solve_schedule
-from skipdecode.cost import Cost
-from skipdecode.schedule import Decay, Placement
+from skipdecode.schedule.cost import Cost
+from skipdecode.schedule.schedule import Decay, Placement
 
 DECAYS: tuple[Decay, ...] = ("linear", "constant", "power", "exponential", "cosine", "step")
 PLACEMENTS: tuple[Placement, ...] = ("top", "bottom", "even", "ends")

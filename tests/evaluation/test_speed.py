@@ -14,7 +14,7 @@ from configs.shapes import random_model, read_shape
 from eval.speed.cli import main
 from eval.speed.peers import Transformers
 from skipdecode import CostModel, SkipSchedule
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 TINY = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 4, "ffn_dim": 48, "num_attention_heads": 4}
 

@@ -11,8 +11,8 @@ import eval.decoding
 import train.cli
 from data import load_task
 from eval.systems.base import DecodedBatch, System
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load_model, load_tokenizer
+from skipdecode.checkpoint.loading import load_model, load_tokenizer
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 RECIPE = """
 model: {shape: opt-tiny, config: {num_hidden_layers: 4, hidden_size: 32, word_embed_proj_dim: 32, ffn_dim: 64,

@@ -13,7 +13,7 @@ from eval.results import Threshold
 from eval.systems.base import LosslessSystem, SkipSystem
 from eval.systems.calm import CalmSystem
 from skipdecode import SkipSchedule
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 
 @pytest.mark.parametrize("confidence", [None, 0.0, 2.0])

@@ -13,7 +13,7 @@ from data import load_task
 from eval.decoding import DecodedSet, spread_over_lengths, take_turns
 from eval.journal import Journal
 from eval.systems.base import DecodedBatch, System
-from skipdecode.ratio import Ratio, order_of_turn
+from skipdecode.timing.interleave import Ratio, order_of_turn
 
 EXAMPLES = load_task("departures", **TASK).load("test")
 PROMPTS = [[7] * (3 + len(example.prompt) % 5) for example in EXAMPLES]

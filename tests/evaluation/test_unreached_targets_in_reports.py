@@ -19,10 +19,10 @@ from eval.results import Report
 from eval.score.registry import short
 from eval.systems.base import Checkpoint
 from skipdecode import CostModel, SkipSchedule, load
-from skipdecode.calibrate import Calibration, Spread
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.plan import SpeedPlan
-from skipdecode.profile import Profile, TimedBatch, setting_of
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.plan import SpeedPlan
+from skipdecode.timing.calibrate import Calibration, Spread
 
 TRAINED = {
     1.0: SkipSchedule.full_depth(6, horizon=8),

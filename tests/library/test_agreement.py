@@ -5,7 +5,7 @@ import torch
 from lean_cases import tiny
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.agreement import agreeing_tokens
+from skipdecode.timing.agreement import agreeing_tokens
 
 PROMPTS = [[5], [6], [8, 8, 30]]
 

@@ -14,9 +14,10 @@ from small_checkpoints import save_checkpoint
 from transformers import GenerationConfig
 
 import skipdecode
-from skipdecode import SkipSchedule, hub, skip_generate
-from skipdecode.bundle import PATH, custom_generate_source, write_custom_generate
-from skipdecode.checkpoint import save_default_speedup
+from skipdecode import SkipSchedule, skip_generate
+from skipdecode.checkpoint.remote_code import PATH, custom_generate_source, write_custom_generate
+from skipdecode.checkpoint.skip_config import save_default_speedup
+from skipdecode.generate import remote_entry as hub
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 SPEEDUPS = [1, 2, 3]
@@ -87,11 +88,10 @@ def test_the_file_holds_no_import_but_torch_transformers_and_pythons_own(checkpo
 
 
 def test_the_file_holds_what_decodes_and_nothing_that_times_loads_or_prints() -> None:
-    modules = set(re.findall(r"^# ---- skipdecode\.(\w+) -", custom_generate_source(), flags=re.MULTILINE))
-    assert {"decode", "solver", "lean", "hub"} <= modules
-    assert modules.isdisjoint(
-        {"calibrate", "clock", "loading", "texts", "command", "cli", "subcommands", "bundle", "prune"}
-    )
+    modules = set(re.findall(r"^# ---- skipdecode\.([\w.]+) -", custom_generate_source(), flags=re.MULTILINE))
+    assert {"generate.skip_generate", "schedule.solver", "fastpath.model", "generate.remote_entry"} <= modules
+    assert not {name for name in modules if name.startswith(("cli", "timing", "training", "engine", "serve"))}
+    assert modules.isdisjoint({"checkpoint.loading", "checkpoint.remote_code", "checkpoint.export"})
 
 
 def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:
@@ -100,9 +100,11 @@ def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:
 
 
 def test_two_definitions_of_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import skipdecode.bundle
+    import skipdecode.checkpoint.remote_code
 
-    monkeypatch.setattr(skipdecode.bundle, "_modules", lambda _: {"one": "def f(): ...\n", "two": "f: int = 3\n"})
+    monkeypatch.setattr(
+        skipdecode.checkpoint.remote_code, "_modules", lambda _: {"one": "def f(): ...\n", "two": "f: int = 3\n"}
+    )
     with pytest.raises(ValueError, match="f is defined in one and in two"):
         custom_generate_source.__wrapped__()
 

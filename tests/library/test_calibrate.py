@@ -21,18 +21,25 @@ from skipdecode import (
     CostModel,
     MeasuredCost,
     SkipSchedule,
-    calibrate,
     measure_cost,
     skip_generate,
     solve_schedule,
 )
-from skipdecode.calibrate import measure_profile, relative_times
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.clock import StepClock
-from skipdecode.decode import resolve_schedule
-from skipdecode.lengths import Lengths
-from skipdecode.profile import Profile, TimedBatch, find_profile, has_profiles, profiles_folder, setting_of
-from skipdecode.projections import Weights
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.kernels.linear import Weights
+from skipdecode.schedule.lengths import Lengths
+from skipdecode.schedule.machine_profile import (
+    Profile,
+    TimedBatch,
+    find_profile,
+    has_profiles,
+    profiles_folder,
+    setting_of,
+)
+from skipdecode.timing import calibrate
+from skipdecode.timing.calibrate import measure_profile, relative_times
+from skipdecode.timing.step_clock import StepClock
 
 
 @given(st.integers(2, 40), st.floats(1e-4, 1), st.floats(0, 1), st.data())
@@ -108,8 +115,8 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
             stop, most = ran[-1].prompt_depth, ran[-1].prompt_budget
             return prefill(stop) + 0.3 * (prefill(most) - prefill(stop)) + 0.002 * (most - stop)
 
-    monkeypatch.setattr("skipdecode.calibrate.skip_generate", decoded)
-    monkeypatch.setattr("skipdecode.calibrate.StepClock", Clock)
+    monkeypatch.setattr("skipdecode.timing.calibrate.skip_generate", decoded)
+    monkeypatch.setattr("skipdecode.timing.calibrate.StepClock", Clock)
     model = tiny_opt("opt", layers).train()
     try:
         cost = measure_cost(model, batch_size=2, prompt_length=500, repeats=2, steps=3)  # it has 96 positions

@@ -16,8 +16,8 @@ from transformers.masking_utils import sdpa_mask
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.lean import lean_decoder
-from skipdecode.plain_parts import why_not_lean
+from skipdecode.fastpath.model import lean_decoder
+from skipdecode.fastpath.support import why_not_lean
 
 FULL = SkipSchedule.full_depth(6)
 

@@ -18,12 +18,12 @@ from small_checkpoints import save_checkpoint
 
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate, solve_schedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cli import main
-from skipdecode.command import quick_imports, run_command
-from skipdecode.lean import usual_weights
-from skipdecode.profile import Profile, TimedBatch, profiles_folder, setting_of
-from skipdecode.texts import Decoded, Decoder, compare
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.options import main
+from skipdecode.cli.process import quick_imports, run_command
+from skipdecode.fastpath.model import usual_weights
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profiles_folder, setting_of
+from skipdecode.timing.compare import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
@@ -31,7 +31,8 @@ SHORT = ["--max-new-tokens", "9"]
 # Of what is installed and what is ours: tasks, scores, training, serving and calibrating need them, and no text does.
 NOT_FOR_TEXTS = {
     *("configs", "data", "eval", "train"),
-    *(f"skipdecode.{name}" for name in ("bundle", "calibrate", "engine", "hub", "prune", "serve")),
+    *("skipdecode.checkpoint.export", "skipdecode.checkpoint.remote_code", "skipdecode.engine.engine"),
+    *("skipdecode.generate.remote_entry", "skipdecode.serve", "skipdecode.timing.calibrate"),
     *("datasets", "deepspeed", "fastapi", "matplotlib", "omegaconf", "pandas", "peft", "pyarrow", "pydantic"),
     *("sacrebleu", "scipy", "sklearn", "uvicorn", "wandb"),
     *("torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor"),
@@ -97,7 +98,9 @@ def test_json_lines_say_tokens_and_layers(checkpoint: Path, capsys: Any, monkeyp
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.SkipConfig.of(model.config).schedule_for(skipdecode.CostModel.of(model), 3)  # type: ignore[union-attr]
+    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
+        skipdecode.CostModel.of(model), 3
+    )  # type: ignore[union-attr]
     for line in found:
         steps = line["tokens"] - 1
         assert line["layers"] == pytest.approx(sum(schedule.budget(i) for i in range(steps)) / steps)
@@ -184,7 +187,9 @@ def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
     assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
     assert "on the task departures" in out
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.SkipConfig.of(model.config).schedule_for(skipdecode.CostModel.of(model), 2.5)  # type: ignore[union-attr]
+    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
+        skipdecode.CostModel.of(model), 2.5
+    )  # type: ignore[union-attr]
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
     assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
     assert fast[1:7] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6", "6"]
@@ -208,7 +213,7 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
         assert str(path) in out[-1]
         model, _ = skipdecode.load(str(checkpoint))
         solved = Profile.load(path).at(batch_size=2, prompt_length=64)
-        config = skipdecode.checkpoint.SkipConfig.of(model.config)
+        config = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
         assert config is not None
         slow = math.floor(solved.speedup(SkipSchedule(6, 1, 1, horizon=config.solver["horizon"])) * 50) / 100 + 0.5
         slow = max(1.0, slow)  # a busy machine's clock can say that layers cost nothing
@@ -250,7 +255,7 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
 def test_a_server_in_the_checkpoints_own_folder_has_its_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     served: list[str] = []
-    monkeypatch.setattr("skipdecode.serve.run.run", lambda _, __, settings, *where: served.append(settings.name) or 0)
+    monkeypatch.setattr("skipdecode.serve.main.run", lambda _, __, settings, *where: served.append(settings.name) or 0)
     monkeypatch.chdir(checkpoint)
     for name in (".", f"../{checkpoint.name}/"):
         assert main(["serve", name]) == 0
@@ -276,7 +281,7 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that says what was decoded: 10 ms for a step at full depth, and a busy machine in one round of five."""
-    monkeypatch.setattr("skipdecode.texts.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("skipdecode.timing.compare.LEAST_SECONDS", 0.0)
     decoder = Decoder(*skipdecode.load(str(checkpoint)), 24)
     calls: list[tuple[int, int | None]] = []
     decode = decoder.decode
@@ -476,7 +481,7 @@ def test_a_command_imports_nothing_that_it_does_without(checkpoint: Path, asked:
     words = ["generate", "--help"] if asked == "help" else ["generate", str(checkpoint), *SHORT, *TYPED]
     code = f"""
 import gc, sys
-from skipdecode.cli import main
+from skipdecode.cli.options import main
 try:
     main({words})
 except SystemExit:
@@ -494,7 +499,7 @@ def test_as_a_module_it_is_the_same_command() -> None:
 
 def test_what_quick_imports_leave_out_is_there_when_somebody_asks_for_it() -> None:
     code = """
-from skipdecode.command import quick_imports
+from skipdecode.cli.process import quick_imports
 with quick_imports():
     from transformers import AutoModelForCausalLM, OPTForCausalLM
     import torch
@@ -507,7 +512,7 @@ torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
 assert inside == torch._dynamo.config.cache_size_limit > 0
 """
     later = """
-from skipdecode.command import quick_imports
+from skipdecode.cli.process import quick_imports
 with quick_imports():
     from transformers import OPTForCausalLM
     import torch
@@ -518,7 +523,7 @@ assert torch.equal(compiled(x), x.sin() + 1) and torch._dynamo._trace_wrapped_hi
 assert torch.distributed.is_available()
 """
     at_once = """
-from skipdecode.command import quick_imports
+from skipdecode.cli.process import quick_imports
 with quick_imports(compiles=True):
     import torch._dynamo
     assert type(torch._dynamo).__name__ == "module"
@@ -530,7 +535,7 @@ with quick_imports(compiles=True):
 
 def test_a_command_leaves_with_all_that_it_has_written_and_its_status() -> None:
     code = "import atexit; atexit.register(print, 'farewell'); print('a text')"
-    code += "; from skipdecode.command import leave; leave(3)"
+    code += "; from skipdecode.cli.process import leave; leave(3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "a text\n", "")
 

@@ -8,14 +8,21 @@ import pytest
 import torch
 from lean_cases import SCHEDULES, fresh, generate
 
-from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, decode, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.decode import choose_draft, draft_candidates, lossless_costs, resolve_plan, resolve_schedule
-from skipdecode.draft_length import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
-from skipdecode.lean import lean_decoder
-from skipdecode.native import kernels
-from skipdecode.profile import Profile, TimedBatch
-from skipdecode.texts import Decoder
+from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_generate
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.fastpath.model import lean_decoder
+from skipdecode.generate import skip_generate as decode
+from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
+from skipdecode.generate.skip_generate import (
+    choose_draft,
+    draft_candidates,
+    lossless_costs,
+    resolve_plan,
+    resolve_schedule,
+)
+from skipdecode.kernels.cpu import kernels
+from skipdecode.schedule.machine_profile import Profile, TimedBatch
+from skipdecode.timing.compare import Decoder
 
 LAYERS = 12
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
-from skipdecode.clock import StepClock
-from skipdecode.endings import Endings, RowLengths
+from skipdecode.generate.stopping import Endings, RowLengths
+from skipdecode.timing.step_clock import StepClock
 
 PROMPT = 2
 

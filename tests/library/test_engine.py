@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
-from skipdecode.arena import Arena, Span
-from skipdecode.engine import EngineClosed, EngineFull
-from skipdecode.prefixes import nested_groups, prefix_lengths
-from skipdecode.request import Answer
+from skipdecode.engine.engine import EngineClosed, EngineFull
+from skipdecode.engine.kv_pool import Arena, Span
+from skipdecode.engine.ragged_inputs import nested_groups, prefix_lengths
+from skipdecode.engine.sequence import Answer
 
 PROMPT = [5, 9, 30, 7]
 FULL = SkipSchedule.full_depth(6)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
 from skipdecode import ConfigError
-from skipdecode.cli import main
-from skipdecode.loading import load_model
+from skipdecode.checkpoint.loading import load_model
+from skipdecode.cli.options import main
 
 PROMPT = "vehicle: ferry | to: Saltfern\n"
 
@@ -81,7 +81,7 @@ def test_one_of_the_hub_is_read_from_the_cache_without_a_config(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_hub_cache(folder, tmp_path, "me/tiny")
-    monkeypatch.setattr("skipdecode.reach._answers", lambda address: False)
+    monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     model, tokenizer = skipdecode.load("me/tiny", gguf_file=NAME, cache_dir=str(tmp_path))
     assert model.name_or_path == model.config.name_or_path == "me/tiny"
     assert tokenizer(PROMPT)["input_ids"]

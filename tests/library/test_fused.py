@@ -10,10 +10,10 @@ import torch
 from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode.cache import PlannedLayer
-from skipdecode.fused import FusedBlock, fused_blocks, triton_kernels
-from skipdecode.lean import LeanDecoder
-from skipdecode.projections import sizes
+from skipdecode.fastpath.gpu_layer import FusedBlock, fused_blocks, triton_kernels
+from skipdecode.fastpath.kv_cache import PlannedLayer
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.kernels.linear import sizes
 
 FUSED = sorted({*MODELS} - {"mistral", "qwen3"})  # windows, and norms of queries and keys, are not
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])

@@ -11,8 +11,9 @@ import torch
 from lean_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode import ConfigError, SkipSchedule, graphs, skip_generate
-from skipdecode.lean import lean_decoder
+from skipdecode import ConfigError, SkipSchedule, skip_generate
+from skipdecode.fastpath import cuda_graphs as graphs
+from skipdecode.fastpath.model import lean_decoder
 
 
 @pytest.mark.parametrize("name", sorted({*MODELS} - WINDOWED))

@@ -13,10 +13,10 @@ from tiny_models import VOCABULARY
 from torch.nn import functional
 
 from skipdecode import ConfigError
-from skipdecode.cli import main
+from skipdecode.checkpoint.export import keep_layers
+from skipdecode.cli.options import main
 from skipdecode.families import decoder_layers
-from skipdecode.layer_order import LayerOrder, choose_rows, find_order, read_order
-from skipdecode.prune import keep_layers
+from skipdecode.training.layer_order import LayerOrder, choose_rows, find_order, read_order
 
 DEPTH = 6
 FAMILIES = ["opt", "opt-350m", "llama", "gpt2", "bloom"]

@@ -12,10 +12,12 @@ from tiny_models import tiny_family, tiny_opt
 from torch import nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from skipdecode import ConfigError, SkipSchedule, int8, lean
-from skipdecode.int8 import Int8Linear
-from skipdecode.lean import alibi_slopes, choose_weights, lean_decoder
-from skipdecode.plain_parts import look_at, why_not_lean
+from skipdecode import ConfigError, SkipSchedule
+from skipdecode.fastpath import model as lean
+from skipdecode.fastpath.model import alibi_slopes, choose_weights, lean_decoder
+from skipdecode.fastpath.support import look_at, why_not_lean
+from skipdecode.kernels import int8
+from skipdecode.kernels.int8 import Int8Linear
 
 
 @pytest.mark.parametrize("name", MODELS)

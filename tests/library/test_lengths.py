@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
-from skipdecode.lengths import MOST_BINS, Lengths, LengthsByPrompt
+from skipdecode.schedule.lengths import MOST_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
 

@@ -25,11 +25,14 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from skipdecode import ConfigError, PlannedCache, SkipSchedule, decode, lean, lossless, skip_generate
-from skipdecode.lean import draft_decoder, lean_decoder
-from skipdecode.lossless import DraftCounts
-from skipdecode.native import kernels
-from skipdecode.runners import ColumnsRunner
+from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
+from skipdecode.fastpath import model as lean
+from skipdecode.fastpath.model import draft_decoder, lean_decoder
+from skipdecode.generate import lossless_loop as lossless
+from skipdecode.generate import skip_generate as decode
+from skipdecode.generate.lossless_loop import DraftCounts
+from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.kernels.cpu import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
 LENGTHS = [3, 12, 5, 7]

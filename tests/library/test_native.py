@@ -18,11 +18,12 @@ from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from skipdecode import ConfigError, PlannedCache, SkipSchedule, native
-from skipdecode.int8 import Int8Linear, round_to_8_bits
-from skipdecode.lean import LeanDecoder, choose_weights, lean_decoder
-from skipdecode.native import CHOICE, NativeLinear, kernels
-from skipdecode.runners import ColumnsRunner
+from skipdecode import ConfigError, PlannedCache, SkipSchedule
+from skipdecode.fastpath.model import LeanDecoder, choose_weights, lean_decoder
+from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.kernels import cpu as native
+from skipdecode.kernels.cpu import CHOICE, NativeLinear, kernels
+from skipdecode.kernels.int8 import Int8Linear, round_to_8_bits
 
 if kernels() is None:
     pytest.skip("the kernels were not built: there was no C++ compiler", allow_module_level=True)
@@ -31,7 +32,7 @@ if kernels() is None:
 @functools.cache
 def usable() -> list[str]:
     """The instruction sets that this processor has, by the message that refuses another."""
-    code = "from skipdecode.native import kernels; kernels()"
+    code = "from skipdecode.kernels.cpu import kernels; kernels()"
     refused = subprocess.run(
         [sys.executable, "-c", code], env={CHOICE: "abacus"}, capture_output=True, text=True, check=False
     )
@@ -410,7 +411,7 @@ def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
     """As on a processor with AVX2 alone, for which oneDNN has no bfloat16."""
     for module in ("lean", "projections"):
         monkeypatch.setattr(f"skipdecode.{module}.has_bfloat16_on_cpu", lambda: False)
-    monkeypatch.setattr("skipdecode.projections.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
+    monkeypatch.setattr("skipdecode.kernels.linear.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
     model = tiny_opt.__wrapped__("opt", 6).bfloat16()
     assert choose_weights(model) == ("packed" if instructions in ("avx512_vnni", "avx2") else "model")
     packed, plain = (logits_of(LeanDecoder(model, weights), [5, 12, 30]) for weights in ("packed", "model"))

@@ -7,11 +7,12 @@ import torch
 from decoding_cases import LAYERS, MODELS, fresh_model
 from tiny_models import ragged_prompts
 
-from skipdecode import PlannedCache, SkipSchedule, prefill, skip_layers
-from skipdecode.block import LeanBlock
-from skipdecode.lean import LeanDecoder
-from skipdecode.plain_parts import why_not_lean
-from skipdecode.projections import Weights
+from skipdecode import PlannedCache, SkipSchedule, skip_layers
+from skipdecode.fastpath import prompt_inputs as prefill
+from skipdecode.fastpath.layer import LeanBlock
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.support import why_not_lean
+from skipdecode.kernels.linear import Weights
 
 FULL = SkipSchedule(LAYERS, 5, 2, horizon=4)
 AS_MAX = SkipSchedule(LAYERS, 4, 2, horizon=4, prompt="max")

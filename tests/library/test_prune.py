@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 import skipdecode
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cli import main
-from skipdecode.prune import export, keep_layers, pruned_schedule, standalone_layers
+from skipdecode.checkpoint.export import export, keep_layers, pruned_schedule, standalone_layers
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.options import main
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 
@@ -112,7 +112,7 @@ def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fail
     own.write_text("not the export's")
     words = ["export", str(checkpoint), str(tmp_path / "small"), "--speedup", "2"]
     with monkeypatch.context() as patched:
-        patched.setattr("skipdecode.prune.seal", lambda folder: (folder / "no" / "such").touch())
+        patched.setattr("skipdecode.checkpoint.export.seal", lambda folder: (folder / "no" / "such").touch())
         assert main(words) != 0
     assert list(tmp_path.iterdir()) == [own.parent]
     assert main(words) == 0

@@ -12,15 +12,15 @@ from small_checkpoints import save_checkpoint
 
 import skipdecode
 from skipdecode import ConfigError
-from skipdecode.loading import load_tokenizer
-from skipdecode.reach import _answers, without_network
+from skipdecode.checkpoint.loading import load_tokenizer
+from skipdecode.checkpoint.offline import _answers, without_network
 
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An address at which a connection is taken and nothing is ever said."""
-    monkeypatch.setattr("skipdecode.reach._PATIENCE", 0.5)
-    monkeypatch.setattr("skipdecode.reach.is_offline_mode", lambda: False)
+    monkeypatch.setattr("skipdecode.checkpoint.offline._PATIENCE", 0.5)
+    monkeypatch.setattr("skipdecode.checkpoint.offline.is_offline_mode", lambda: False)
     _answers.cache_clear()  # a port may come back, of another test's server that answered
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -74,5 +74,5 @@ def test_a_repository_that_is_in_the_cache_is_loaded_soon(nobody: str, tmp_path:
 
 
 def test_a_folder_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("skipdecode.reach._answers", lambda address: pytest.fail("asked"))
+    monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: pytest.fail("asked"))
     assert without_network(str(tmp_path)) == {}

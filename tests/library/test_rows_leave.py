@@ -12,9 +12,10 @@ from tiny_models import PAD, ragged_prompts
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from skipdecode import PlannedCache, SkipSchedule, rows, skip_generate
-from skipdecode.lean import LeanDecoder
-from skipdecode.rows import rows_to_keep
+from skipdecode import PlannedCache, SkipSchedule, skip_generate
+from skipdecode.fastpath import row_compaction as rows
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.row_compaction import rows_to_keep
 
 LENGTHS = [3, 12, 5, 7, 9, 12, 4, 6]  # of prompts
 TOKENS = [9, 3, 14, 1, 6, 2, 14, 4]  # when rows end: the first of them in the middle, the last of them apart

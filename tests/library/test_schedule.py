@@ -216,5 +216,7 @@ def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:
 
 
 def test_schedule_module_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, skipdecode.schedule; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, skipdecode.schedule.schedule; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

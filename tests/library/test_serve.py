@@ -22,9 +22,9 @@ from starlette.testclient import TestClient
 
 import skipdecode
 from skipdecode import ConfigError, Engine, SkipSchedule
-from skipdecode.checkpoint import CONFIG_KEY, SkipConfig
-from skipdecode.serve.answers import _event
+from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig
 from skipdecode.serve.app import make_app
+from skipdecode.serve.responses import _event
 from skipdecode.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -521,7 +521,7 @@ def test_what_takes_longer_than_the_drain_is_told_so(server: Server) -> None:
 def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "tiny", 6)
     code = (
-        "import sys\nsys.modules['fastapi'] = None\nfrom skipdecode.cli import main\n"
+        "import sys\nsys.modules['fastapi'] = None\nfrom skipdecode.cli.options import main\n"
         f"sys.exit(main(['serve', {str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

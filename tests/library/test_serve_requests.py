@@ -25,7 +25,7 @@ from small_checkpoints import save_checkpoint
 import skipdecode
 from skipdecode import ConfigError, Engine
 from skipdecode.serve.app import make_app
-from skipdecode.serve.neutral import NEUTRAL, UNUSED
+from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED
 from skipdecode.serve.protocol import ChatAsked, CompletionAsked
 from skipdecode.serve.settings import ServeSettings
 

@@ -21,10 +21,10 @@ from skipdecode import (
     measure_cost,
     solve_schedule,
 )
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cost import Cost
-from skipdecode.lengths import LengthsByPrompt
-from skipdecode.solver import LONGEST_STRETCH, MOST_DECODING, TOLERANCE
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.schedule.cost import Cost
+from skipdecode.schedule.lengths import LengthsByPrompt
+from skipdecode.schedule.solver import LONGEST_STRETCH, MOST_DECODING, TOLERANCE
 
 OPT_1_3B = CostModel(
     num_layers=24,

@@ -14,16 +14,18 @@ from small_checkpoints import save_checkpoint
 from tiny_models import tiny_opt
 
 import skipdecode
-from skipdecode import ConfigError, CostModel, Engine, MeasuredCost, SkipSchedule, calibrate, hub, skip_generate
-from skipdecode.bundle import write_custom_generate
-from skipdecode.calibrate import measure_profile
-from skipdecode.checkpoint import SkipConfig, save_default_speedup
-from skipdecode.cli import main
-from skipdecode.decode import resolve_plan
-from skipdecode.lean import usual_weights
-from skipdecode.plan import PLANNED_HEADER, rounded_down
-from skipdecode.profile import Profile, TimedBatch, setting_of
-from skipdecode.solver import OutOfReachError
+from skipdecode import ConfigError, CostModel, Engine, MeasuredCost, SkipSchedule, skip_generate
+from skipdecode.checkpoint.remote_code import write_custom_generate
+from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
+from skipdecode.cli.options import main
+from skipdecode.fastpath.model import usual_weights
+from skipdecode.generate import remote_entry as hub
+from skipdecode.generate.skip_generate import resolve_plan
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.plan import PLANNED_HEADER, rounded_down
+from skipdecode.schedule.solver import OutOfReachError
+from skipdecode.timing import calibrate
+from skipdecode.timing.calibrate import measure_profile
 
 DEPTH = 6
 CLOCK = "this machine's clock, measured 2026-01-02"
@@ -63,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def slow_machine(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Profile]:
     """A profile is kept for the checkpoint, by which nothing beyond 1.93x can be reached; nothing was warned of yet."""
-    monkeypatch.setattr("skipdecode.decode._WARNED", set())
+    monkeypatch.setattr("skipdecode.generate.skip_generate._WARNED", set())
     found = profile_of(skipdecode.load(str(trained))[0])
     path = found.save()
     yield found
@@ -355,7 +357,7 @@ def test_a_strict_server_refuses_requests_and_does_not_start_at_a_target_that_ca
     pytest.importorskip("fastapi")
     from starlette.testclient import TestClient
 
-    from skipdecode.serve import run
+    from skipdecode.serve import main as run
     from skipdecode.serve.app import make_app
     from skipdecode.serve.settings import ServeSettings
 

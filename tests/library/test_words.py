@@ -14,8 +14,8 @@ from data.vocabulary import train_tokenizer
 
 pytest.importorskip("fastapi")  # the package that it is in is that of an extra
 
-from skipdecode.serve.spelling import Spelling
-from skipdecode.serve.words import Words
+from skipdecode.serve.detokenizer import Words
+from skipdecode.serve.token_bytes import Spelling
 
 TOKENIZER: Any = train_tokenizer(load_task("departures", train_size=40).stream("train"), 320, 128)
 

@@ -21,14 +21,14 @@ import eval.search.cli
 import eval.search.run
 import eval.speed.cli
 import eval.speed.run
-import skipdecode.cli
-import skipdecode.subcommands
+import skipdecode.cli.commands
+import skipdecode.cli.options
 import train.cli
 import train.prepare
 import train.run
 import train.tracking
 from skipdecode import ConfigError
-from skipdecode.command import run_command
+from skipdecode.cli.process import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl")
@@ -68,7 +68,7 @@ def test_a_fault_of_the_code_is_not_hidden() -> None:
 
 
 def test_output_that_can_not_be_written_is_one_line() -> None:
-    code = "import sys; from skipdecode.command import run_command; sys.exit(run_command(lambda: print('text')))"
+    code = "import sys; from skipdecode.cli.process import run_command; sys.exit(run_command(lambda: print('text')))"
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr) == (1, "stopped: No space left on device\n")
@@ -97,7 +97,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
         "load_task",
     ),
     "report": (eval.report.cli.main, ["x", "--output", "{}/new.html"], eval.report.cli, "_write"),
-    "skipdecode": (skipdecode.cli.main, ["info", "x"], skipdecode.subcommands, "_decoder"),
+    "skipdecode": (skipdecode.cli.options.main, ["info", "x"], skipdecode.cli.commands, "_decoder"),
 }
 
 

@@ -15,8 +15,8 @@ from small_runs import train_small
 
 import skipdecode
 from skipdecode import ConfigError
-from skipdecode.loading import load_model, load_tokenizer
-from skipdecode.seal import SEAL, check_seal, seal
+from skipdecode.checkpoint.checksums import SEAL, check_seal, seal
+from skipdecode.checkpoint.loading import load_model, load_tokenizer
 from train.publish.parcel import pack
 
 Weights = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ import eval.cli
 import eval.report.cli
 import eval.search.cli
 import eval.speed.cli
-import skipdecode.cli
+import skipdecode.cli.options
 import train.cli
 from train.recipe import load_recipe
 
@@ -96,7 +96,7 @@ def run(words: list[str]) -> None:
         smaller = {"eval": SMALLER["eval"], "eval.search": SMALLER["search"]}.get(module, [])
         status = mains[module].main([*rest, *smaller])
     elif script == "skipdecode":
-        status = skipdecode.cli.main(rest)
+        status = skipdecode.cli.options.main(rest)
     elif script.startswith("scripts/"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [script, *rest])
@@ -160,7 +160,7 @@ def test_every_command_has_its_help_on_the_page_of_commands(capsys: Any) -> None
     shown = re.findall(r"<!-- help: -m (.+) -->", (DOCS / "reference" / "commands.md").read_text(encoding="utf-8"))
     modules = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in ROOT.glob("eval/**/__main__.py")}
     with pytest.raises(SystemExit):
-        skipdecode.cli.main(["--help"])
+        skipdecode.cli.options.main(["--help"])
     named = re.findall(r"^  ([a-z]+) +[a-z]", capsys.readouterr().out, re.MULTILINE)
     assert "calibrate" in named
     assert set(shown) == {"skipdecode", *modules, *(f"skipdecode {name}" for name in named)}

@@ -34,7 +34,7 @@ from scripts.experiments.rivals import RIVALS, Rival
 from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 from train.recipe import load_recipe
 from train.run import run
 

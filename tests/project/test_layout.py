@@ -39,15 +39,14 @@ def test_imports_go_one_way(package: str) -> None:
 
 
 def test_the_library_needs_torch_and_transformers_alone() -> None:
-    serving = {file.name for file in (ROOT / "skipdecode" / "serve").glob("*.py")}
-    assert {path.name for path in (ROOT / "skipdecode").iterdir() if path.is_dir()} - {"__pycache__"} == {"serve"}
-    files = {file.name: imported(file) for file in (ROOT / "skipdecode").glob("*.py")}
-    assert {name for name, names in files.items() if "triton" in names} == {
-        "triton_kernels.py"
+    library = ROOT / "skipdecode"
+    files = {file.relative_to(library): imported(file) for file in library.rglob("*.py")}
+    assert {str(name) for name, names in files.items() if "triton" in names} == {
+        "kernels/gpu.py"
     }  # of torch's CUDA builds
-    used = set().union(*files.values()) - {"triton"}
+    used = set().union(*(names for name, names in files.items() if name.parts[0] != "serve")) - {"triton"}
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
-    extra = set().union(*(imported(ROOT / "skipdecode" / "serve" / name) for name in serving))
+    extra = set().union(*(names for name, names in files.items() if name.parts[0] == "serve"))
     extra -= {"torch", "transformers", "skipdecode", *sys.stdlib_module_names}
     assert extra == {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}  # skipdecode[serve]
 
@@ -60,7 +59,7 @@ def test_one_function_alone_imports_what_serves() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skipdecode.serve")
     }
-    assert at == {("subcommands.py", True)}
+    assert at == {("commands.py", True)}
 
 
 def private_names(file: Path) -> set[str]:
@@ -82,7 +81,7 @@ def private_names(file: Path) -> set[str]:
 def test_the_libraries_private_names_stand_in_one_module() -> None:
     files = {file.name: private_names(file) for file in (ROOT / "skipdecode").rglob("*.py")}
     assert "_pad_token_tensor" in files.pop("internals.py")
-    assert files.pop("command.py") == {"_dynamo"}  # needed before the others can be imported
+    assert files.pop("process.py") == {"_dynamo"}  # needed before the others can be imported
     assert {name: names for name, names in files.items() if names} == {}
 
 

@@ -12,9 +12,9 @@ from small_runs import train_small
 
 import skipdecode
 from skipdecode import ConfigError
-from skipdecode.bundle import write_custom_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load_tokenizer
+from skipdecode.checkpoint.loading import load_tokenizer
+from skipdecode.checkpoint.remote_code import write_custom_generate
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 CODE = """
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_a_tokenizer_with_code_is_refused_as_a_model_is(checkpoint: Path, marker
 
 
 def test_it_runs_where_the_flag_says_so(checkpoint: Path, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert skipdecode.cli.main(["generate", str(checkpoint), "hello", "--trust-remote-code"]) == 2
+    assert skipdecode.cli.options.main(["generate", str(checkpoint), "hello", "--trust-remote-code"]) == 2
     assert marker.exists()
     assert "model_type 'mine' is not known: name its layers" in capsys.readouterr().err
     model, _ = skipdecode.load(str(checkpoint), trust_remote_code=True)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel, StaticCache
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.native import kernels
+from skipdecode.kernels.cpu import kernels
 
 LAYERS = 6
 MOST_NEW_TOKENS = 12

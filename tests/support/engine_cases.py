@@ -8,7 +8,7 @@ from lean_cases import fresh
 from tiny_models import VOCABULARY
 
 from skipdecode import Engine, SkipSchedule, skip_generate
-from skipdecode.request import Answer
+from skipdecode.engine.sequence import Answer
 
 DEPTH, MOST_NEW = 6, 18
 FAMILIES = ["opt", "llama", "gpt2"]  # positions looked up, rotated, and looked up beside transposed weights

@@ -10,7 +10,7 @@ from typing import Any
 from eval.results import Report, Row, Threshold, Timing
 from eval.score.predictions import write_predictions
 from skipdecode import SkipSchedule
-from skipdecode.ratio import Ratio
+from skipdecode.timing.interleave import Ratio
 
 WORDS = "abcdefghijklmno"  # of one letter each
 METRICS = ("bleu", "rouge1", "rouge2", "rougeL", "slot_error_rate")

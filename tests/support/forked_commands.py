@@ -44,7 +44,7 @@ for _module in (
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"train": ROOT / "train.py", "publish": ROOT / "scripts" / "publish.py"}
-SKIPDECODE = "from skipdecode.cli import run_and_leave; run_and_leave()"  # as the installed command does
+SKIPDECODE = "from skipdecode.cli.options import run_and_leave; run_and_leave()"  # as the installed command does
 
 
 class Forked:

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from skipdecode import SkipSchedule
-from skipdecode.draft_length import DraftLength
-from skipdecode.native import kernels
-from skipdecode.native_steps import DraftRule
+from skipdecode.fastpath.cpu_steps import DraftRule
+from skipdecode.generate.draft_policy import DraftLength
+from skipdecode.kernels.cpu import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
 

@@ -3,7 +3,8 @@
 import sys
 import time
 
-from skipdecode import Engine, cli
+from skipdecode import Engine
+from skipdecode.cli import options as cli
 
 _step = Engine.step
 

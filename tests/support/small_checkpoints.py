@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from data import load_task
 from data.vocabulary import train_tokenizer
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 
 TASK = {"train_size": 40, "validation_size": 6, "test_size": 14}
 

@@ -9,8 +9,8 @@ from data import Example
 from data.columns import ColumnCollator, encode_pairs, encode_prompts
 from data.vocabulary import SMALLEST, train_tokenizer
 from skipdecode import ConfigError
-from skipdecode.loading import load_tokenizer
-from skipdecode.padding import IGNORED, lay_out
+from skipdecode.checkpoint.loading import load_tokenizer
+from skipdecode.training.batch_layout import IGNORED, lay_out
 
 tokens = st.lists(st.integers(3, 60), min_size=1, max_size=12)
 EXAMPLES = [Example(str(n), f"slot: value {n}\n", (f"The value is {n}.", f"It says {n} – café")) for n in range(20)]

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from skipdecode import ConfigError
-from skipdecode.loading import load_tokenizer
+from skipdecode.checkpoint.loading import load_tokenizer
 
 TEXTS = ("Hello world", " two  spaces, isn 't it . \n\nTL;DR:", "naïve — 日本 €20\n", "café\u00a0\t")
 

@@ -18,7 +18,7 @@ from data.columns import encode_pairs, encode_prompts
 from data.rows import Encoded, encode_task
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
-from skipdecode.loading import load_tokenizer
+from skipdecode.checkpoint.loading import load_tokenizer
 
 LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
 ROWS = [{"article": f"Article {n}: " + "so much " * n, "highlights": f"It was {n} ."} for n in range(20)]

@@ -13,11 +13,11 @@ from small_checkpoints import save_checkpoint
 from small_runs import SMALL, train_small
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-import skipdecode.cli
+import skipdecode.cli.options
 import train.cli
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.engine import Engine
-from skipdecode.loading import load
+from skipdecode.checkpoint.loading import load
+from skipdecode.engine.engine import Engine
 from train.base_settings import GENERATION_FILE, MODEL_FILE, settle_generation
 from train.build import build_model
 from train.recipe import Recipe, load_recipe
@@ -164,7 +164,7 @@ def test_settings_that_do_no_harm_are_left_out_with_one_warning_and_the_checkpoi
     assert not kept.keys() & HARMLESS.keys()
     decodes(folder, kept["max_new_tokens"])
     capsys.readouterr()
-    assert skipdecode.cli.main(["generate", str(folder), "to: Saltfern", "--max-new-tokens", "4"]) == 0
+    assert skipdecode.cli.options.main(["generate", str(folder), "to: Saltfern", "--max-new-tokens", "4"]) == 0
     assert json.loads((folder / "eval" / "report.json").read_text())["rows"]
 
 
@@ -228,7 +228,7 @@ def test_a_damaged_file_is_refused_in_place_of_being_passed_over(base: Path, tmp
 
 def test_a_foreign_model_whose_config_says_return_dict_false_decodes(base: Path, tmp_path: Path, capsys: Any) -> None:
     own = with_settings(base, tmp_path / "base", MODEL_FILE, {"return_dict": False})
-    assert skipdecode.cli.main(["generate", str(own), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
+    assert skipdecode.cli.options.main(["generate", str(own), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
     decodes_of = capsys.readouterr().out
-    assert skipdecode.cli.main(["generate", str(base), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
+    assert skipdecode.cli.options.main(["generate", str(base), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out == decodes_of

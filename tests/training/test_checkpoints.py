@@ -21,7 +21,7 @@ from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.seal import SEAL
+from skipdecode.checkpoint.checksums import SEAL
 from train.checkpoints import last_complete_checkpoint, resume_advice, set_damaged_aside
 from train.stops import RunStopped
 

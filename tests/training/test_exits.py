@@ -12,9 +12,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip_layers
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import FAMILIES, Family, exit_head, register_family
-from skipdecode.padding import IGNORED, lay_out
+from skipdecode.training.batch_layout import IGNORED, lay_out
 from train.build import build_task, checkpoint_activations
 from train.dry_run.simulation import simulate_step
 from train.exits import run_exits

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval.cli
 import train.finish
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.loading import load_model
-from skipdecode.seal import SEAL, seal
+from skipdecode.checkpoint.checksums import SEAL, seal
+from skipdecode.checkpoint.loading import load_model
+from skipdecode.checkpoint.skip_config import SkipConfig
 from train.adapters import add_adapters
 from train.recipe import LoraSection
 
@@ -183,7 +183,7 @@ def test_adapters_of_a_repository_keep_their_schedules(
     seal(snapshot)
     assert SkipConfig.of(load_model("me/adapters", **where).config) == own
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("skipdecode.reach._answers", lambda address: False)
+    monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     assert SkipConfig.load("me/adapters") == own
     with pytest.raises(ConfigError, match="'me/others' is no folder, there is no copy of it in the cache"):
         SkipConfig.load("me/others")

@@ -8,11 +8,11 @@ import pytest
 from small_runs import SMALL, train_small
 
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.cli import main
-from skipdecode.cost import CostModel
-from skipdecode.loading import load_model
-from skipdecode.profile import Profile, TimedBatch, setting_of
+from skipdecode.checkpoint.loading import load_model
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.cli.options import main
+from skipdecode.schedule.cost import CostModel
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 from train.build import build_task
 from train.prepare import Prepared, make_arguments, prepare
 from train.recipe import load_recipe
@@ -73,7 +73,7 @@ def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, mon
     without = prepared(tmp_path / "one", "schedule.profile=auto")
     assert without.profile is None
     assert without.sampler.schedules == prepared(tmp_path / "one").sampler.schedules
-    from skipdecode.lean import usual_weights
+    from skipdecode.fastpath.model import usual_weights
 
     weights = usual_weights(without.model)
     profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))

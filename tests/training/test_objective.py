@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from skipdecode import SkipSchedule
-from skipdecode.padding import IGNORED
+from skipdecode.training.batch_layout import IGNORED
 from train.dry_run.work import step_work
 from train.objective import DepthBands, Objective, completion_loss, distillation_loss, predicting_budgets
 from train.sampling import Draw

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train.layer_order
 from skipdecode import ConfigError, skip_generate
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.layer_order import LayerOrder
-from skipdecode.loading import load_model
+from skipdecode.checkpoint.loading import load_model
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.training.layer_order import LayerOrder
 from train.build import build_task
 from train.prepare import make_arguments, prepare
 from train.recipe import load_recipe

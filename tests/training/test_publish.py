@@ -23,8 +23,8 @@ import skipdecode
 from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.seal import SEAL
+from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.skip_config import SkipConfig
 from train.publish.leaks import find_path, find_secret
 from train.publish.parcel import Parcel, pack
 from train.publish.send import send

@@ -11,7 +11,7 @@ from forked_python import run_python
 from transformers import OPTConfig, OPTForCausalLM
 
 from skipdecode import CostModel
-from skipdecode.loading import load_tokenizer
+from skipdecode.checkpoint.loading import load_tokenizer
 from train.build import build_task, model_config
 from train.prepare import recipe_sampler
 from train.recipe import RECIPES, load_recipe, recipe_names

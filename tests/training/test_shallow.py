@@ -15,9 +15,9 @@ from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, ran
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
-from skipdecode.checkpoint import SkipConfig
+from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import decoder_layers
-from skipdecode.schedule import Placement
+from skipdecode.schedule.schedule import Placement
 from train.build import build_model, model_config
 from train.recipe import load_recipe
 from train.shallow import kept_layers, shrink_model

@@ -17,8 +17,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from eval.results import Report
 from eval.score.predictions import write_predictions
+from skipdecode.checkpoint.checksums import DECISIVE
 from skipdecode.files import read_lines
-from skipdecode.seal import DECISIVE
 from train.weights_and_biases import _ARTIFACT, Tracker
 
 BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records

@@ -22,10 +22,11 @@ import train.trainer
 from data import load_task
 from data.columns import ColumnCollator
 from data.rows import encode_task
-from skipdecode import ConfigError, CostModel, SkipSchedule, hub, skip_generate, skip_layers, solve_schedule
-from skipdecode.checkpoint import SkipConfig
-from skipdecode.lengths import Lengths, LengthsByPrompt
-from skipdecode.loading import load, load_tokenizer
+from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate, skip_layers, solve_schedule
+from skipdecode.checkpoint.loading import load, load_tokenizer
+from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.generate import remote_entry as hub
+from skipdecode.schedule.lengths import Lengths, LengthsByPrompt
 from train.build import build_model, build_task
 from train.finish import measure_texts
 from train.output import check_folder

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from skipdecode import SkipSchedule
 from skipdecode.families import unwrap
-from skipdecode.padding import lay_out
+from skipdecode.training.batch_layout import lay_out
 from train.build import as_it_trains
 from train.objective import Objective
 from train.recipe import Recipe

@@ -14,11 +14,11 @@ from configs.files import read_yaml
 from eval.card import CARD, MARK, write_card
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
-from skipdecode.bundle import PATH as CUSTOM_GENERATE
-from skipdecode.bundle import write_custom_generate
+from skipdecode.checkpoint.checksums import SEAL, decisive_files, seal_text
+from skipdecode.checkpoint.loading import load
+from skipdecode.checkpoint.remote_code import PATH as CUSTOM_GENERATE
+from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.errors import first_line
-from skipdecode.loading import load
-from skipdecode.seal import SEAL, decisive_files, seal_text
 from train.publish.leaks import find_path, find_secret, without_paths
 from train.recipe import Recipe, load_recipe
 

@@ -1,0 +1,1 @@
+"""Continuous batching: requests of different lengths and speeds that decode together."""

@@ -1,0 +1,433 @@
+"""Decode steps as CUDA graphs: on a GPU a step's hundreds of small kernels take longer to launch than to run.
+
+A graph replays the same kernels on the same memory. So the tokens, their step and its column stand in buffers that
+stay, beside the positions of all steps, and what a step needs of these is looked up by the graph itself. There is one
+graph for each distinct budget of a schedule, each number of rows (those whose texts have ended leave), and for steps
+that choose the next token and those that don't, captured when it is first reached, all in one memory pool. Fewer rows
+are the first of the same buffers. Buffers and graphs are kept for the next call of the same shape.
+"""
+
+import functools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from skipdecode.fastpath.gpu_layer import MOST_FUSED, FusedBlock, fused_blocks
+from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
+from skipdecode.fastpath.layer import LeanBlock, PreparedInputs, StepInputs
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.schedule.schedule import SkipSchedule
+
+# Prompts whose columns round up to the same multiple of this share buffers and graphs.
+PROMPT_GRAIN = 64
+# Shapes that are kept for each model, each with a cache and a few graphs, and the share of a GPU's memory that these
+# caches may hold; the longest unused goes first. A calibration of several batches goes through dozens, again and again.
+KEPT, KEPT_MEMORY = 128, 0.25
+MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
+# Settings of torch's that say how products are computed.
+PRODUCTS = (
+    "fp32_precision",
+    "allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
+STEPS_UNSEEN = 2  # that a GPU is ahead of what the host has seen, and runs for nothing where a text has ended
+
+Replay: TypeAlias = Callable[[], None]
+
+
+class StaticInputs(StepInputs):
+    """Inputs in buffers that stay; the step and its column are values in memory, so that the same operations serve all.
+
+    The tokens attend to the whole cache, and a bias hides the columns that aren't written yet; fused layers look at the
+    column itself.
+
+    Args:
+        tables: the inputs of all steps, its bias as wide as the cache.
+        step_at, column_at: of the tokens [1].
+        columns: the numbers of the cache's columns [columns].
+        no_bias: zeros [1, 1, 1, columns].
+        fused: the model's layers as kernels of their own, or None.
+    """
+
+    def __init__(
+        self,
+        tables: PreparedInputs,
+        step_at: torch.Tensor,
+        column_at: torch.Tensor,
+        columns: torch.Tensor,
+        no_bias: torch.Tensor,
+        fused: Sequence[FusedBlock] | None,
+    ) -> None:
+        super().__init__(0, None, None, None)
+        self.tables = tables
+        self.step_at = step_at
+        self.column_at = column_at
+        self.columns = columns
+        self.no_bias = no_bias
+        self.fused = fused
+
+    @classmethod
+    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, logits: torch.Tensor) -> "StaticInputs":
+        """Buffers for generations of the shape of one whose steps have the inputs `prepared`, and its last `logits`."""
+        bias, rotary, device = prepared.bias, prepared.rotary, logits.device
+        if rotary is not None:  # rows that share their positions may be followed by others that don't
+            rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
+        no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
+        tables = PreparedInputs(
+            0,
+            None if prepared.position_ids is None else prepared.position_ids.clone(),
+            None if rotary is None else (rotary[0].clone(), rotary[1].clone()),
+            None if bias is None else bias.new_zeros(*bias.shape[:3], columns),
+        )
+        step_at, column_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        fused = fused_blocks(decoder.blocks, decoder.dtype, device)
+        return cls(tables, step_at, column_at, torch.arange(columns, device=device), no_bias, fused)
+
+    def first_rows(self, count: int) -> "StaticInputs":
+        """The inputs of the first rows, in the same memory."""
+        tables = self.tables
+        fewer = PreparedInputs(
+            0,
+            None if tables.position_ids is None else tables.position_ids[:, :count],
+            None if tables.rotary is None else (tables.rotary[0][:count], tables.rotary[1][:count]),
+            None if tables.bias is None else tables.bias[:count],
+        )
+        return StaticInputs(fewer, self.step_at, self.column_at, self.columns, self.no_bias, self.fused)
+
+    def take_over(self, prepared: PreparedInputs) -> None:
+        """Have the inputs of another generation, or of its rows that are left."""
+        tables = self.tables
+        if tables.position_ids is not None and prepared.position_ids is not None:
+            tables.position_ids.copy_(prepared.position_ids)
+        if tables.rotary is not None and prepared.rotary is not None:
+            for ours, theirs in zip(tables.rotary, prepared.rotary, strict=True):
+                ours.copy_(theirs)
+        if tables.bias is not None and prepared.bias is not None:
+            tables.bias[..., : prepared.bias.shape[-1]] = prepared.bias
+
+    def place(self, step: int, column: int) -> None:
+        """Stand before a step, whose tokens have a column."""
+        self.step_at.fill_(step)
+        self.column_at.fill_(column)
+
+    def advance(self) -> None:
+        """Stand before the next step."""
+        self.step_at.add_(1)
+        self.column_at.add_(1)
+
+    def look_up(self, rows: int) -> None:
+        """Find what the step at hand needs, by operations that find it for every step."""
+        tables = self.tables
+        if tables.position_ids is not None:
+            self.position_ids = tables.position_ids.index_select(0, self.step_at)[0]
+        if tables.rotary is not None:
+            cos, sin = (part.index_select(1, self.step_at)[:, 0] for part in tables.rotary)
+            self.rotary = (cos, sin)
+        self.bias = tables.bias
+        if not self.runs_fused(rows):
+            shown = self.no_bias if tables.bias is None else tables.bias
+            self.bias = shown.masked_fill(self.columns > self.column_at, float("-inf"))
+
+    def runs_fused(self, rows: int) -> bool:
+        """Whether so many rows go through kernels of the layers' own."""
+        return self.fused is not None and rows <= MOST_FUSED
+
+    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
+        """As StepInputs.run, by the layer's own kernels where it has them."""
+        if self.fused is not None and self.runs_fused(len(hidden)):
+            return self.fused[index](hidden, cached, self, self.column_at)
+        return block(hidden, cached, self)
+
+    def update_cache(
+        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As StepInputs.update_cache, with all columns of the buffers."""
+        keys: Any = layer.keys
+        values: Any = layer.values
+        keys.index_copy_(2, self.column_at, key[:, :, None])
+        values.index_copy_(2, self.column_at, value[:, :, None])
+        assert self.bias is not None
+        return keys, values, self.bias[..., : keys.shape[2]]
+
+    def places(self, tokens: int) -> None:
+        """None: the column stands in a buffer."""
+
+
+class StepGraphs:
+    """The decode steps of generations of one shape under one schedule: buffers, a graph for each budget and row count.
+
+    Args:
+        decoder: of a model without sliding windows.
+        schedule: of the generations.
+        steps: decode steps at most.
+        prompt_columns: of the prompts, at most.
+
+    Attributes:
+        key: the shape, which a later call must share to use them again; None where none may.
+        decoder: of the model; None while a decoder keeps them, which is freed with its last user then.
+        free: happens on a GPU when the call that had them last is done there.
+    """
+
+    def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
+        self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
+        self.key: Any = None
+        self.decoder: LeanDecoder | None = decoder
+        self.free: torch.cuda.Event | None = None
+        self._steps = steps
+        self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
+        self._prompt = 0  # columns, of the prompt at hand
+        self._buffers: tuple[torch.Tensor, torch.Tensor, StaticInputs] | None = None  # of all rows
+        self._tokens: Any = None  # those of the rows that run
+        self._chosen: Any = None  # by each step [steps, rows]
+        self._inputs: Any = None
+        self._seen: Any = None  # what the host has of them
+        self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
+        self._pool: Any = None
+        self._stream: Any = None  # that graphs are captured on
+
+    def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
+        """Begin a generation by the inputs of its steps; its prompt is cached and gave `logits` [batch, vocabulary]."""
+        if self._buffers is None:
+            batch, device = len(logits), logits.device
+            tokens = torch.zeros(batch, dtype=torch.long, device=device)
+            chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
+            self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
+            assert self.decoder is not None
+            inputs = StaticInputs.like(prepared, self._columns, self.decoder, logits)
+            self._buffers = (tokens, chosen, inputs)
+        self._tokens, self._chosen, self._inputs = self._buffers
+        self._inputs.take_over(prepared)
+        self._prompt = prepared.prompt_columns
+        # Steps attend to whole buffers, to what isn't written at weight 0: an earlier text must not leave NaN there.
+        layers: list[Any] = self.cache.layers
+        for buffer in (buffer for layer in layers if layer.is_initialized for buffer in layer.buffers):
+            buffer[:, :, self._prompt :].zero_()
+
+    def run(self, i: int, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """Run generated token i of each row, `tokens` [rows], through `layers`.
+
+        Returns logits [rows, vocabulary]; the next step of as many layers and rows writes over them.
+        """
+        with torch.cuda.device_of(tokens):
+            result = self._replay(i, layers, tokens, choosing=False)
+        self._set_length(layers, i)
+        logits: torch.Tensor = result[0]
+        return logits
+
+    def choose(
+        self,
+        i: int,
+        tokens: torch.Tensor,
+        layers: Sequence[Sequence[int]],
+        room: Sequence[float],
+        ends: Collection[int],
+        padding: Any,
+    ) -> torch.Tensor:
+        """Run generated token i of each row and what is chosen after it, greedily, one after another.
+
+        On a GPU the next steps are under way before the tokens of the last are looked at, so that it never waits. All
+        stop where every text has ended, or so many that rows should leave.
+
+        Args:
+            i, tokens: as of `run`.
+            layers: of each step, MOST_AHEAD at most.
+            room, ends, padding: as of `skipdecode.generate.decode_loop.Runner.choose`.
+
+        Returns:
+            Token ids [rows, new tokens].
+        """
+        rows = len(tokens)
+        ahead = steps_unseen(tokens.device)
+        counts = [None if most > 0 else 0 for most in room]  # tokens of those whose texts have ended
+        marks: list[torch.cuda.Event | None] = []
+        done = looked_at = 0
+
+        def look(until: int) -> None:
+            nonlocal looked_at
+            for n in range(looked_at, until):
+                mark = marks[n]
+                if mark is not None:
+                    mark.synchronize()
+                for row, token in enumerate(self._seen[n, :rows].tolist()):
+                    if counts[row] is None and (token in ends or n + 1 >= room[row]):
+                        counts[row] = n + 1
+            looked_at = max(looked_at, until)
+
+        with torch.cuda.device_of(tokens):
+            for n, of_step in enumerate(layers):
+                self._replay(i + n, of_step, tokens if n == 0 else None, choosing=True)
+                self._seen[n, :rows].copy_(self._chosen[i + n], non_blocking=True)
+                marks.append(_mark(tokens.device))
+                done = n + 1
+                look(done - ahead)
+                unfinished = [count is None for count in counts]
+                if not any(unfinished) or (ends and rows_to_keep(unfinished, powers_of_two=True) is not None):
+                    break
+            look(done)
+        for n in range(done):
+            if n + 1 == done or layers[n] is not layers[n + 1]:
+                self._set_length(layers[n], i + n)
+        found = [done if count is None else count for count in counts]
+        texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
+        if padding is not None and min(found) < texts.shape[1]:
+            padding = int(padding)
+            for row, count in enumerate(found):
+                texts[row, count:] = padding
+        result: torch.Tensor = texts.to(tokens.device)
+        return result
+
+    def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
+        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on.
+
+        `prepared` are the inputs of their steps.
+        """
+        count = len(rows)
+        self.cache.keep_rows(rows)
+        self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
+        self._inputs = self._inputs.first_rows(count)
+        self._inputs.take_over(prepared)
+
+    @property
+    def device(self) -> torch.device:
+        """That the buffers lie on; the CPU before there are any."""
+        return torch.device("cpu") if self._buffers is None else self._buffers[0].device
+
+    def _set_length(self, layers: Sequence[int], i: int) -> None:
+        for layer in layers:
+            self.cache.layers[layer].length = self._prompt + i + 1  # type: ignore[union-attr]
+
+    def _replay(
+        self, i: int, layers: Sequence[int], tokens: torch.Tensor | None, *, choosing: bool
+    ) -> list[torch.Tensor]:
+        """Run a step; without `tokens`, on those that the one before has chosen."""
+        key = (layers, len(self._tokens), choosing)
+        if key not in self._graphs:
+            tokens = self._tokens.clone() if tokens is None else tokens
+            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._stand, i, tokens))
+        if tokens is not None:
+            self._stand(i, tokens)
+        replay, result = self._graphs[key]
+        replay()
+        return result
+
+    def _stand(self, i: int, tokens: torch.Tensor) -> None:
+        """Stand before step i."""
+        self._tokens.copy_(tokens)
+        self._inputs.place(i, self._prompt + i)
+
+    def _capture(
+        self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
+    ) -> tuple[Replay, list[torch.Tensor]]:
+        """A function that runs a step of `layers`, and the list with its logits, empty where it chooses tokens."""
+        result: list[torch.Tensor] = []
+        tokens, chosen, inputs = self._tokens, self._chosen, self._inputs
+
+        def forward() -> None:
+            assert self.decoder is not None
+            inputs.look_up(len(tokens))
+            logits = self.decoder(tokens, layers, self.cache, inputs)
+            if choosing:  # the next graph may have the memory of the logits
+                tokens.copy_(logits.argmax(dim=-1))
+                chosen.index_copy_(0, inputs.step_at, tokens[None])
+                inputs.advance()
+            else:
+                result[:] = [logits]
+
+        if tokens.device.type != "cuda":
+            return forward, result
+        with _CAPTURING:
+            if self._stream is None:  # of this device: torch's own for captures is of the first one that captured
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    stand()
+                    forward()
+                stand()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                forward()
+        return graph.replay, result
+
+
+def steps_unseen(device: torch.device) -> int:
+    """The steps that are under way before the tokens of an earlier one are looked at."""
+    return STEPS_UNSEEN if device.type == "cuda" else 0
+
+
+def _mark(device: torch.device) -> "torch.cuda.Event | None":
+    """What says when all that was asked of a GPU until now is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+_CAPTURING = threading.Lock()  # a process captures one graph at a time
+_KEEPING = threading.Lock()
+
+
+def step_graphs(
+    decoder: LeanDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
+) -> StepGraphs:
+    """The graphs for a generation of one shape, from an earlier call where there was one.
+
+    They are this call's alone, so that two threads never write into the same buffers; `keep_step_graphs` lets the next
+    call have them.
+
+    Args:
+        decoder, schedule, steps: as in StepGraphs.
+        shape: rows, prompt columns, and whether every row fills them.
+        keep: whether the next call may have the same buffers; not where the cache is handed out.
+    """
+    rows, columns, full = shape
+    columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
+    if not keep:
+        return StepGraphs(decoder, schedule, steps, columns)
+    # Buffers that were made in inference mode can't be written to outside of it, and products are captured as they are
+    # to be computed.
+    settings = (getattr(torch.backends.cuda.matmul, name) for name in PRODUCTS)
+    key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled(), *settings)
+    with _KEEPING:
+        found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
+        if found is None:
+            _forget_all_but(decoder.kept_graphs, KEPT - 1)
+    if found is None:
+        found = StepGraphs(decoder, schedule, steps, columns)
+        found.key = key
+    found.decoder = decoder
+    found.cache.reset()
+    if found.free is not None:  # another thread's steps may be under way yet, on a stream of its own
+        torch.cuda.current_stream(found.device).wait_event(found.free)
+    return found
+
+
+def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
+    """Let the next call of the same shape have them, once a generation has ended well."""
+    if graphs.key is not None:
+        graphs.decoder = None
+        graphs.free = _mark(graphs.device)
+        with _KEEPING:
+            decoder.kept_graphs[graphs.key] = graphs
+            decoder.kept_graphs.move_to_end(graphs.key)
+            _forget_all_but(decoder.kept_graphs, KEPT)
+
+
+def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
+    """Let the longest unused go, until there are so many and their caches fit."""
+    held = [graphs.cache.nbytes for graphs in kept.values()]
+    device = next((graphs.device for graphs in kept.values()), torch.device("cpu"))
+    room = KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    while len(held) > count or (len(held) > 1 and sum(held) > room):
+        kept.popitem(last=False)
+        held.pop(0)

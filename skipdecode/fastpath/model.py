@@ -1,0 +1,383 @@
+"""Prompts and decode steps without a model's forward pass: nothing is computed that decoding doesn't need.
+
+A forward pass of transformers is made for any length and any cache. One step of decoding is a special case: one token
+a row, all active layers holding the same columns (law 1), so masks, positions and layer lists are known before the
+first step. What is left is a dozen operations a layer, done here on [batch, hidden]. A prompt goes through the same
+operations, its tokens as rows. The names of the weights are a family's only contribution (`skipdecode.families`);
+models that aren't made of plain parts (adapters, hooks, other libraries' quantisation) are left to their own forward
+pass.
+"""
+
+import math
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from skipdecode.errors import ConfigError, unknown
+from skipdecode.families import FAMILIES, decoder_layers, text_config
+from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS, NativeSteps, native_steps
+from skipdecode.fastpath.kv_cache import PlannedCache
+from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
+from skipdecode.fastpath.prompt_inputs import PromptInputs
+from skipdecode.fastpath.support import Origin, parts_of, why_not_lean
+from skipdecode.internals import has_bfloat16_on_cpu
+from skipdecode.kernels.cpu import kernels
+from skipdecode.kernels.linear import HEAD_MAKERS, MAKERS, Linear, Weights
+
+
+class LeanDecoder:
+    """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
+
+    Args:
+        model: a model for which `why_not_lean` has no reason.
+        weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
+            reads fastest, "int8" and "int4" with copies in so many bits, the two others with those of the LM head in
+            more or in fewer. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the
+            compiled kernels (`skipdecode.kernels.cpu`).
+        layers: those that it can run, the first one among them; None for all.
+        before: an earlier decoder of the same model and weights, whose copies are taken over.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Weights = "model",
+        layers: Collection[int] | None = None,
+        before: "LeanDecoder | None" = None,
+    ) -> None:
+        parts = parts_of(model)
+        assert parts is not None
+        config = text_config(model.config)
+        body: Any = model.get_submodule(FAMILIES[model.config.model_type].layers.rpartition(".")[0])
+        make_linear = MAKERS[weights]
+        self.weights = weights
+        self.dtype = model.dtype
+        # Shape -> `skipdecode.fastpath.cuda_graphs.StepGraphs`, the longest unused first; they are freed with the
+        # decoder.
+        self.kept_graphs: OrderedDict[Any, Any] = OrderedDict()
+        modules = decoder_layers(model)
+        self.blocks: list[Any] = [None] * len(modules) if before is None else list(before.blocks)
+        for n in range(len(modules)) if layers is None else layers:
+            self.blocks[n] = self.blocks[n] or LeanBlock(modules[n], parts, config, make_linear)
+        self.windowed = any(block.window is not None for block in self.blocks if block is not None)
+        self._positions = parts.positions
+        self.heads = config.num_attention_heads
+        self._embedding: Any = model.get_input_embeddings()
+        self._embedding_norm = Norm(getattr(body, parts.embedding_norm)) if parts.embedding_norm else None
+        self._position_table = getattr(body, parts.position_table).weight if parts.position_table else None
+        self._position_offset = parts.position_offset
+        self._rotary: Any = getattr(body, "rotary_emb", None)
+        self._project_in: Any = getattr(body, "project_in", None)  # opt-350m
+        self._project_out: Any = getattr(body, "project_out", None)
+        norm = getattr(body, parts.final_norm)  # opt-350m has none
+        self._final_norm = Norm(norm) if norm is not None else None
+        head: Any = model.get_output_embeddings()
+        self.head: Linear = HEAD_MAKERS[weights](head) if before is None else before.head
+        plain_start = (
+            type(self._embedding) is nn.Embedding
+            and self._embedding.max_norm is None
+            and self._embedding_norm is None
+            and self._project_in is None
+        )
+        self._native = native_steps(
+            self.blocks,
+            self._final_norm,
+            (self.head, head) if self._project_out is None else None,
+            (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
+            weights,
+        )
+
+    def step_inputs(
+        self, attention_mask: torch.Tensor, steps: int, position_ids: torch.Tensor | None = None
+    ) -> PreparedInputs:
+        """The inputs of `steps` decode steps after a prompt.
+
+        Args:
+            attention_mask: of the prompt [batch, prompt columns].
+            steps: decode steps at most.
+            position_ids: of the prompt [batch or 1, prompt columns]; steps go on from the last. By default the tokens
+                that the mask shows are counted.
+        """
+        batch, prompt = attention_mask.shape
+        padded = not bool(attention_mask.all())
+        lengths = attention_mask.sum(dim=-1, keepdim=True) if position_ids is None else position_ids[:, -1:] + 1
+        if bool((lengths == lengths[:1]).all()):
+            lengths = lengths[:1]
+        positions = lengths + torch.arange(max(steps, 1), device=attention_mask.device)  # [batch or 1, steps]
+        bias = self.bias(attention_mask, positions.shape[1], padded)
+        looked_up, rotary = self.placed(positions.expand(batch, -1) if self._positions == "learned" else positions)
+        looked_up = looked_up.T.contiguous() if looked_up is not None else None  # [steps, batch]
+        return PreparedInputs(prompt, looked_up, rotary, bias)
+
+    def placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What `positions` [batch or 1, columns] are to the model: rows of its table, or cosines and signed sines, each
+        [batch or 1, columns, 1, rotated dimensions].
+        """
+        if self._positions == "learned":
+            return positions + self._position_offset, None
+        if self._positions == "alibi":
+            return None, None
+        like = torch.empty(0, dtype=self.dtype, device=positions.device)
+        cos, sin = self._rotary(like, positions)  # each [batch or 1, columns, rotated dimensions]
+        signs = torch.ones_like(sin)
+        signs[..., : sin.shape[-1] // 2] = -1
+        return None, (cos[:, :, None], (sin * signs)[:, :, None])
+
+    def bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
+        """The values added to the scores of every column, prompt and generated."""
+        if not padded and self._positions != "alibi":
+            return None
+        if not padded:
+            mask = mask[:1]
+        columns = torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1)[:, None, None]  # [batch, 1, 1, columns]
+        bias = torch.zeros(columns.shape, dtype=self.dtype, device=mask.device)
+        bias = bias.masked_fill(columns == 0, float("-inf"))
+        if self._positions == "alibi":
+            distance = (columns.cumsum(dim=-1) - 1) * columns
+            bias = bias + (alibi_slopes(self.heads, mask.device)[:, None, None] * distance).to(self.dtype)
+        return bias
+
+    def __call__(
+        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs
+    ) -> torch.Tensor:
+        """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
+        native = self._native
+        if native is not None and len(tokens) <= native.most_tokens and inputs.places(1) is not None:
+            return self._ended(*native(tokens if native.embeds else self.embed(tokens, inputs), layers, cache, inputs))
+        hidden = self.embed(tokens, inputs)
+        blocks, cached = self.blocks, cache.layers
+        for index in layers:
+            hidden = inputs.run(blocks[index], index, hidden, cached[index])  # type: ignore[arg-type]
+        return self.logits(hidden)
+
+    def choosing(self, tokens: int) -> NativeSteps | None:
+        """What chooses tokens several in a call, in passes of so many; None where only a step at a time will do."""
+        native = self._native
+        if native is None or not native.embeds or not native.ends_in_logits or tokens > native.most_tokens:
+            return None
+        return native
+
+    def runs(self, layers: Collection[int]) -> bool:
+        """Whether it can run `layers`."""
+        return all(self.blocks[layer] is not None for layer in layers)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether its steps are the compiled kernels'."""
+        return self._native is not None
+
+    def prefill(
+        self,
+        prompt: torch.Tensor,
+        layers: Sequence[int],
+        cache: PlannedCache,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        *,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        """Run a prompt through `layers` and fill the cache. Returns the last column's logits [batch, vocabulary].
+
+        The topmost of the layers makes keys and values of all columns, and the rest of the last one alone.
+
+        Args:
+            prompt: tokens [batch, columns], or their embeddings [batch, columns, hidden].
+            layers: those that run, ascending.
+            cache: an empty one.
+            attention_mask, position_ids: as for `step_inputs`.
+            stop: how many of the layers, the lowest, the columns before the last one run; the others make keys and
+                values of the state that these stopped with. None for all.
+        """
+        most = len(layers) - 1  # nothing is read of what the topmost layer would make of columns before the last
+        stop = most if stop is None else min(stop, most)
+        inputs = self._prompt_inputs(attention_mask, position_ids)
+        flat = prompt.flatten(0, 1)
+        if inputs.shown is not None:
+            flat = flat[inputs.shown]
+        native = self._native if self._native is not None and self._native.takes_prompt(inputs) else None
+        if native is not None and native.embeds and prompt.dim() == 2:
+            return self._ended(*native.prefill(flat, layers, cache, inputs, stop))
+        hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
+        if native is not None:
+            return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
+        blocks, cached = self.blocks, cache.layers
+        for index in layers[:stop]:
+            hidden = blocks[index](hidden, cached[index], inputs)
+        inputs.last_alone = True
+        for index in layers[stop:-1]:
+            last = blocks[index].run_last(hidden, cached[index], inputs, inputs.last)
+            hidden = hidden.index_copy(0, inputs.last, last)
+        top = layers[-1]
+        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))
+
+    def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
+        """Logits in the model's type, of what the kernels gave."""
+        return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]
+
+    def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
+        batch, columns = mask.shape
+        padded = not bool(mask.all())
+        positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -columns:]
+        looked_up, rotary = self.placed(positions)
+        shown = None
+        if padded:
+            mask = mask.clone()
+            mask[:, -1] += ~mask.any(dim=-1)  # a row that shows nothing has to attend to something
+            kept = mask != 0
+            kept[:, -1] = True  # its logits are asked for, whatever the mask says
+            shown = kept.flatten().nonzero()[:, 0]
+            last = kept.sum(dim=-1).cumsum(dim=0) - 1
+        else:
+            last = torch.arange(1, batch + 1, device=mask.device) * columns - 1
+
+        def of_tokens(placed: torch.Tensor) -> torch.Tensor:  # [batch or 1, columns, ...] -> [tokens, ...]
+            flat = placed.expand(batch, *placed.shape[1:]).flatten(0, 1)
+            return flat if shown is None else flat[shown]
+
+        return PromptInputs(
+            batch,
+            columns,
+            shown,
+            last,
+            position_ids=of_tokens(looked_up) if looked_up is not None else None,
+            rotary=(of_tokens(rotary[0]), of_tokens(rotary[1])) if rotary is not None else None,
+            bias=self.bias(mask, 0, padded),
+        )
+
+    def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states [batch, hidden] of `tokens` [batch], as the first layer takes them."""
+        return self._enter(self._embedding(tokens), inputs)
+
+    def _enter(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        if self._embedding_norm is not None:
+            hidden = self._embedding_norm(hidden)
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        if inputs.position_ids is not None:
+            assert self._position_table is not None
+            hidden = hidden + F.embedding(inputs.position_ids, self._position_table)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] of a layer's output [rows, hidden], by the final norm and the head."""
+        if self._final_norm is not None:
+            hidden = self._final_norm(hidden)
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
+        return self.head(hidden)
+
+
+# model -> what it was when its decoders were made, and those for each kind of weights, and for drafts
+_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[Origin, dict[str, LeanDecoder]]] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def lean_decoder(model: PreTrainedModel, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
+    """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
+
+    What is looked at: which modules there are and what their settings are, where each parameter lies, its version, and
+    32 of its values (`skipdecode.fastpath.support.Origin` says what that can't see).
+
+    Args:
+        model, weights: as in LeanDecoder; None for what `choose_weights` says.
+        looked: whether `why_not_lean` has just been asked, which looks at the modules too.
+
+    Raises:
+        ConfigError: for kinds of weights that don't exist, or not on the model's device or in its type.
+    """
+    weights = choose_weights(model) if weights is None else weights
+    if weights not in get_args(Weights):
+        raise unknown("weights", str(weights), get_args(Weights))
+    if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
+        raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
+    if weights == "packed" and model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"weights='packed' is for float32 and bfloat16, and the model is of {model.dtype}")
+    if "int4" in weights and kernels() is None:
+        raise ConfigError(
+            f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode anew "
+            "where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
+        )
+    with _MAKING:  # of two threads that ask at once, one makes it
+        known = _DECODERS.get(model)
+        if known is None or not known[0].still_holds(model, looked=looked):
+            known = _DECODERS[model] = (Origin(model), {})  # copies there were are freed before others are made
+        _, decoders = known
+        if weights not in decoders:
+            decoders[weights] = LeanDecoder(model, weights)
+        return decoders[weights]
+
+
+def draft_decoder(model: PreTrainedModel, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
+    """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, since drafts need not be exact.
+
+    It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted, and
+    where they don't fit in half of the memory that is free.
+    """
+    if draft_weights(decoder) == decoder.weights:
+        return decoder
+    with _MAKING:
+        _, decoders = _DECODERS[model]
+        held = decoders.get("drafts")
+        if held is None or not held.runs(layers):
+            modules: list[Any] = [decoder_layers(model)[n] for n in layers]
+            needed = sum(p.numel() for module in (*modules, model.get_output_embeddings()) for p in module.parameters())
+            if needed > free_memory() / 2:
+                return decoder
+            held = decoders["drafts"] = LeanDecoder(model, "int8", layers, held)
+        return held
+
+
+def draft_weights(decoder: LeanDecoder) -> Weights:
+    """The weights of drafts that `decoder` verifies."""
+    return "int8" if decoder.weights == "packed" and decoder.is_native else decoder.weights
+
+
+def choose_weights(model: PreTrainedModel) -> Weights:
+    """The weights of lean steps unless they are told: "packed" on a CPU with oneDNN where the copies fit in half of the
+    memory that is free, else "model". Bfloat16 needs instructions of it or compiled kernels for this processor.
+    """
+    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return "model"
+    compiled = kernels()
+    of_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
+    if not (of_bfloat16 if model.dtype == torch.bfloat16 else model.dtype == torch.float32):
+        return "model"
+    _, decoders = _DECODERS.get(model, (None, {}))
+    if "packed" in decoders:
+        return "packed"
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    return "packed" if needed < free_memory() / 2 else "model"
+
+
+def usual_weights(model: PreTrainedModel, *, lean: bool | None = None) -> Weights:
+    """The weights that a model decodes with unless they are told: those of `choose_weights` where it can be `lean`,
+    which a caller may know.
+    """
+    lean = why_not_lean(model) is None if lean is None else lean
+    return choose_weights(model) if lean else "model"
+
+
+def free_memory() -> float:
+    """Bytes that can be allocated without swapping, as Linux says it; elsewhere as many as one likes."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return math.inf
+    free = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(free[0].split()[1]) * 1024 if free else math.inf
+
+
+def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """The slopes [heads] by which each head's scores fall with distance (Press, Smith and Lewis 2022, ALiBi)."""
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
+    slopes += [2 ** (-4 * (2 * n + 1) / whole) for n in range(heads - whole)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

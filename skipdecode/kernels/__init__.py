@@ -1,0 +1,1 @@
+"""Linear layers and fused operations, on CPU and GPU, in full or reduced precision."""

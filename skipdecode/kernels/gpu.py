@@ -1,0 +1,483 @@
+"""The operations of a decode step as Triton kernels, which ask for what they read of the model before they may start.
+
+A step of few rows reads each weight once and computes next to nothing: it takes as long as reading them, if only the
+memory never waits. Between kernels it does: one drains, the next one starts, and only then asks for its weights. Hopper
+can start a kernel while the one before still runs (programmatic dependent launch). Each of these loads the first of its
+weights, or of what is cached of earlier steps, and waits then for what the one before gives (`gdc_wait`).
+
+What is cached may be read that early since a step starts with operations of torch's, which wait for all of the step
+before.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """An activation, by its number in `skipdecode.fastpath.cpu_steps.ACTIVATIONS`; 0 for none."""
+    if KIND == 1:
+        x = tl.maximum(x, 0.0)
+    elif KIND == 2:
+        x = x / (1 + tl.exp(-x))
+    elif KIND == 3:
+        x = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))  # 0.5 x (1 + tanh(...))
+    elif KIND == 4:
+        x = 0.5 * x * (1 + tl.math.erf(x * 0.7071067811865476))
+    return x
+
+
+@triton.jit
+def _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS: tl.constexpr, BN: tl.constexpr):
+    """This program's part of up to three projections: its outputs, its weight and bias, and where its outputs go."""
+    block = tl.program_id(0)
+    weight, bias, outputs, first = w0, b0, n0, 0
+    if PARTS > 1:
+        blocks = tl.cdiv(n0, BN)
+        if block >= blocks:
+            block -= blocks
+            blocks = tl.cdiv(n1, BN)
+            weight, bias, outputs, first = w1, b1, n1, n0
+            if block >= blocks:
+                block -= blocks
+                weight, bias, outputs, first = w2, b2, n2, n0 + n1
+    return block * BN + tl.arange(0, BN), weight, bias, outputs, first
+
+
+@triton.jit
+def _project_row(
+    x, out, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, scale, shift, eps, K: tl.constexpr, stride_n, stride_k,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, HAS_SHIFT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row: whole rows of a weight in registers before the row is there. NORM is 1 for RMSNorm, 2 for LayerNorm."""
+    n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
+    n_mask = n < outputs
+    k = tl.arange(0, BK)
+    k_mask = k < K
+    mask = n_mask[:, None] & k_mask[None, :]
+    place = n[:, None] * stride_n + k[None, :] * stride_k
+    tile = tl.load(weight + place, mask=mask, other=0.0)
+    if GATED:
+        gated = tl.load(w1 + place, mask=mask, other=0.0)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)
+        if GATED:
+            added_up = tl.load(b1 + n, mask=n_mask, other=0.0).to(tl.float32)
+    if NORM > 0:
+        scales = tl.load(scale + k, mask=k_mask, other=0.0).to(tl.float32)
+        if HAS_SHIFT:
+            shifts = tl.load(shift + k, mask=k_mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.load(x + k, mask=k_mask, other=0.0).to(tl.float32)
+    if NORM > 0:
+        if NORM == 2:
+            row = tl.where(k_mask, row - tl.sum(row) / K, 0.0)
+        row *= tl.rsqrt(tl.sum(row * row) / K + eps) * scales
+        if HAS_SHIFT:
+            row += shifts
+        row = row.to(x.dtype.element_ty).to(tl.float32)
+    total = tl.sum(tile.to(tl.float32) * row[None, :], 1)
+    if HAS_BIAS:
+        total += added
+    total = _activate(total, ACTIVATION)
+    if GATED:
+        up = tl.sum(gated.to(tl.float32) * row[None, :], 1)
+        if HAS_BIAS:
+            up += added_up
+        total *= up
+    if HAS_RESIDUAL:
+        total += tl.load(residual + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(out + first + n, total.to(out.dtype.element_ty), mask=n_mask)
+
+
+@triton.jit
+def _finish(
+    total, up, out, residual, bias, bias_up, n, n_mask, m, rows, first, width, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, gate and residual of what was projected [outputs, rows], and its way to memory."""
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    total = _activate(total, ACTIVATION)
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_up + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+        total *= up
+    place = m[None, :] * width + (first + n)[:, None]
+    mask = (m < rows)[None, :] & n_mask[:, None]
+    if HAS_RESIDUAL:
+        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _project_small(
+    x, out, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, width, K: tl.constexpr, stride_n, stride_k,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Few rows of a small weight: SPLITS parts of the inputs, each warp its own, and the next weights on their way."""
+    n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
+    n_mask = n < outputs
+    m = tl.arange(0, BM)
+    at = tl.arange(0, SPLITS)[:, None] * BK + tl.arange(0, BK)[None, :]  # [splits, inputs]
+    across = n[None, :, None] * stride_n
+    mask = n_mask[None, :, None] & (at < K)[:, None, :]
+    tile = tl.load(weight + across + at[:, None, :] * stride_k, mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros((SPLITS, BN, BM), dtype=tl.float32)
+    acc_up = tl.zeros((SPLITS, BN, BM), dtype=tl.float32)
+    for start in tl.range(0, K, SPLITS * BK, num_stages=STAGES):
+        here = start + at
+        after = here + SPLITS * BK
+        mask = n_mask[None, :, None] & (after < K)[:, None, :]
+        following = tl.load(weight + across + after[:, None, :] * stride_k, mask=mask, other=0.0)
+        seen = (m < rows)[None, None, :] & (here < K)[:, :, None]
+        states = tl.load(x + m[None, None, :] * K + here[:, :, None], mask=seen, other=0.0)  # [splits, inputs, rows]
+        acc = tl.dot(tile, states, acc)
+        if GATED:
+            mask = n_mask[None, :, None] & (here < K)[:, None, :]
+            gated = tl.load(w1 + across + here[:, None, :] * stride_k, mask=mask, other=0.0)
+            acc_up = tl.dot(gated, states, acc_up)
+        tile = following
+    _finish(
+        tl.sum(acc, 0), tl.sum(acc_up, 0), out, residual, bias, b1, n, n_mask, m, rows, first, width, ACTIVATION, GATED,
+        HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+@triton.jit
+def _project(
+    x, out, residual, partial, arrived, w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, width, K: tl.constexpr, stride_n,
+    stride_k, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Several rows: SHARES programs have a part of the inputs each, and the last one that is done adds up."""
+    n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
+    n_mask = n < outputs
+    m = tl.arange(0, BM)
+    SPAN: tl.constexpr = ((K + SHARES * BK - 1) // (SHARES * BK)) * BK
+    begin = tl.program_id(1) * SPAN
+    end = tl.minimum(K, begin + SPAN)
+    at = begin + tl.arange(0, BK)
+    across = n[:, None] * stride_n
+    mask = n_mask[:, None] & (at < end)[None, :]
+    tile = tl.load(weight + across + at[None, :] * stride_k, mask=mask, other=0.0)
+    if GATED:
+        gated = tl.load(w1 + across + at[None, :] * stride_k, mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    seen = (m < rows)[None, :] & (at < end)[:, None]
+    states = tl.load(x + m[None, :] * K + at[:, None], mask=seen, other=0.0)  # [inputs, rows]
+    acc = tl.dot(tile, states)
+    acc_up = tl.zeros((BN, BM), dtype=tl.float32)
+    if GATED:
+        acc_up = tl.dot(gated, states)
+    for start in tl.range(BK, SPAN, BK, num_stages=STAGES):
+        here = start + at
+        mask = n_mask[:, None] & (here < end)[None, :]
+        tile = tl.load(weight + across + here[None, :] * stride_k, mask=mask, other=0.0)
+        seen = (m < rows)[None, :] & (here < end)[:, None]
+        states = tl.load(x + m[None, :] * K + here[:, None], mask=seen, other=0.0)
+        acc = tl.dot(tile, states, acc)
+        if GATED:
+            gated = tl.load(w1 + across + here[None, :] * stride_k, mask=mask, other=0.0)
+            acc_up = tl.dot(gated, states, acc_up)
+    is_last = True
+    if SHARES > 1:
+        place = tl.program_id(0) * SHARES * BN * BM + tl.arange(0, BN)[:, None] * BM + m[None, :]
+        tl.store(partial + place + tl.program_id(1) * BN * BM, acc)
+        tl.debug_barrier()  # all of it is written before it counts
+        is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SHARES - 1
+    if is_last:
+        if SHARES > 1:
+            acc = tl.zeros((BN, BM), dtype=tl.float32)
+            for share in tl.static_range(SHARES):  # in one order, whoever comes last
+                acc += tl.load(partial + place + share * BN * BM, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+        _finish(
+            acc, acc_up, out, residual, bias, b1, n, n_mask, m, rows, first, width, ACTIVATION, GATED, HAS_BIAS,
+            HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _normalise(
+    x, out, scale, shift, eps, H: tl.constexpr, NORM: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A row of hidden states."""
+    h = tl.arange(0, BLOCK)
+    mask = h < H
+    scales = tl.load(scale + h, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SHIFT:
+        shifts = tl.load(shift + h, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * H + h
+    row = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if NORM == 2:
+        row = tl.where(mask, row - tl.sum(row) / H, 0.0)
+    row *= tl.rsqrt(tl.sum(row * row) / H + eps) * scales
+    if HAS_SHIFT:
+        row += shifts
+    tl.store(out + place, row.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn(head, d, cosines, sines, D: tl.constexpr, ROTATED: tl.constexpr):
+    """A head of queries or keys, its first dimensions rotated by cosines and signed sines."""
+    straight = tl.load(head + d, mask=d < D, other=0.0).to(tl.float32)
+    if ROTATED == 0:
+        return straight
+    half: tl.constexpr = ROTATED // 2
+    other = tl.where(d < half, d + half, d - half)
+    across = tl.load(head + other, mask=d < ROTATED, other=0.0).to(tl.float32)
+    return tl.where(d < ROTATED, straight * cosines + across * sines, straight)
+
+
+@triton.jit
+def _attend(
+    qkv, keys, values, out, cos, sin, bias, column_at, scale, width, query_step, key_first, value_first, kv_step,
+    cache_row, cache_head, bias_row, bias_head, rotary_row, GROUP: tl.constexpr, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row's query head: its attention to what is cached and to its own key and value, which are cached, too."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    kv = head // GROUP
+    if WIDE:
+        row, kv = row.to(tl.int64), kv.to(tl.int64)
+    column = tl.load(column_at).to(tl.int32)
+    d = tl.arange(0, D_BLOCK)
+    c = tl.arange(0, BC)
+    cached = row * cache_row + kv * cache_head
+    place = cached + c[:, None] * D + d[None, :]
+    mask = (c < column)[:, None] & (d < D)[None, :]
+    k = tl.load(keys + place, mask=mask, other=0.0)
+    v = tl.load(values + place, mask=mask, other=0.0)
+    cosines, sines = 0.0, 0.0
+    if ROTATED > 0:
+        cosines = tl.load(cos + row * rotary_row + d, mask=d < ROTATED, other=0.0).to(tl.float32)
+        sines = tl.load(sin + row * rotary_row + d, mask=d < ROTATED, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = qkv + row * width
+    query = _turn(token + head * query_step, d, cosines, sines, D, ROTATED).to(qkv.dtype.element_ty).to(tl.float32)
+    key = _turn(token + key_first + kv * kv_step, d, cosines, sines, D, ROTATED).to(keys.dtype.element_ty)
+    value = tl.load(token + value_first + kv * kv_step + d, mask=d < D, other=0.0)
+    writes = (d < D) & (head % GROUP == 0)
+    tl.store(keys + cached + column * D + d, key, mask=writes)
+    tl.store(values + cached + column * D + d, value, mask=writes)
+    query *= scale
+    seen_by = bias + row * bias_row + head * bias_head
+    best = tl.sum(query * key.to(tl.float32), 0)  # of the token itself, which is always seen
+    if HAS_BIAS:
+        best += tl.load(seen_by + column).to(tl.float32)
+    total = 1.0
+    acc = value.to(tl.float32)
+    for start in tl.range(0, column, BC, num_stages=1):
+        at = start + c
+        scores = tl.sum(query[None, :] * k.to(tl.float32), 1)
+        if HAS_BIAS:
+            scores += tl.load(seen_by + at, mask=at < column, other=0.0).to(tl.float32)
+        scores = tl.where(at < column, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 0))
+        shares = tl.exp(scores - higher)
+        before = tl.exp(best - higher)
+        total = total * before + tl.sum(shares, 0)
+        acc = acc * before + tl.sum(shares[:, None] * v.to(tl.float32), 0)
+        best = higher
+        after = at + BC
+        place = cached + after[:, None] * D + d[None, :]
+        mask = (after < column)[:, None] & (d < D)[None, :]
+        k = tl.load(keys + place, mask=mask, other=0.0)
+        v = tl.load(values + place, mask=mask, other=0.0)
+    tl.store(out + (row * tl.num_programs(1) + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+
+
+def project(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    activation: int = 0,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    norm: Any = None,
+    arrived: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Up to three projections of x [rows, in], one beside the other: [rows, outs].
+
+    Args:
+        weights: each [out, in], of one layout.
+        activation: a number of ACTIVATIONS, of what is projected; 0 for none.
+        gated: whether the activation of the first is multiplied by the second.
+        residual: added at last, [rows, out].
+        norm: a `skipdecode.fastpath.layer.Norm` that x goes through first; of one row alone.
+        arrived: `arrivals` of what runs one after another; without it no two programs share outputs.
+    """
+    rows, inputs = x.shape
+    sizes = [len(weight) for weight in weights]
+    own = sizes[:1] if gated else sizes
+    out = x.new_empty(rows, sum(own))
+    spare = 3 - len(weights)
+    tensors = [x, out, out if residual is None else residual, *weights, *[weights[0]] * spare]
+    tensors += [weights[0] if bias is None else bias for bias in biases] + [weights[0]] * spare
+    strides = weights[0].stride()
+    options: dict[str, Any] = {
+        "ACTIVATION": activation,
+        "GATED": gated,
+        "PARTS": len(own),
+        "HAS_BIAS": biases[0] is not None,
+        "HAS_RESIDUAL": residual is not None,
+        **_dependent(x),
+    }
+    numbers = [*sizes, *[0] * spare]
+    if rows == 1:
+        whole = triton.next_power_of_2(inputs)
+        block = max(1, 8192 // whole)
+        normed = (x, x, 0.0) if norm is None else (norm.weight, x if norm.bias is None else norm.bias, norm.eps)
+        options |= {
+            "NORM": 0 if norm is None else 1 + norm.centred,
+            "HAS_SHIFT": norm is not None and norm.bias is not None,
+        }
+        options |= {"BN": block, "BK": whole, "num_warps": 4 if whole <= 16384 else 8}
+        grid = (sum(triton.cdiv(size, block) for size in own),)
+        _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
+        return out
+    most = max(8, triton.next_power_of_2(rows))
+    options["BM"] = most
+    numbers += [rows, sum(own)]
+    if rows <= 16 and inputs <= 2048:
+        blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
+        splits = 4 if inputs <= 1024 else 8
+        fits = splits * 256 * (16 + most) * 2 <= _shared_memory(x.device, "block_optin")
+        tiles = None
+        if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are on their way at once
+            tiles = {"BK": 256, "SPLITS": splits, "STAGES": 1, "num_warps": splits}
+        elif blocks >= 3 * processors:
+            tiles = {"BK": 128, "SPLITS": 4, "STAGES": 2, "num_warps": 4}
+        if tiles is not None:
+            _project_small[(blocks,)](*tensors, *numbers, inputs, *strides, BN=16, **tiles, **options)
+            return out
+    block = 32 if gated else 64
+    blocks = sum(triton.cdiv(size, block) for size in own)
+    # Triton keeps a tile more of the products that Hopper alone has, which are of 64 outputs and 16 rows or more.
+    stages, kept = (3, 4) if rows > 8 and not gated and _capability(x.device)[0] == 9 else (4, 3)
+    shares, partial = 1, out
+    if arrived is not None and not gated:
+        shares = _shares(blocks, inputs, kept * 128 * (block + most) * 2, x.device)
+    if shares > 1:
+        partial = torch.empty(blocks * shares * block * most, dtype=torch.float32, device=x.device)
+    tensors[3:3] = [partial, out if arrived is None else arrived]
+    tiles = {"BN": block, "BK": 128, "SHARES": shares, "STAGES": stages, "num_warps": 4}
+    _project[(blocks, shares)](*tensors, *numbers, inputs, *strides, **tiles, **options)
+    return out
+
+
+def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
+    """Programs for the same outputs, a power of 2: so many that most of what fits onto the processors at once runs, as
+    what bounds it is how many bytes are on their way. Each has two tiles or more; `held` are the bytes that it keeps.
+    """
+    shares, at_once = 1, _processors(device) * (_shared_memory(device, "multiprocessor") // held)
+    while blocks * shares < 0.7 * at_once and inputs >= 512 * shares:
+        shares *= 2
+    return shares
+
+
+def arrivals(device: torch.device) -> torch.Tensor:
+    """For `project`: how many of the programs with the same outputs are done. Kernels that run at once must not share
+    it.
+    """
+    return torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
+
+
+def normalise(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """The rows of x [rows, hidden] through a `skipdecode.fastpath.layer.Norm`."""
+    rows, hidden = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(hidden)
+    _normalise[(rows,)](
+        x, out, norm.weight, x if norm.bias is None else norm.bias, norm.eps, hidden, NORM=1 + norm.centred,
+        HAS_SHIFT=norm.bias is not None, BLOCK=block, num_warps=min(16, max(1, block // 256)), **_dependent(x),
+    )  # fmt: skip
+    return out
+
+
+def attend(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    column: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    interleaved: bool,
+    scale: float,
+    bias: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Attention of a token a row, whose key and value are written into the cache: [rows, heads * head_dim].
+
+    Args:
+        qkv: what `project` gave of queries, keys and values [rows, (heads + 2 * kv_heads) * head_dim].
+        keys, values: of the cache [rows, kv_heads, columns, head_dim], the columns before the token's written.
+        column: of the tokens [1].
+        interleaved: whether each head's query, key and value stand side by side.
+        bias: added to scores [rows or 1, heads or 1, 1, columns]; not -inf at the token's own column.
+        rotary: cosines and signed sines [rows or 1, 1, rotated dimensions].
+    """
+    rows, dim = len(qkv), keys.shape[-1]
+    out = qkv.new_empty(rows, heads * dim)
+    steps = (3 * dim, dim, 2 * dim, 3 * dim) if interleaved else (dim, heads * dim, (heads + kv_heads) * dim, dim)
+    cos, sin = (qkv, qkv) if rotary is None else rotary
+    bias_row = bias_head = 0
+    if bias is not None:
+        bias_row, bias_head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in (0, 1))
+    whole = triton.next_power_of_2(dim)
+    many = rows * heads > 2 * _processors(qkv.device)  # programs: many small ones, or few that ask for more at a time
+    columns = min(32, max(16, 4096 // whole)) if many else max(16, 8192 // whole)
+    _attend[(rows, heads)](
+        qkv, keys, values, out, cos, sin, qkv if bias is None else bias, column, scale, qkv.shape[1], *steps,
+        keys.stride(0), keys.stride(1), bias_row, bias_head, cos.stride(0) if len(cos) > 1 else 0,
+        GROUP=heads // kv_heads, D=dim, D_BLOCK=whole, ROTATED=0 if rotary is None else cos.shape[-1],
+        HAS_BIAS=bias is not None, BC=columns, WIDE=keys.numel() >= 2**31, num_warps=1 if many else 4,
+        **_dependent(qkv),
+    )  # fmt: skip
+    return out
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _shared_memory(device: torch.device, of: str) -> int:
+    """Bytes of a "multiprocessor", or of a program that asks for all it may have ("block_optin")."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, f"shared_memory_per_{of}") if properties else 0
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _dependent(tensor: torch.Tensor) -> dict[str, Any]:
+    """Options of a kernel that may start while the one before it runs, where the device can do that."""
+    return {"DEPENDENT": True, "launch_pdl": True} if _capability(tensor.device) >= (9, 0) else {"DEPENDENT": False}

@@ -1,0 +1,105 @@
+"""The projections of lean prompts and steps: a model's own weights, packed copies, or copies in 8 bits."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from skipdecode.internals import has_bfloat16_on_cpu, linear_of_packed, pack
+from skipdecode.kernels.cpu import NativeLinear, kernels
+from skipdecode.kernels.int8 import Int8Linear
+
+Weights = Literal["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
+Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
+
+# Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
+# one saves more in calls than it costs in memory. Larger ones are bound by reading them, and stay as they are.
+FUSE_BELOW = 2**22
+
+
+def sizes(projection: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs."""
+    weight: Any = projection.weight
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
+
+
+def weight_of(projection: Any) -> torch.Tensor:
+    """[out, in], which Conv1D keeps transposed."""
+    weight: torch.Tensor = projection.weight.detach()
+    return weight.T if isinstance(projection, Conv1D) else weight
+
+
+def plain_linear(projection: Any) -> Linear:
+    """A projection with the module's own weights, without the call of a module."""
+    return functools.partial(F.linear, weight=weight_of(projection), bias=projection.bias)
+
+
+def packed_linear(projection: Any) -> Linear:
+    """A projection with a copy of its weights in blocks: the compiled kernels' in float32, else oneDNN's."""
+    if kernels() is not None and projection.weight.dtype == torch.float32:
+        return NativeLinear(weight_of(projection), projection.bias)
+    if projection.weight.dtype == torch.bfloat16 and not has_bfloat16_on_cpu():
+        return plain_linear(projection)  # oneDNN has no layout for it there; the kernels read the model's own weights
+    # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
+    weight = pack(weight_of(projection).contiguous(), rows=8)
+    bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]
+    return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
+
+
+def int8_linear(projection: Any) -> Linear:
+    """A projection with 8-bit weights, by the compiled kernels where there are any, else by oneDNN."""
+    weight, bias = weight_of(projection), projection.bias
+    return NativeLinear(weight, bias, "int8") if kernels() is not None else Int8Linear(weight, bias)
+
+
+def int4_linear(projection: Any) -> Linear:
+    """A projection with 4-bit weights, by the compiled kernels."""
+    return NativeLinear(weight_of(projection), projection.bias, "int4")
+
+
+def project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:
+    """Queries, keys and values in one call: [rows, in] -> [rows, sum of outs]."""
+    if len(projections) == 1:
+        return make_linear(projections[0])
+    inputs, outputs = sizes(projections[0])[0], sum(sizes(p)[1] for p in projections)
+    if make_linear is plain_linear and inputs * outputs > FUSE_BELOW:
+        singles = [make_linear(projection) for projection in projections]
+        return lambda hidden: torch.cat([single(hidden) for single in singles], dim=-1)
+    with torch.device("meta"):
+        fused = nn.Linear(inputs, outputs, bias=projections[0].bias is not None)
+    fused.weight = nn.Parameter(torch.cat([weight_of(p) for p in projections]), requires_grad=False)
+    if fused.bias is not None:
+        biases: list[Any] = [p.bias for p in projections]
+        fused.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    return make_linear(fused)
+
+
+def project_apart(
+    projections: Sequence[nn.Module], make_linear: Callable[..., Linear], queries: int
+) -> tuple[Linear, Linear] | None:
+    """Queries, of so many outputs, and keys with values, each in a call; None where that takes a second copy."""
+    if make_linear is not plain_linear:
+        return None
+    if len(projections) == 1:
+        weight, bias = weight_of(projections[0]), cast(torch.Tensor | None, projections[0].bias)
+        biases = (None, None) if bias is None else (bias[:queries], bias[queries:])
+        asked = functools.partial(F.linear, weight=weight[:queries], bias=biases[0])
+        return asked, functools.partial(F.linear, weight=weight[queries:], bias=biases[1])
+    query, key, value = (plain_linear(projection) for projection in projections)
+    return query, lambda hidden: torch.cat([key(hidden), value(hidden)], dim=-1)
+
+
+MAKERS: dict[Weights, Callable[[Any], Linear]] = {
+    "model": plain_linear,
+    "packed": packed_linear,
+    "int8": int8_linear,
+    "int4": int4_linear,
+    "int4-int8-head": int4_linear,
+    "int8-int4-head": int8_linear,
+}
+HEAD_MAKERS = {**MAKERS, "int4-int8-head": int8_linear, "int8-int4-head": int4_linear}

@@ -1,0 +1,421 @@
+"""Skip schedules: which layers each generated token runs, as a pure function of its position.
+
+No tensor, no model and no device appear here (and neither torch nor transformers is imported): a schedule is made of
+integers, so the object that trains a model is the object that decodes with it, is saved with it and is benchmarked.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from skipdecode.errors import ConfigError, check_counts, unknown
+from skipdecode.schedule.strict_json import parse_json
+
+# Far beyond any model and any text: what is larger is a slip of the keyboard that would take minutes and gigabytes.
+MOST_LAYERS, LONGEST_HORIZON, LARGEST_RATE = 1_000, 1_000_000, 1_000_000
+
+Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
+Placement = Literal["top", "bottom", "even", "ends", "order"]
+PromptPolicy = Literal["full", "max"]  # or a number of layers
+Over = Literal["decode", "all"]  # the time that a speed is of: of decoding alone, or of prompt and decoding together
+
+# What `decay_rate` means to a decay, and what it is when it isn't given. A decay that isn't here has no rate.
+DEFAULT_RATES: dict[str, float] = {
+    "power": 2.0,  # the exponent: below 1 the budget falls early, above 1 late
+    "exponential": 4.0,  # how many times e the budget's excess over min shrinks within the horizon
+    "step": 4.0,  # the number of plateaus
+}
+
+
+def _step_progress(t: float, plateaus: float) -> float:
+    return min(math.floor(t * plateaus), plateaus - 1) / (plateaus - 1)
+
+
+# How far the budget has come from max (0) to min (1) at the share t of the horizon, 0 <= t < 1. Linear is not here: it
+# is computed in the paper's own order of operations (see `SkipSchedule.budget`), so that rounding agrees with it.
+_PROGRESS: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda t, rate: 0.0,
+    "power": lambda t, rate: t**rate,
+    "exponential": lambda t, rate: math.expm1(-rate * t) / math.expm1(-rate),
+    "cosine": lambda t, rate: (1 - math.cos(math.pi * t)) / 2,
+    "step": _step_progress,
+}
+
+
+def check_order(order: Iterable[int], num_layers: int, warmup_layers: int = 1) -> tuple[int, ...]:
+    """An order of layers as plain integers, the most important layer first.
+
+    Raises ConfigError unless it holds every index from 0 to `num_layers` - 1 once, and the `warmup_layers` lowest ones
+    first: transformers takes lengths and masks from the cache of layer 0, which must therefore always run (law 2).
+
+    >>> check_order([0, 3, 1, 2], 4)
+    (0, 3, 1, 2)
+    """
+    try:
+        layers = tuple(order)
+    except TypeError as error:
+        raise ConfigError(f"order is {order!r}: it must be a list of layer indices") from error
+    if isinstance(order, str) or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in layers):
+        raise ConfigError(f"order is {str(order)[:80]!r}: it must be a list of layer indices")
+    layers = tuple(map(int, layers))
+    if len(layers) != num_layers:
+        raise ConfigError(f"order has {len(layers)} layers: it must have each of the model's {num_layers} once")
+    if missing := sorted(set(range(num_layers)) - set(layers)):
+        raise ConfigError(f"order lacks layer {missing[0]}: it must have each of 0 to {num_layers - 1} once")
+    if set(layers[:warmup_layers]) != set(range(warmup_layers)):
+        lowest = "layer 0" if warmup_layers == 1 else f"layers 0 to {warmup_layers - 1}"
+        raise ConfigError(
+            f"order starts with {', '.join(map(str, layers[:warmup_layers]))}: it must start with {lowest}, as "
+            f"warmup_layers is {warmup_layers}"
+        )
+    return layers
+
+
+@dataclass(frozen=True)
+class SkipSchedule:
+    """The layers that each generated token runs (SkipDecode, arXiv 2307.02628, section 3).
+
+    Step i takes generated token i (0-based) as its input and runs `budget(i)` layers: `max_layers` at i = 0, falling
+    along `decay` to `min_layers` at i = horizon - 1, and `min_layers` from there on. The first `warmup_layers` layers
+    always run; `placement` says where the others lie.
+
+    Law 1 asks for nested sets and nothing more, so any order of the layers gives a schedule: a budget of k runs the
+    first k of the order.
+
+    Args:
+        num_layers: layers of the model (L).
+        max_layers: budget of the first step.
+        min_layers: budget from the end of the horizon on.
+        warmup_layers: layers at the bottom that every token runs (w; 1 in the paper).
+        horizon: generated tokens over which the budget falls (H), about the median length of a completion. With
+            H = 1 the budget is `min_layers` throughout.
+        decay: "linear" (the paper's); "constant" (max_layers up to the horizon's end); "power", "exponential",
+            "cosine", "step" (plateaus of equal length).
+        placement: "top", the first w and the last k - w (the paper's); "bottom", the first k (early termination);
+            "even", spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends", half of the budget at
+            either end (D3, arXiv 2503.08524); "order", the first k of `order`.
+        prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers;
+            a number of layers from max_layers to num_layers, placed likewise.
+        decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
+            of "step" (default 4); no other decay takes one.
+        prompt_stop: None, the prompt's tokens run the layers that `prompt` says; n, they run the lowest n of them and
+            stop, and the others take keys and values from that state (SwiftKV, arXiv 2410.03960, section 3.1). The last
+            token of the prompt, which the first new one comes from, runs on.
+        order: with placement "order" alone: every layer's index once, the most important one first. It starts with the
+            warm-up layers, 0 to warmup_layers - 1.
+
+    Raises:
+        ConfigError: unless 1 <= warmup_layers <= min_layers <= max_layers <= num_layers, and every field is valid.
+
+    Examples:
+        >>> schedule = SkipSchedule(num_layers=6, max_layers=5, min_layers=2, horizon=4)
+        >>> [schedule.budget(i) for i in range(6)]
+        [5, 4, 3, 2, 2, 2]
+        >>> [schedule.layers_at(i) for i in (0, 1, 5)]
+        [(0, 2, 3, 4, 5), (0, 3, 4, 5), (0, 5)]
+        >>> schedule.cutoffs(6)
+        (6, 0, 1, 2, 3, 6)
+        >>> schedule.mean_budget(6)
+        3.0
+        >>> ordered = SkipSchedule(num_layers=4, max_layers=3, min_layers=2, placement="order", order=(0, 3, 1, 2))
+        >>> [ordered.layers_for(budget) for budget in (3, 2)]
+        [(0, 1, 3), (0, 3)]
+        >>> SkipSchedule(num_layers=12, max_layers=4, min_layers=8)
+        Traceback (most recent call last):
+            ...
+        skipdecode.errors.ConfigError: min_layers is 8: it must lie between warmup_layers (1) and max_layers (4)
+    """
+
+    num_layers: int
+    max_layers: int
+    min_layers: int
+    warmup_layers: int = 1
+    horizon: int = 64
+    decay: Decay = "linear"
+    placement: Placement = "top"
+    prompt: PromptPolicy | int = "full"
+    decay_rate: float | None = None
+    prompt_stop: int | None = None
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
+            check_counts(**{name: getattr(self, name)})
+            value = int(getattr(self, name))
+            object.__setattr__(self, name, value)  # numpy's are no integers to JSON
+            most = LONGEST_HORIZON if name == "horizon" else MOST_LAYERS
+            if value > most:
+                raise ConfigError(f"{name} is {value}: it must be at most {most}")
+        if self.max_layers > self.num_layers:
+            raise ConfigError(
+                f"max_layers is {self.max_layers}: it must lie between min_layers ({self.min_layers}) "
+                f"and num_layers ({self.num_layers})"
+            )
+        if self.min_layers > self.max_layers:
+            raise ConfigError(
+                f"min_layers is {self.min_layers}: it must lie between warmup_layers ({self.warmup_layers}) "
+                f"and max_layers ({self.max_layers})"
+            )
+        if self.warmup_layers > self.min_layers:
+            raise ConfigError(
+                f"warmup_layers is {self.warmup_layers}: it must lie between 1 and min_layers ({self.min_layers})"
+            )
+        for name, allowed in (("decay", Decay), ("placement", Placement)):
+            if getattr(self, name) not in get_args(allowed):
+                raise unknown(name, str(getattr(self, name)), get_args(allowed))
+        self._check_order()
+        self._check_prompt()
+        self._check_stop()
+        self._check_rate()
+        # Law 1. Every combination above obeys it; a later decay or placement that doesn't is refused right here.
+        # Distinct, in the order in which they come.
+        budgets = dict.fromkeys((self.prompt_budget, *self._budgets, self.min_layers))
+        sets = [set(self.layers_for(budget)) for budget in budgets]
+        if sorted(budgets, reverse=True) != list(budgets) or any(not b <= a for a, b in pairwise(sets)):
+            raise ConfigError(f"decay {self.decay!r} with placement {self.placement!r} is not nested (law 1): {self}")
+
+    def _check_order(self) -> None:
+        order = self.order
+        if order is None:
+            if self.placement == "order":
+                raise ConfigError("placement is 'order': it needs order, every layer's index once")
+            return
+        if self.placement != "order":
+            raise ConfigError(f"order is given with placement {self.placement!r}: it goes with placement 'order' alone")
+        object.__setattr__(self, "order", check_order(order, self.num_layers, self.warmup_layers))
+
+    def _check_prompt(self) -> None:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            if prompt not in get_args(PromptPolicy):
+                raise unknown("prompt", prompt, get_args(PromptPolicy))
+            return
+        if isinstance(prompt, bool) or not isinstance(prompt, Integral):
+            raise ConfigError(f"prompt is {prompt!r}: it must be 'full', 'max', or a number of layers")
+        if not self.max_layers <= prompt <= self.num_layers:
+            raise ConfigError(
+                f"prompt is {prompt}: it must lie between max_layers ({self.max_layers}), whose keys and values of the "
+                f"prompt are read, and num_layers ({self.num_layers})"
+            )
+        object.__setattr__(self, "prompt", int(prompt))
+
+    def _check_stop(self) -> None:
+        stop = self.prompt_stop
+        if stop is None:
+            return
+        check_counts(prompt_stop=stop)
+        if not self.warmup_layers <= stop <= self.num_layers:
+            raise ConfigError(
+                f"prompt_stop is {stop}: it must lie between warmup_layers ({self.warmup_layers}) and num_layers "
+                f"({self.num_layers})"
+            )
+        object.__setattr__(self, "prompt_stop", int(stop))
+
+    def _check_rate(self) -> None:
+        rate = self.decay_rate
+        if rate is None:
+            return
+        if self.decay not in DEFAULT_RATES:
+            raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes none; leave it out")
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate <= LARGEST_RATE:
+            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0, and at most {LARGEST_RATE}")
+        object.__setattr__(self, "decay_rate", float(rate))
+        if self.decay == "step" and (rate < 2 or rate != int(rate)):
+            raise ConfigError(f"decay_rate is {rate!r}: decay 'step' takes a whole number of plateaus, 2 or more")
+        if self.decay == "exponential" and rate > 100:
+            raise ConfigError(f"decay_rate is {rate!r}: decay 'exponential' takes at most 100")
+
+    @classmethod
+    def full_depth(cls, num_layers: int, horizon: int = 64) -> "SkipSchedule":
+        """The schedule that skips nothing."""
+        return cls(num_layers=num_layers, max_layers=num_layers, min_layers=num_layers, horizon=horizon)
+
+    @cached_property
+    def _budgets(self) -> tuple[int, ...]:
+        """Budgets of the steps before the end of the horizon."""
+        last = self.horizon - 1
+        spread = self.max_layers - self.min_layers
+        if self.decay == "linear":
+            return tuple(round(self.max_layers - spread * i / last) for i in range(last))
+        rate = self.decay_rate if self.decay_rate is not None else DEFAULT_RATES.get(self.decay, 0.0)
+        progress = _PROGRESS[self.decay]
+        return tuple(round(self.max_layers - spread * progress(i / last, rate)) for i in range(last))
+
+    def budget(self, i: int) -> int:
+        """The number of layers that generated token `i` (0-based) runs."""
+        if i < 0:
+            raise ValueError(f"step is {i}: steps count from 0")
+        return self._budgets[i] if i < len(self._budgets) else self.min_layers
+
+    def layers_at(self, i: int) -> tuple[int, ...]:
+        """Indices of the layers that generated token `i` (0-based) runs, ascending."""
+        return self.layers_for(self.budget(i))
+
+    @property
+    def prompt_budget(self) -> int:
+        """The number of layers that hold the prompt; its last token runs them all."""
+        if isinstance(self.prompt, int):
+            return self.prompt
+        return self.num_layers if self.prompt == "full" else self.max_layers
+
+    @property
+    def prompt_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that hold the prompt, ascending; those of every generated token are among them."""
+        return self.layers_for(self.prompt_budget)
+
+    @property
+    def prompt_depth(self) -> int:
+        """The number of layers that the prompt's tokens before its last one run."""
+        return min(self.prompt_budget, self.prompt_stop or self.prompt_budget)
+
+    @property
+    def stopped_layers(self) -> tuple[int, ...]:
+        """Those of `prompt_layers` above the prompt's stop, which the prompt's last token alone runs."""
+        return () if self.prompt_stop is None else self.prompt_layers[self.prompt_stop :]
+
+    @property
+    def skips(self) -> bool:
+        """Whether any token runs fewer layers than there are, be it of a prompt that stops."""
+        return self.min_layers < self.num_layers or bool(self.stopped_layers)
+
+    def layers_for(self, budget: int) -> tuple[int, ...]:
+        """Indices of the layers of a budget between min_layers and num_layers, ascending."""
+        layers, warmup = range(self.num_layers), self.warmup_layers
+        if self.order is not None:
+            return tuple(sorted(self.order[:budget]))
+        if self.placement == "even":
+            return self._even_layers[budget]
+        if self.placement == "bottom":
+            lower = budget
+        elif self.placement == "ends":
+            lower = warmup + (budget - warmup) // 2
+        else:
+            lower = warmup
+        return tuple(layers[:lower]) + tuple(layers[self.num_layers - (budget - lower) :])
+
+    @cached_property
+    def _even_layers(self) -> dict[int, tuple[int, ...]]:
+        """Layers of each budget under even placement.
+
+        The largest budget of a generated token is spread exactly evenly; each smaller one drops the layer whose
+        neighbours are closest, and each larger one, of prompts, adds the middle of the widest gap, so that the sets are
+        nested (law 1), which sets spread evenly one by one are not.
+        """
+        free, last = self.max_layers - self.warmup_layers, self.num_layers - 1
+        span = last - (self.warmup_layers - 1)
+        kept = list(range(self.warmup_layers)) + [
+            last - (span * (free - j) + free // 2) // free for j in range(1, free + 1)
+        ]
+        sets = {self.max_layers: tuple(kept)}
+        grown = kept.copy()
+        while len(grown) < self.num_layers:
+            below, above = max(pairwise([*grown, self.num_layers]), key=lambda pair: pair[1] - pair[0])
+            grown = sorted([*grown, (below + above) // 2])
+            sets[len(grown)] = tuple(grown)
+        while len(kept) > self.min_layers:
+            # The topmost layer stays while any other free one is left: it feeds the head.
+            candidates = range(self.warmup_layers, max(len(kept) - 1, self.warmup_layers + 1))
+            gaps = {at: kept[min(at + 1, len(kept) - 1)] - kept[at - 1] for at in candidates}
+            del kept[min(candidates, key=lambda at: (gaps[at], at))]
+            sets[len(kept)] = tuple(kept)
+        return sets
+
+    def mean_budget(self, n: int) -> float:
+        """Layers per generated token, over the first `n` steps."""
+        if n < 1:
+            raise ValueError(f"n is {n}: a mean needs at least one step")
+        before = self._budgets[:n]
+        return (sum(before) + self.min_layers * (n - len(before))) / n
+
+    def cutoffs(self, n: int) -> tuple[int, ...]:
+        """For each layer, how many of the first `n` steps run it: c(l) of law 3, without the prompt's columns."""
+        counts = [0] * self.num_layers
+        for i in range(min(n, len(self._budgets))):
+            for layer in self.layers_at(i):
+                counts[layer] += 1
+        for layer in self.layers_for(self.min_layers):
+            counts[layer] += max(0, n - len(self._budgets))
+        return tuple(counts)
+
+    def column_cutoffs(self, prompt_columns: int, columns: int) -> tuple[int, ...]:
+        """For each layer, how many columns of a batch run it (law 3), the first `prompt_columns` being the prompt's.
+
+        Column `prompt_columns + i` holds generated token i. The columns that run a layer are always a prefix.
+
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, horizon=2).column_cutoffs(5, 8)
+        (8, 5, 6, 8)
+        """
+        if not 0 < prompt_columns <= columns:
+            raise ConfigError(f"prompt_columns is {prompt_columns}: it must lie between 1 and the {columns} columns")
+        on_prompt = set(self.prompt_layers)
+        generated = self.cutoffs(columns - prompt_columns)
+        return tuple(prompt_columns * (layer in on_prompt) + count for layer, count in enumerate(generated))
+
+    def stopped_columns(self, prompt_columns: int) -> tuple[int, ...]:
+        """For each layer, how many columns of a batch give it keys and values alone: those of a prompt that stopped.
+
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, prompt_stop=2).stopped_columns(5)
+        (0, 0, 4, 4)
+        """
+        stopped = set(self.stopped_layers)
+        return tuple((prompt_columns - 1) * (layer in stopped) for layer in range(self.num_layers))
+
+    def column_share(self, prompt_columns: int, columns: int) -> float:
+        """The share of layer-columns that a training step computes: 1.0 at full depth."""
+        return sum(self.column_cutoffs(prompt_columns, columns)) / (self.num_layers * columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values; `from_dict` makes an equal schedule of them."""
+        values = asdict(self)
+        for name in ("prompt_stop", "order"):  # so that versions that don't know one read the schedules without it
+            if values[name] is None:
+                del values[name]
+        if self.order is not None:
+            values["order"] = list(self.order)  # as JSON gives it back
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SkipSchedule":
+        """The schedule that `to_dict` described. Raises ConfigError for an unknown or a missing field."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"not a schedule: expected its fields, got {values!r}")
+        names = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise unknown("schedule field", str(key), names)
+        for key in ("num_layers", "max_layers", "min_layers"):
+            if key not in values:
+                raise ConfigError(f"schedule field {key!r} is missing")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "SkipSchedule":
+        """The schedule of a JSON file that holds what `to_json` gives. Raises ConfigError that names the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise ConfigError(f"schedule file {str(path)!r} can't be read: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"schedule file {str(path)!r}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> "SkipSchedule":
+        """The schedule that `to_json` wrote. Raises ConfigError where the text isn't one."""
+        try:
+            values = parse_json(text)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"not a schedule: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"not a schedule: expected a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)

@@ -1,0 +1,1 @@
+"""What training needs of the library: the order of layers, and batches of prompts and completions."""
