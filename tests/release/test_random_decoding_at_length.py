@@ -1,6 +1,6 @@
 """Law 5 where no test was written: thousands of cases, others in each run, held against the same reference.
 
-    OMP_NUM_THREADS=1 python -m pytest -n 2 tests/release/test_any_case_of_decoding_at_length.py     # or -k threads
+    OMP_NUM_THREADS=1 python -m pytest -n 2 tests/release/test_random_decoding_at_length.py     # or -k threads
 
 A case that fails is made as small as it can be, and printed as a call of `Case`.
 """

@@ -28,7 +28,7 @@ def decode(model, ids, mask, schedule, new_tokens):
     return [up_to_end(row, END) for row in output[:, ids.shape[1] :].tolist()]
 
 
-@settings(max_examples=10)  # test_any_case_of_decoding.py draws more, of batches and of full depth too
+@settings(max_examples=10)  # test_random_decoding.py draws more, of batches and of full depth too
 @given(kinds, schedules(), lengths, st.integers(0, 99))
 def test_cached_greedy_decoding_equals_the_naive_loop(kind, schedule, prompt_lengths, seed):
     model = tiny_opt(kind, LAYERS)
