@@ -1,6 +1,7 @@
 """The layout that the design lays down."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -36,6 +37,28 @@ def test_imports_go_one_way(package: str) -> None:
     assert files
     for file in files:
         assert imported(file) & ({*ALLOWED, "scripts", "tests"}) <= ALLOWED[package], file
+
+
+def subpackage(module: str) -> str:
+    """`schedule` of `skipdecode.schedule.cost`; a module at the top stands for itself."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_subpackages_of_the_library_import_each_other_in_one_direction() -> None:
+    library = ROOT / "skipdecode"
+    imports: dict[str, set[str]] = {}
+    for file in library.rglob("*.py"):
+        here = subpackage(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "skipdecode":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = {
+                    subpackage(name if (library / name.split(".")[1]).is_dir() else str(node.module)) for name in names
+                }
+                imports.setdefault(here, set()).update(found - {here, "__init__"})
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
+    assert {"errors", "schedule", "generate", "cli"} <= set(order)
+    assert len({here for here in imports if here != "__main__"}) <= 17
 
 
 def test_the_library_needs_torch_and_transformers_alone() -> None:
