@@ -129,7 +129,6 @@ def private_names(file: Path) -> set[str]:
 def test_the_libraries_private_names_stand_in_one_module() -> None:
     files = {file.name: private_names(file) for file in (ROOT / "skipdecode").rglob("*.py")}
     assert "_pad_token_tensor" in files.pop("internals.py")
-    assert files.pop("process.py") == {"_dynamo"}  # needed before the others can be imported
     assert {name: names for name, names in files.items() if names} == {}
 
 
