@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.lineup import layers_a_token
+from eval.lineup import layers_per_token
 from eval.systems.threshold import CLOSE, PROBES, largest_below
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
@@ -37,8 +37,8 @@ def test_layers_of_a_token_are_those_of_texts_as_long_as_the_trainings(lengths: 
     schedule = SkipSchedule(12, 9, 2, horizon=horizon)
     config = SkipConfig(solver={"horizon": 64, "lengths": [[n, lengths.count(n)] for n in sorted(set(lengths))]})
     budgets = [schedule.budget(token) for length in lengths for token in range(length)]
-    assert layers_a_token(schedule, config) == pytest.approx(sum(budgets) / len(budgets))
-    assert layers_a_token(schedule, SkipConfig(solver={"horizon": 64})) == schedule.mean_budget(64)
+    assert layers_per_token(schedule, config) == pytest.approx(sum(budgets) / len(budgets))
+    assert layers_per_token(schedule, SkipConfig(solver={"horizon": 64})) == schedule.mean_budget(64)
 
 
 @given(st.floats(1.5, 11.9), st.floats(1, 5))

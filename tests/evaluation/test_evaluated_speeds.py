@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_checkpoints import save_checkpoint
 
 import eval.cli
-from eval.loading import MOST_SPEEDUPS, evaluated_speedups
+from eval.loading import MAX_SPEEDUPS, evaluated_speedups
 from eval.request import Request
 from eval.results import Report
 from skipdecode import ConfigError, SkipSchedule, load
@@ -34,8 +34,8 @@ def test_every_default_was_trained_for(trained: list[float], horizon: int) -> No
     found = evaluated_speedups(asked(), config)
     assert found
     assert all(min(trained) <= speed <= max(trained) for speed in found)
-    assert len(found) <= MOST_SPEEDUPS
-    if len(trained) <= MOST_SPEEDUPS:
+    assert len(found) <= MAX_SPEEDUPS
+    if len(trained) <= MAX_SPEEDUPS:
         assert set(found) == set(trained)
     # What is asked for is done, and a checkpoint beside a reference is one more row of full depth by default.
     assert evaluated_speedups(asked(speedups=(1.0, 7.0)), config) == (1.0, 7.0)

@@ -26,10 +26,10 @@ import eval.load.report
 import eval.load.run
 from data import load_task
 from eval.drawing import save_png
-from eval.load import lock_step
+from eval.load import static_batching
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
-from eval.load.client import Asked, Outcome, play
+from eval.load.client import Endpoint, Outcome, play
 from eval.load.report import Percentiles, row_of, throughput
 
 FIRST, BETWEEN, TOKENS = 0.15, 0.06, 4  # seconds, and parts of a text
@@ -185,7 +185,7 @@ def slow_url() -> Iterator[str]:
 
 
 def asked_of(url: str, prompts: Sequence[str], arrivals: Sequence[float], timeout: float = 30.0) -> list[Outcome]:
-    return asyncio.run(play(Asked(url, {"max_tokens": 9}), prompts, arrivals, timeout, lambda: None))
+    return asyncio.run(play(Endpoint(url, {"max_tokens": 9}), prompts, arrivals, timeout, lambda: None))
 
 
 def test_known_delays_are_what_is_measured(slow_url: str) -> None:
@@ -279,7 +279,7 @@ def test_a_speed_that_a_server_cannot_reach_is_marked_and_refused_if_that_is_ask
 def test_rates_of_many_digits_are_played_each(slow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[float] = []
 
-    def fake(asked: Asked, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
+    def fake(asked: Endpoint, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
         played.append(arrivals[-1])
         return [Outcome(at, (0.1,), 0.2, 3) for at in arrivals]
 
@@ -297,7 +297,7 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
     played: list[tuple[str, ...]] = []
     cut_off = False
 
-    def fake(asked: Asked, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
+    def fake(asked: Endpoint, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
         nonlocal cut_off
         if len(arrivals) == 5:
             if len(played) == cut_off_at and not cut_off:
@@ -380,17 +380,17 @@ def test_a_key_with_signs_that_none_has_is_refused_and_not_shown(
     assert "secret" not in said
 
 
-def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
+def test_static_batching_batches_decode_on_the_device_of_the_server_beside_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without profiles of other tests
     elsewhere, found = torch.device("meta"), []  # in place of a GPU
     folder = save_checkpoint(tmp_path / "run", 2)
-    monkeypatch.setattr(sys, "argv", ["lock_step", str(folder), "--port", "1"])
-    monkeypatch.setattr(lock_step, "resolve_device", lambda name: elsewhere)
-    monkeypatch.setattr(lock_step, "make_app", lambda *made: found.extend(made))
-    monkeypatch.setattr(lock_step.uvicorn, "run", lambda *_, **__: None)
-    assert lock_step.main() == 0
+    monkeypatch.setattr(sys, "argv", ["static_batching", str(folder), "--port", "1"])
+    monkeypatch.setattr(static_batching, "resolve_device", lambda name: elsewhere)
+    monkeypatch.setattr(static_batching, "make_app", lambda *made: found.extend(made))
+    monkeypatch.setattr(static_batching.uvicorn, "run", lambda *_, **__: None)
+    assert static_batching.main() == 0
     model, tokenizer, *_ = found
     assert model.device == elsewhere
     given: list[torch.device] = []
@@ -400,12 +400,12 @@ def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
         return torch.zeros(1, 99, dtype=torch.long)
 
     monkeypatch.setattr(model, "generate", generate)
-    lock_step.decode(model, tokenizer, [lock_step.Asked(prompt="a")], None)
+    static_batching.decode(model, tokenizer, [static_batching.CompletionRequest(prompt="a")], None)
     assert given == [elsewhere]
 
 
 @pytest.mark.parametrize("others", [["lock-step-1x"], pytest.param(["lock-step-1x", "transformers"], marks=SLOW)])
-def test_a_checkpoint_is_served_beside_lock_step_batches_and_transformers(
+def test_a_checkpoint_is_served_beside_static_batching_batches_and_transformers(
     others: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     folder = save_checkpoint(tmp_path / "tiny", 6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU
 
 import eval.report.positions
-from eval.report.positions import MOST_BINS, bin_width, by_position, matched_ngrams
+from eval.report.positions import MAX_BINS, bin_width, by_position, matched_ngrams
 from eval.score.words import words
 
 WORDS = st.lists(st.sampled_from(["the", "The", "cat", "sat", "mat.", "3,000", "don't", "-"]), min_size=1, max_size=14)
@@ -34,7 +34,7 @@ def test_over_all_positions_the_counts_are_those_of_bleu(texts: list[tuple[list[
 def test_every_ngram_is_in_one_bin(texts: list[tuple[list[str], list[list[str]]]], n: int, width: int) -> None:
     predictions, references = [prediction for prediction, _ in texts], [several for _, several in texts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.report.positions, "FEWEST", 1)
+        patch.setattr(eval.report.positions, "MIN_NGRAMS", 1)
         patch.setattr(eval.report.positions, "RESAMPLES", 100)
         bins = by_position(predictions, references, n, width)
     flags = [matched_ngrams(p, r, n) for p, r in zip(predictions, references, strict=True)]
@@ -75,5 +75,5 @@ def test_positions_with_few_ngrams_are_left_out_and_one_word_has_no_pair() -> No
 def test_bins_are_as_narrow_as_their_number_allows(lengths: list[int]) -> None:
     width = bin_width(lengths)
     most = sorted(lengths)[min(len(lengths) - 1, len(lengths) * 19 // 20)]
-    assert width * MOST_BINS >= most
-    assert width == 5 or width // 2 * MOST_BINS < most
+    assert width * MAX_BINS >= most
+    assert width == 5 or width // 2 * MAX_BINS < most

@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def rungs_of_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.search.trials, "LEAST", 5)  # so that 20 prompts make rungs of 5, 10 and 20
+    monkeypatch.setattr(eval.search.trials, "MIN_PROMPTS", 5)  # so that 20 prompts make rungs of 5, 10 and 20
 
 
 def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
@@ -56,7 +56,7 @@ def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.search.trials, "LEAST", 5)
+        patch.setattr(eval.search.trials, "MIN_PROMPTS", 5)
         output = tmp_path_factory.mktemp("search") / "found"
         assert main(arguments(checkpoint, output)) == 0
     return output

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.search.space import ROOM, Budget, LayerCount, Space, behaviour, choose_schedules
+from eval.search.space import MAX_EXCESS, Budget, LayerCount, Space, behaviour, choose_schedules
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, solve_schedule
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.schedule import Decay, Placement
@@ -66,7 +66,7 @@ def test_every_schedule_reaches_the_budget_and_no_two_do_the_same(
     assert schedules[0] == default
     assert 2 <= len(schedules) <= trials
     full = budget.cost.decode_seconds(SkipSchedule.full_depth(depth), budget.steps)
-    highest = max(budget.speedup * (1 + ROOM), full / budget.cost.decode_seconds(default, budget.steps))
+    highest = max(budget.speedup * (1 + MAX_EXCESS), full / budget.cost.decode_seconds(default, budget.steps))
     for schedule in schedules[1:]:
         # Added up over the budget's own steps, whatever the schedule's horizon.
         reached = full / budget.cost.decode_seconds(schedule, budget.steps)
@@ -138,7 +138,7 @@ def test_a_budget_in_layers_is_met_on_average() -> None:
     default = solve_schedule(cost, 24 / 7, horizon=32)
     found = choose_schedules(budget, Space((1, 2), DECAYS, (16, 32, 48), ("top",)), default, trials=12, tokens=64)
     assert len(found) == 12
-    assert all(7 / (1 + ROOM) <= schedule.mean_budget(32) <= 7 for schedule in found)
+    assert all(7 / (1 + MAX_EXCESS) <= schedule.mean_budget(32) <= 7 for schedule in found)
 
 
 def test_a_target_that_no_other_schedule_reaches_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from small_checkpoints import save_checkpoint
 
 from eval.console import make_console
-from eval.lineup import clock_of, prompts_at_hand
+from eval.lineup import profile_of, prompt_lengths_by_batch
 from eval.loading import load_checkpoint
 from eval.results import Threshold
 from eval.systems.base import LosslessSystem, SkipSystem
@@ -78,7 +78,7 @@ def test_a_clock_that_is_measured_for_prompts_at_hand_is_timed_behind_them_and_b
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "model", 2)), None, torch.device("cpu"))
     config = SkipConfig(solver={"horizon": 8, "prompt_length": 40})
     prompts = [[4] * 3, [4] * 5, [4] * 30]
-    profile = clock_of(checkpoint, config, (4,), prompts, make_console(quiet=True), calibrate=True)
+    profile = profile_of(checkpoint, config, (4,), prompts, make_console(quiet=True), calibrate=True)
     assert profile is not None
     timed = {(batch.batch_size, batch.prompt_length) for batch in profile.batches}
     assert timed == {(rows, columns) for rows in (1, 4) for columns in (2, 5, 13)}
@@ -87,5 +87,5 @@ def test_a_clock_that_is_measured_for_prompts_at_hand_is_timed_behind_them_and_b
 
 def test_a_batch_that_is_not_full_says_nothing_of_what_full_ones_take() -> None:
     prompts = [[4] * 7, [4] * 3, [4] * 5, [4] * 9, [4] * 2]
-    assert prompts_at_hand(prompts, 2) == [[2, 3], [5, 7]]
-    assert prompts_at_hand(prompts, 8) == [[2, 3, 5, 7, 9]], "where there is no other"
+    assert prompt_lengths_by_batch(prompts, 2) == [[2, 3], [5, 7]]
+    assert prompt_lengths_by_batch(prompts, 8) == [[2, 3, 5, 7, 9]], "where there is no other"

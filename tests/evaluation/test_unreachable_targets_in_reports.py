@@ -12,7 +12,7 @@ from small_checkpoints import save_checkpoint
 import eval.cli
 import eval.search.cli
 import eval.search.trials
-from eval.lineup import Plan, clock_of
+from eval.lineup import Plan, profile_of
 from eval.report.comparison import Line
 from eval.report.tables import quality_table, timing_table
 from eval.results import Report
@@ -115,7 +115,7 @@ def test_a_plan_is_the_same_after_its_journal() -> None:
 def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_trained_schedule(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval.search.trials, "LEAST", 5)
+    monkeypatch.setattr(eval.search.trials, "MIN_PROMPTS", 5)
     words = ["--checkpoint", str(trained), "--speedup", "3", "--trials", "3", *SMALL]
     assert eval.search.cli.main([*words, "--output", str(tmp_path / "strict"), "--strict"]) == 2
     assert "speedup is 3: this checkpoint reaches 2.50 at most" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_a_clock_that_an_evaluation_measures_beside_other_work_is_told(
         measured = Calibration(profile, (Spread(3, 20, share),))
         monkeypatch.setattr("eval.lineup.measure_profile", lambda *_, measured=measured, **__: measured)
         checkpoint = Checkpoint(str(trained), model, tokenizer, "packed")
-        found = clock_of(checkpoint, SkipConfig(), (3,), [[5, 6]], Console(width=200), calibrate=True)
+        found = profile_of(checkpoint, SkipConfig(), (3,), [[5, 6]], Console(width=200), calibrate=True)
         assert found is profile
         out = capsys.readouterr().out
         assert out.startswith(said)

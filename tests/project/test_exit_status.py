@@ -76,7 +76,7 @@ def test_output_that_can_not_be_written_is_one_line() -> None:
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     "train": (train.cli.main, ["--recipe", "quickstart", "output.dir={}/new"], train.run, "run"),
-    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "take_part"),
+    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "run_process"),
     "search": (
         eval.search.cli.main,
         ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
