@@ -18,7 +18,7 @@ processes share the prompts, and the first one writes the report.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
-    return run_command(lambda: _evaluate(options), left=lambda: "the same command goes on")
+    return run_command(lambda: _evaluate(options), left=lambda: "run the same command again to continue")
 
 
 def _evaluate(options: dict[str, Any]) -> None:

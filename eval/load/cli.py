@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    return run_command(lambda: _benchmark(values), left=lambda: "the same command goes on")
+    return run_command(lambda: _benchmark(values), left=lambda: "run the same command again to continue")
 
 
 def _benchmark(values: dict[str, Any]) -> None:

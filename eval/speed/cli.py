@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     if reports := values.pop("merge"):
         return run_command(lambda: _merge(reports, values["output"]))
-    return run_command(lambda: _benchmark(values), left=lambda: "the same command goes on")
+    return run_command(lambda: _benchmark(values), left=lambda: "run the same command again to continue")
 
 
 def _merge(reports: tuple[Path, ...], output: Path) -> None:

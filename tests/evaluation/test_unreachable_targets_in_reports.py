@@ -1,4 +1,4 @@
-"""Reports mark the rows of targets that this machine can't reach, which run at the fastest trained schedule."""
+"""Reports mark unreachable targets, whose rows use the fastest trained schedule."""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def profile(trained: Path) -> Iterator[Profile]:
-    """A clock on which one layer is 2.5 times as fast as all, and the fastest trained schedule 1.7 times at best."""
+    """A profile where one layer is 2.5 times as fast as all, and the fastest trained schedule at most 1.7 times."""
     model, _ = load(str(trained))
     times = TimedBatch(3, 20, 20, {1: 1.0, 6: 2.5}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
     found = Profile(setting_of(model, CostModel.of(model), "packed"), 6, (times,), "2026-01-02")
@@ -62,7 +62,7 @@ def texts(output: Path, label: str) -> list[str]:
     return [json.loads(line)["prediction"] for line in lines]
 
 
-def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
+def test_an_evaluation_marks_unreachable_targets_in_every_table_and_strict_refuses_them(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any
 ) -> None:
     own = tmp_path / "fastest.json"
@@ -104,7 +104,7 @@ def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
     assert Report.of(older).rows[2].planned_speedup is None
 
 
-def test_a_plan_is_the_same_after_its_journal() -> None:
+def test_a_plan_survives_a_round_trip_through_the_journal() -> None:
     missed = SpeedPlan(TRAINED[2.0], 4.0, 1.5, 2.0, "a clock")
     plans = {3: {1.0: SpeedPlan(TRAINED[1.0], 1.0, 1.0, None, "a clock"), 4.0: missed}}
     plan = Plan("packed", plans, {}, "a clock")
@@ -112,7 +112,7 @@ def test_a_plan_is_the_same_after_its_journal() -> None:
     assert plan.warnings() == [f"at batch 3, {missed.warning()}"]
 
 
-def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_trained_schedule(
+def test_a_search_for_an_unreachable_target_uses_the_speed_of_the_fastest_trained_schedule(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eval.search.trials, "MIN_PROMPTS", 5)
@@ -130,7 +130,7 @@ def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_
     assert "3x can't be reached here: the default is the fastest schedule that the checkpoint was trained" in markdown
 
 
-def test_a_clock_that_an_evaluation_measures_beside_other_work_is_told(
+def test_a_disturbed_calibration_during_an_evaluation_prints_a_warning(
     trained: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     model, tokenizer = load(str(trained))

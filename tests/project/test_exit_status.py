@@ -118,7 +118,7 @@ def test_ctrl_c_and_a_full_disk_end_every_command_with_one_line(
         assert said.startswith(start)
         assert said.count("\n") == 1
     if name in ("eval", "search", "speed", "load"):
-        assert said.endswith(": the same command goes on\n")
+        assert said.endswith(": run the same command again to continue\n")
 
 
 def train_in_process(folder: Path, *overrides: str) -> int:
