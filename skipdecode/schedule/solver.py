@@ -20,7 +20,7 @@ from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement
 TOLERANCE = 0.03
 # Over prompt and decoding together, prompts keep their layers until decoding would have to be so many times as fast as
 # the target: a text whose tokens run a layer or two may read worse than one after a prompt of fewer layers, which
-# nothing here decides (docs/benchmarks.md, prompts of fewer layers).
+# nothing here decides (docs/research/benchmarks.md, prompts of fewer layers).
 MOST_DECODING = 1.5
 # Times the horizon that was asked for: whole texts may have one so long, to use up what integers of layers leave.
 LONGEST_STRETCH = 4
