@@ -94,7 +94,7 @@ def test_llama_cpp_quantized_generates_the_tokens_of_the_quantized_weights(quant
 
 
 def lost(model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The difference between the highest logit and that of the chosen token, in standard deviations, [batch, new tokens]."""
+    """The highest logit minus that of the chosen token, in standard deviations, [batch, new tokens]."""
     with torch.no_grad():
         logits = model(torch.cat([ids, tokens], dim=1)).logits[:, ids.shape[1] - 1 : -1]
     return (logits.max(-1).values - logits.gather(-1, tokens[..., None]).squeeze(-1)) / logits.std()

@@ -38,7 +38,7 @@ def test_the_interval_of_bleu_agrees_with_sacrebleu() -> None:
 
 
 def test_differences_are_paired_by_prompt() -> None:
-    """Prompts differ much more than systems, so the interval of the difference is much narrower than those of the scores."""
+    """Prompts differ more than systems, so the interval of the difference is narrower than those of the scores."""
     good = [[float(n), 1.0] for n in range(0, 100, 2)]
     better = [[float(n) + 1 + n % 4 / 10, 1.0] for n in range(0, 100, 2)]
     lead = estimate("rougeL", better, baseline=good)
