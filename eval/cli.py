@@ -189,8 +189,8 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="X",
-        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, or 1 2 3 4 "
-        "of more than five; none with --reference or --calm-threshold; an exported checkpoint has a single speedup)",
+        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, or 1 2 3 4 if "
+        "there are more than five; none with --reference or --calm-threshold; an exported checkpoint has a single speedup)",
     )
     group.add_argument(
         "--over",
