@@ -3,15 +3,12 @@
 import functools
 import math
 import statistics
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from skipdecode.fastpath.cpu_steps import DraftRule, kind_of
-from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.schedule.cost import CostModel
 from skipdecode.schedule.machine_profile import Profile
-from skipdecode.schedule.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
 MOST_ROUNDS = 8  # before what they showed is looked at
@@ -233,28 +230,10 @@ def hoped(refused: Sequence[float | None]) -> list[float]:
     return found
 
 
-# decoder -> schedule -> what its drafts have shown
-_RECORDS: weakref.WeakKeyDictionary[LeanDecoder, dict[SkipSchedule, DraftRecord]] = weakref.WeakKeyDictionary()
-
-
-def draft_record(decoder: LeanDecoder, schedule: SkipSchedule, *, do_sample: bool) -> DraftRecord:
-    """What earlier calls have shown, for greedy texts, which don't depend on it; for sampled ones a new record, so that
-    a seed gives the same text in every call.
-    """
-    return DraftRecord() if do_sample else _RECORDS.setdefault(decoder, {}).setdefault(schedule, DraftRecord())
-
-
 def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     """The time of a pass by a machine's clock where there is a profile, which knows as many rows as were timed; beyond
     them on the line through the last two of these numbers, and without a profile by bytes and operations.
-
-    Prompts count by the next multiple of 16, and what was worked out is kept: every call asks.
     """
-    return _pass_seconds(sizes, profile, -(-prompt_length // 16) * 16)
-
-
-@functools.lru_cache(maxsize=64)
-def _pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     predicted = sizes.at(prompt_length=prompt_length)
     if profile is None:
         return functools.cache(lambda layers, tokens: predicted.step_seconds(layers, 0, tokens))

@@ -8,7 +8,7 @@ them.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,6 +61,10 @@ class DraftCounts:
 class LosslessLoop:
     """One generation. The arguments are those that `generate` gives a `custom_generate`.
 
+    Args:
+        runner: of the call.
+        choose_draft: gives the schedule that drafts and how much; it is asked once there is something to draft.
+
     Attributes:
         texts: prompts and new tokens [batch, prompt columns + new tokens at most]; drafts behind a row's text.
         counts: new tokens of each row.
@@ -72,8 +76,7 @@ class LosslessLoop:
     def __init__(
         self,
         runner: ColumnsRunner,
-        schedule: SkipSchedule,
-        draft_length: DraftLength,
+        choose_draft: Callable[[], tuple[SkipSchedule, DraftLength]],
         input_ids: torch.Tensor,
         *,
         logits_processor: LogitsProcessorList,
@@ -92,8 +95,7 @@ class LosslessLoop:
         self.running = list(range(batch))
         self.shown = 0
         self._runner = runner
-        self._schedule = schedule
-        self._length = draft_length
+        self._choose_draft = choose_draft
         self._drafts = DraftCounts() if draft_counts is None else draft_counts
         self._asked: Collection[int] = ()  # rows that processors are asked about
         self._processor = LogitsProcessorList(map(self._asked_of_rows_at_hand, logits_processor))
@@ -129,17 +131,25 @@ class LosslessLoop:
         logits = self._runner.prefill(self.texts[:, : self.prompt])
         self._extend(self.running, [0] * len(self.running), logits)
         del logits  # those of a prefill are large
-        while not self._show():
+        ended = self._show()
+        if not ended:  # a prompt alone costs what a prompt costs
+            self._schedule, self._length = self._choose_draft()
+        while not ended:
             self._let_rows_leave()
             rows = [row for row in self.running if self._goes_on(row)]
             if self._ahead and self._run_ahead(rows):
+                ended = self._show()
                 continue
             drafts = self._draft(rows)
             tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
             logits = self._runner.run(tokens, starts, counts)
             self._drafts.rounds += 1
             self._drafts.layers += len(self._runner.all_layers)
-            self._extend(rows, drafts, logits)
+            before = sum(self.counts[row] for row in rows)
+            outcomes = self._extend(rows, drafts, logits)
+            given = sum(self.counts[row] for row in rows) - before
+            self._length.learn(outcomes, drafts, given, len(rows))
+            ended = self._show()
         if self._streamer is not None:
             self._streamer.end()
         texts = self.texts[:, : self.prompt + self.shown]
@@ -307,10 +317,11 @@ class LosslessLoop:
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
         return scores
 
-    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> None:
+    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> list[tuple[float, bool]]:
         """Give `rows` the drafts that full depth takes, so many at most, and its own next token.
 
-        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts.
+        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts. Returns the drafts'
+        probabilities and whether they were taken, where that is known.
         """
         scores = self._process(rows, [1 + count for count in counts], logits)
         starts = [self.prompt + self.counts[row] for row in rows]
@@ -321,7 +332,7 @@ class LosslessLoop:
             found = accept_sampled(drafts, [self._proposed[row] for row in rows], scores)
         else:
             found = accept_chosen(drafts, scores)
-        first, before = 0, sum(self.counts[row] for row in rows)
+        first = 0
         outcomes: list[tuple[float, bool]] = []
         for row, start, count, new in zip(rows, starts, counts, found, strict=True):
             agreed = len(new) - 1
@@ -338,7 +349,7 @@ class LosslessLoop:
             if new[-1] in self._ends.tokens:
                 self._end(row, self.counts[row])
             first += count + 1
-        self._length.learn(outcomes, counts, sum(self.counts[row] for row in rows) - before, len(rows))
+        return outcomes
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""

@@ -138,7 +138,7 @@ class Profile:
         """
         try:
             if path is None:
-                path = _profile_path(self.setting)
+                path = profiles_folder() / profile_name(self.setting)
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -212,10 +212,15 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights, device: torch.dev
 
 def find_profile(setting: Mapping[str, Any]) -> Profile | None:
     """The profile that was kept for a setting; None where there is none. Raises ConfigError for a damaged one."""
-    path = _profile_path(setting)
+    return read_profile(profile_name(setting))
+
+
+def read_profile(name: str) -> Profile | None:
+    """`find_profile` by `profile_name`, for who asks often."""
     try:
+        path = profiles_folder() / name
         written = path.stat().st_mtime_ns
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return _profile_of(path, written)
 
@@ -231,22 +236,15 @@ def describe_clock(profile: Profile | None) -> str:
     return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
 
 
-def has_profiles() -> bool:
-    """Whether there is a folder of profiles; there is none where the home can't be read, or isn't known."""
-    try:
-        return profiles_folder().is_dir()
-    except (OSError, RuntimeError):
-        return False
-
-
 def profiles_folder() -> Path:
     """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"
 
 
-def _profile_path(setting: Mapping[str, Any]) -> Path:
+def profile_name(setting: Mapping[str, Any]) -> str:
+    """The name of a setting's file in the folder of profiles."""
     described = json.dumps({"format": _PROFILE_FORMAT, **setting}, sort_keys=True)
-    return profiles_folder() / f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
+    return f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
 
 
 @cache
