@@ -110,7 +110,7 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
     for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
-        if asked and (reason := fast_path(checkpoint.model).why_not_lean()) is not None:
+        if asked and (reason := fast_path(checkpoint.model).why_not()) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
     if None in request.lossless and max(config.schedules, default=1.0) <= 1:
         raise ConfigError(
@@ -183,7 +183,7 @@ def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> 
 
     Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
     """
-    reasons = [fast_path(checkpoint.model).why_not_lean() for checkpoint in checkpoints]
+    reasons = [fast_path(checkpoint.model).why_not() for checkpoint in checkpoints]
     reason = next(filter(None, reasons), None)
     if asked not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {asked}: this model can't decode with them: {reason}")

@@ -87,7 +87,7 @@ def calm_generate(
     Raises:
         ConfigError: for a model whose decode steps can't be lean.
     """
-    reason = fast_path(model).why_not_lean()
+    reason = fast_path(model).why_not()
     if reason is not None:
         raise ConfigError(f"CALM can't decode with this model: {reason}")
     runner = _CalmRunner(

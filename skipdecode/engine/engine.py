@@ -127,7 +127,7 @@ class Engine:
             raise ConfigError(f"wave_seconds is {wave_seconds!r}: it must be a number of seconds, 0 or more")
         inner = unwrap(model)
         fast = fast_path(inner)
-        reason = fast.why_not_lean()
+        reason = fast.why_not()
         if reason is not None:
             raise ConfigError(f"an engine can't decode with this model: {reason}")
         self.model, self.tokenizer, self.weights = model, tokenizer, weights

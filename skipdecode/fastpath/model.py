@@ -31,7 +31,7 @@ class LeanDecoder:
     """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
 
     Args:
-        model: a model for which `FastPath.why_not_lean` has no reason.
+        model: a model for which `FastPath.why_not` has no reason.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
             reads fastest, "int8" and "int4" with copies in so many bits, the two others with those of the LM head in
             more or in fewer. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the

@@ -16,7 +16,7 @@ from skipdecode.families import decoder_layers, unwrap
 from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS
 from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.fastpath.support import Look, Origin, why_another_computation
-from skipdecode.generate.draft_policy import DraftRecord
+from skipdecode.generate.draft_policy import DraftRecord, LoopKind
 from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.internals import has_bfloat16_on_cpu
 from skipdecode.kernels.cpu import kernels
@@ -38,7 +38,7 @@ class FastPath:
         self._look: Look | None = None
         self._origin: Origin | None = None  # of the decoders
         self._decoders: dict[str, LeanDecoder] = {}  # for each kind of weights, and for drafts
-        self._records: dict[tuple[Weights, SkipSchedule], DraftRecord] = {}
+        self._records: dict[tuple[Weights, SkipSchedule, LoopKind], DraftRecord] = {}
         self._solved: SolvedSchedules | None = None
 
     @property
@@ -56,7 +56,7 @@ class FastPath:
             self._look = Look(self.model)
         return self._look
 
-    def why_not_lean(self) -> str | None:
+    def why_not(self) -> str | None:
         """The reason why the model's decode steps must go through its own forward pass; None where they needn't."""
         return why_another_computation(self.model) or self.look().reason
 
@@ -68,12 +68,12 @@ class FastPath:
 
         Args:
             weights: as in LeanDecoder; None for the usual ones.
-            looked: whether `why_not_lean` has just been asked, which looks at the parts too.
+            looked: whether `why_not` has just been asked, which looks at the parts too.
 
         Raises:
             ConfigError: for kinds of weights that don't exist, or not on the model's device or in its type.
         """
-        weights = self.usual_weights(lean=True) if weights is None else weights
+        weights = self.usual_weights(available=True) if weights is None else weights
         self._check_weights(weights)
         with self._making:
             look = self._look if looked and self._look is not None else self.look()
@@ -116,17 +116,17 @@ class FastPath:
                 held = self._decoders["drafts"] = LeanDecoder(self.model, "int8", layers, held)
             return held
 
-    def usual_weights(self, *, lean: bool | None = None) -> Weights:
+    def usual_weights(self, *, available: bool | None = None) -> Weights:
         """The weights that the model decodes with unless they are told: "packed" on a CPU with oneDNN where the copies
         fit in half of the memory that is free, else "model". Bfloat16 needs instructions of it or compiled kernels for
         this processor.
 
         Args:
-            lean: whether steps can be lean, for who knows it; "model" where they can't.
+            available: whether the model has a fast path, for who knows it; "model" where it hasn't.
         """
         model = self.model
-        lean = self.why_not_lean() is None if lean is None else lean
-        if not lean or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        available = self.why_not() is None if available is None else available
+        if not available or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return "model"
         compiled = kernels()
         of_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
@@ -149,11 +149,13 @@ class FastPath:
         """The calibrated profile of this machine that the model's speedups are solved for; None where there is none."""
         return self.solved().profile(self.model, weights or self.usual_weights())
 
-    def draft_record(self, weights: Weights, schedule: SkipSchedule, *, do_sample: bool) -> DraftRecord:
-        """What earlier calls have shown of a schedule's drafts, for greedy decoding, whose tokens don't depend on it;
-        for sampling a new record, so that a seed gives the same tokens in every call.
+    def draft_record(
+        self, weights: Weights, schedule: SkipSchedule, kind: LoopKind = "ahead", *, do_sample: bool
+    ) -> DraftRecord:
+        """What earlier calls have shown of a schedule's drafts in loops of a kind, for greedy decoding, whose tokens
+        don't depend on it; for sampling a new record, so that a seed gives the same tokens in every call.
         """
-        return DraftRecord() if do_sample else self._records.setdefault((weights, schedule), DraftRecord())
+        return DraftRecord() if do_sample else self._records.setdefault((weights, schedule, kind), DraftRecord())
 
 
 _FAST_PATHS: weakref.WeakKeyDictionary[nn.Module, FastPath] = weakref.WeakKeyDictionary()

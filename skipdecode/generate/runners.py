@@ -1,5 +1,6 @@
 """Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -188,7 +189,7 @@ def make_runner(
     model_kwargs: dict[str, Any],
     not_lean: str | None,
 ) -> ForwardRunner | LeanRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not_lean`
+    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not`
     says. Layers are `gated` where the model's own forward pass runs them.
 
     Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
@@ -238,8 +239,8 @@ class ColumnsRunner:
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
         self.all_layers = tuple(range(len(decoder.blocks)))
         # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
-        full_depth = SkipSchedule.full_depth(len(decoder.blocks))
-        self.cache = PlannedCache(full_depth, steps, prompt_columns=self._mask.shape[1])
+        rows, columns = self._mask.shape
+        self.cache = PlannedCache(_full_depth(len(decoder.blocks)), steps, prompt_columns=columns if rows > 1 else 0)
 
     def draft_with(self, decoder: LeanDecoder) -> None:
         """Run what needn't be exact by another decoder of the same model."""
@@ -302,6 +303,11 @@ class ColumnsRunner:
         self._step_inputs.keep_rows(rows)
 
 
+@functools.cache
+def _full_depth(num_layers: int) -> SkipSchedule:
+    return SkipSchedule.full_depth(num_layers, horizon=1)
+
+
 def make_columns_runner(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -344,7 +350,7 @@ def why_not_lean_steps(
 ) -> str | None:
     """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    return reason or _why_a_forward_pass(fast_path(model).why_not_lean(), synced_gpus, model_kwargs)
+    return reason or _why_a_forward_pass(fast_path(model).why_not(), synced_gpus, model_kwargs)
 
 
 def _why_another_cache(

@@ -21,10 +21,11 @@ from skipdecode.families import decoder_layers, text_config, unwrap
 from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.gating import check_detached, check_schedule, gated_layers, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
-from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, hoped
+from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, LoopKind, hoped
 from skipdecode.generate.fast_path import FastPath, fast_path
 from skipdecode.generate.lossless_loop import DraftCounts, LosslessLoop
 from skipdecode.generate.runners import make_columns_runner, make_runner, prompt_columns
+from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.generate.stopping import limited_config
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.kernels.linear import Weights
@@ -122,10 +123,11 @@ def skip_generate(
             "out"
         )
     fast = fast_path(model)
-    drafts = fast.solved().draft_candidates(order) if chosen else []
+    solved = fast.solved() if chosen else None
+    drafts = solved.draft_candidates(order) if solved is not None else []
     schedule = drafts[0] if drafts else schedule
-    not_lean = fast.why_not_lean()  # every call asks: it is answered once
-    usual = weights or fast.usual_weights(lean=not_lean is None)
+    not_lean = fast.why_not()  # every call asks: it is answered once
+    usual = weights or fast.usual_weights(available=not_lean is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     how["strict"] = strict
     schedule = resolve_schedule(model, schedule, speedup, **how)
@@ -159,8 +161,9 @@ def skip_generate(
         )
         candidates, decoder = drafts or [schedule], columns_runner.decoder
 
-        def choose() -> tuple[SkipSchedule, DraftLength]:
-            best, length = _best_draft(fast, decoder, candidates, len(input_ids), columns, do_sample=do_sample)
+        def choose(kind: LoopKind) -> tuple[SkipSchedule, DraftLength]:
+            known, rows = solved or fast.solved(), len(input_ids)
+            best, length = _best_draft(fast, known, decoder, candidates, rows, columns, kind, do_sample=do_sample)
             columns_runner.draft_with(fast.draft_decoder(decoder, best.layers_at(0)))
             return best, length
 
@@ -279,28 +282,31 @@ def choose_draft(
     Raises ConfigError as these do.
     """
     fast = fast_path(model)
-    candidates = fast.solved().draft_candidates(order)
-    if fast.why_not_lean() is not None:
+    solved = fast.solved()
+    candidates = solved.draft_candidates(order)
+    if fast.why_not() is not None:
         return candidates[0]  # refused later, with the reason
     decoder = fast.decoder(weights, looked=True)
-    return _best_draft(fast, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
+    return _best_draft(fast, solved, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
 
 
 def _best_draft(
     fast: FastPath,
+    solved: SolvedSchedules,
     decoder: LeanDecoder,
     schedules: Sequence[SkipSchedule],
     rows: int,
     prompt_length: int,
+    kind: LoopKind = "ahead",
     *,
     do_sample: bool,
 ) -> tuple[SkipSchedule, DraftLength]:
     """Of schedules of more and more layers the one that is expected to draft best, and the choice of how much."""
     kinds = (decoder.weights, decoder.draft_weights)
-    full, drafts = fast.solved().lossless_costs(fast.model, *kinds, prompt_length)
+    full, drafts = solved.lossless_costs(fast.model, *kinds, prompt_length)
     lengths = [
         DraftLength(
-            fast.draft_record(decoder.weights, schedule, do_sample=do_sample), full, schedule.num_layers, drafts
+            fast.draft_record(decoder.weights, schedule, kind, do_sample=do_sample), full, schedule.num_layers, drafts
         )
         for schedule in schedules
     ]

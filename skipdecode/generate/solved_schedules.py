@@ -1,6 +1,7 @@
 """The schedules that follow from a model's config: of speedups, and of drafts where none is named."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -145,7 +146,9 @@ class SolvedSchedules:
             for weights, profile in zip(kinds, profiles, strict=True)
         )
         if profiles[1] is None:
-            return timed, lambda layers, tokens: timed(layers, tokens) * drafts(layers, tokens) / full(layers, tokens)
+            return timed, functools.cache(
+                lambda layers, tokens: timed(layers, tokens) * drafts(layers, tokens) / full(layers, tokens)
+            )
         return timed, drafts_timed
 
 

@@ -218,17 +218,17 @@ def find_profile(setting: Mapping[str, Any]) -> Profile | None:
 def read_profile(name: str) -> Profile | None:
     """`find_profile` by `profile_name`, for who asks often."""
     try:
-        path = profiles_folder() / name
-        written = path.stat().st_mtime_ns
+        path = os.path.join(_profiles_folder(), name)
+        written = os.stat(path).st_mtime_ns
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return _profile_of(path, written)
 
 
 @lru_cache(maxsize=32)
-def _profile_of(path: Path, written: int) -> Profile:
+def _profile_of(path: str, written: int) -> Profile:
     """The profile of a file that was written at a time: every call of generate asks for it."""
-    return Profile.load(path)
+    return Profile.load(Path(path))
 
 
 def describe_clock(profile: Profile | None) -> str:
@@ -238,7 +238,12 @@ def describe_clock(profile: Profile | None) -> str:
 
 def profiles_folder() -> Path:
     """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"
+    return Path(_profiles_folder())
+
+
+def _profiles_folder() -> str:  # every call of generate asks, and paths of pathlib take their time
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
+    return os.path.join(cache, "skipdecode", "profiles")
 
 
 def profile_name(setting: Mapping[str, Any]) -> str:

@@ -78,7 +78,7 @@ def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
     model = fresh(name)
     both(model)
     UPDATES["EMA"][1](model, None)
-    assert fast_path(model).why_not_lean() is None
+    assert fast_path(model).why_not() is None
     assert_same(both(model))
 
 
@@ -239,5 +239,5 @@ def test_what_transformers_leaves_in_a_model_does_not_slow_it_down(name: str) ->
     model(torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2))
     adapted.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
-    assert fast_path(adapted.merge_and_unload()).why_not_lean() is None
+    assert fast_path(adapted.merge_and_unload()).why_not() is None
     assert_same(both(model))

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -156,6 +157,20 @@ def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
     assert rounds == 40
 
 
+def test_after_drafts_that_never_pay_full_depth_runs_for_a_while_before_the_next_one() -> None:
+    length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
+    tried: list[int] = []
+    for step in range(200):
+        drafted = not length.rests and len(length.rule(1, [3] * MOST_DRAFTS).worth) > 0
+        if drafted:
+            length.learn([(0.95, False)], [1], 1, 1)
+            tried.append(step)
+        else:
+            length.learn_pace(1, 1, 1.0)
+    assert tried[:4] == [0, 1, 2, 3], "a step's time may be lost at first, and each costs a quarter"
+    assert all(after - before > 20 for before, after in pairwise(tried[3:]))
+
+
 def test_an_unsure_draft_is_the_last() -> None:
     record = DraftRecord()
     for _ in range(100):
@@ -235,6 +250,10 @@ def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> No
     request: dict[str, Any] = {"lossless": True, "max_new_tokens": 30}
     generate(model, [5], SCHEDULES[0], **request)
     kept = fast.draft_record(weights, SCHEDULES[0], do_sample=False)
+    looked_at = fast.draft_record(weights, SCHEDULES[0], "looked at", do_sample=False)
+    assert not looked_at.pace, "what one kind of loop takes says nothing of another"
+    generate(model, [5], SCHEDULES[0], **request, repetition_penalty=1.1)
+    assert looked_at.pace
     assert kept.taken() < 0.75 < DraftRecord().taken()
     generate(model, [5], SCHEDULES[0], **{**request, "do_sample": True})
     assert fast.draft_record(weights, SCHEDULES[0], do_sample=False) is kept

@@ -24,7 +24,7 @@ from skipdecode.kernels.int8 import Int8Linear
 @pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["skipping", "even placement"])
 def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule: SkipSchedule) -> None:
     model = tiny(name)
-    assert fast_path(model).why_not_lean() is None
+    assert fast_path(model).why_not() is None
     answers = {"return_dict_in_generate": True, "output_logits": True}
     lean = generate(model, lengths, schedule, **answers)
     stock = generate(model, lengths, schedule, cache_implementation="dynamic", **answers)
@@ -84,17 +84,17 @@ def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> 
     expected = generate(model, [3, 12, 5], SCHEDULES[0])
     handle = model.register_forward_hook(lambda *_: None)
     try:
-        assert fast_path(model).why_not_lean() == "the model has hooks"
+        assert fast_path(model).why_not() == "the model has hooks"
         assert torch.equal(generate(model, [3, 12, 5], SCHEDULES[0]), expected)
     finally:
         handle.remove()
-    assert fast_path(model).why_not_lean() is None
+    assert fast_path(model).why_not() is None
 
 
 def test_an_adapter_is_never_left_out() -> None:
     model = get_peft_model(tiny_opt("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     model.eval()
-    reason = fast_path(model.get_base_model()).why_not_lean()
+    reason = fast_path(model.get_base_model()).why_not()
     assert "is a Linear" in str(reason)  # peft's, not torch's
     adapted = generate(model, [5, 5], SCHEDULES[0])
     with model.disable_adapter():
@@ -133,10 +133,10 @@ class Doubled(nn.Sequential):
 )
 def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
     model = tiny_family.__wrapped__("gpt2")
-    assert fast_path(model).why_not_lean() is None
+    assert fast_path(model).why_not() is None
     spoil(model)
-    assert reason in str(fast_path(model).why_not_lean())
-    assert fast_path(model).why_not_lean() == fast_path(model).why_not_lean()
+    assert reason in str(fast_path(model).why_not())
+    assert fast_path(model).why_not() == fast_path(model).why_not()
 
 
 def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> None:

@@ -205,6 +205,13 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     assert sum(layers == LAYERS for layers, _ in passes) == 19
 
 
+def test_a_prompt_alone_asks_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("draft_record", "draft_decoder"):
+        monkeypatch.setattr(FastPath, name, lambda *_, **__: pytest.fail("something drafts"))
+    (theirs, _), (ours, _) = both("opt", FULL, LENGTHS, max_new_tokens=1)
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deepcopy(fresh_model("llama"))
