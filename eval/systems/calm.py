@@ -26,10 +26,10 @@ from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.layer import LeanBlock, StepInputs, rotate
-from skipdecode.fastpath.model import LeanDecoder, choose_weights, lean_decoder
+from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.support import why_not_lean
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
@@ -87,12 +87,12 @@ def calm_generate(
     Raises:
         ConfigError: for a model whose decode steps can't be lean.
     """
-    reason = why_not_lean(model)
+    reason = fast_path(model).why_not()
     if reason is not None:
         raise ConfigError(f"CALM can't decode with this model: {reason}")
     runner = _CalmRunner(
         model,
-        weights or choose_weights(model),
+        weights or fast_path(model).usual_weights(),
         threshold,
         steps=max(0, generation_config.max_length - input_ids.shape[1] - 1),
         exits=exits if exits is not None else [],
@@ -123,7 +123,7 @@ class _CalmRunner:
         exits: list[list[int]],
         model_kwargs: dict[str, Any],
     ) -> None:
-        self._decoder = lean_decoder(model, weights)
+        self._decoder = fast_path(model).decoder(weights)
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
         self._steps = steps

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.fastpath.model import usual_weights
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.skip_generate import skip_generate
 from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
@@ -284,7 +284,7 @@ def measure_profile(
         ConfigError: as `measure_cost` does.
     """
     inner: Any = unwrap(model)
-    weights = weights or usual_weights(inner)
+    weights = weights or fast_path(inner).usual_weights()
     for columns in prompt_lengths:
         check_counts(prompt_length=columns)
     steps, most = room_for(inner)

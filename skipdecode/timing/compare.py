@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.lossless_loop import DraftCounts
-from skipdecode.generate.skip_generate import check_unhealed, choose_draft, profile_for, resolve_plan, skip_generate
+from skipdecode.generate.skip_generate import check_unhealed, choose_draft, resolve_plan, skip_generate
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import Cost, CostModel
 from skipdecode.schedule.plan import SpeedPlan
@@ -338,7 +339,7 @@ def price(
 ) -> list[Price]:
     """The price of each speedup for texts of one length. Raises ConfigError as `Decoder.plan` does."""
     sizes = CostModel.of(decoder.model)
-    profile = profile_for(decoder.model, decoder.weights)
+    profile = fast_path(decoder.model).profile(decoder.weights)
     at_hand: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length}
     cost: Cost = sizes.at(**at_hand) if profile is None else profile.at(**at_hand)
     config = SkipConfig.of(decoder.model.config)

@@ -29,14 +29,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.skip_generate import resolve_schedule
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.lengths import Lengths
-from skipdecode.schedule.machine_profile import (
-    Profile,
-    TimedBatch,
-    find_profile,
-    has_profiles,
-    profiles_folder,
-    setting_of,
-)
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile, relative_times
 from skipdecode.timing.step_clock import StepClock
@@ -420,7 +413,7 @@ def test_a_home_that_cannot_be_read_holds_no_profile_and_keeps_none(
 
     for name in ("is_dir", "mkdir"):
         monkeypatch.setattr(Path, name, refuse)
-    assert not has_profiles()
+    assert find_profile(timed.setting) is None
     with pytest.raises(ConfigError, match=r"the profile can't be kept: .*XDG_CACHE_HOME"):
         timed.save()
 
