@@ -13,7 +13,7 @@ from eval.journal import Journal, Key
 from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
 from skipdecode.schedule.schedule import Over
 from skipdecode.timing.interleave import Ratio, order_of_turn
 
@@ -112,7 +112,7 @@ def encode_test_set(
 
     Raises ConfigError where one without is longer than the model's positions allow.
     """
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     limit = positions - max_new_tokens + 1 if positions is not None else 2**31
     advice = (
         f"the model has {positions} positions and max_new_tokens is {max_new_tokens}: lower it or shorten the prompt"

@@ -8,8 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
@@ -20,7 +19,7 @@ from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over
 from skipdecode.timing.agreement import agreeing_tokens
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import TimedGeneration, generate_timed
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,8 @@ class System(ABC):
     @abstractmethod
     def _continue(
         self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
-        """Pass `request` to `model.generate`. Returns its token ids [batch, columns], and the layers of every row in
-        each step.
-        """
+    ) -> tuple[TimedGeneration, Sequence[Sequence[float]]]:
+        """Pass `request` to `generate_timed`. Returns what it gives, and the layers of every row in each step."""
 
     def decode(
         self,
@@ -147,19 +144,17 @@ class System(ABC):
         prompt_columns = inputs["input_ids"].shape[1]
         end_token = tokenizer.eos_token_id
         ends = [] if lengths is None else [RowLengths(lengths, prompt_columns, end_token, model.device)]
-        clock = StepClock(model.device)
         request = {
             **inputs,
             "weights": self.checkpoint.weights,
             "max_new_tokens": max_new_tokens,
-            "do_sample": False,
-            "return_dict_in_generate": False,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": end_token if lengths is None else None,
-            "stopping_criteria": StoppingCriteriaList([*ends, clock]),
+            "stopping_criteria": ends,
         }
-        output, layers = self._continue(model, request)
-        rows: list[list[int]] = output[:, prompt_columns:].tolist()
+        timed, layers = self._continue(model, request)
+        clock = timed.clock
+        rows: list[list[int]] = timed.ids[:, prompt_columns:].tolist()
         if lengths is None:
             lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in rows]
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -212,11 +207,10 @@ class SkipSystem(System):
 
     def _continue(
         self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
-        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, schedule=self.schedule)
-        batch, prompt_columns = request["input_ids"].shape
-        steps = output.shape[1] - prompt_columns - 1
-        return output, [[self.schedule.budget(i)] * batch for i in range(steps)]
+    ) -> tuple[TimedGeneration, Sequence[Sequence[float]]]:
+        timed = generate_timed(model, **request, custom_generate=skip_generate, schedule=self.schedule)
+        batch = len(request["input_ids"])
+        return timed, [[self.schedule.budget(i)] * batch for i in range(timed.clock.steps)]
 
 
 class LosslessSystem(System):
@@ -238,10 +232,9 @@ class LosslessSystem(System):
 
     def _continue(
         self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
+    ) -> tuple[TimedGeneration, Sequence[Sequence[float]]]:
         counts = DraftCounts()
-        drafted = {"schedule": self.schedule, "lossless": True, "draft_counts": counts}
-        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, **drafted)
-        batch, prompt_columns = request["input_ids"].shape
-        steps = output.shape[1] - prompt_columns - 1
-        return output, [[counts.layers / max(1, steps)] * batch] * steps
+        drafted: dict[str, Any] = {"schedule": self.schedule, "lossless": True, "draft_counts": counts}
+        timed = generate_timed(model, **request, custom_generate=skip_generate, **drafted)
+        steps = timed.clock.steps
+        return timed, [[counts.layers / max(1, steps)] * len(request["input_ids"])] * steps

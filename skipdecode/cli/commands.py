@@ -103,7 +103,7 @@ def info(options: argparse.Namespace) -> int:
     """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
-    from skipdecode.families import text_config
+    from skipdecode.families import longest_sequence
     from skipdecode.generate.skip_generate import profile_for
     from skipdecode.schedule.cost import CostModel, count_parameters
     from skipdecode.schedule.machine_profile import describe_clock
@@ -111,7 +111,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.timing.compare import price
 
     model = decoder.model
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and options.prompt_length > positions:
         raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
     remembered = SkipConfig.of(model.config)

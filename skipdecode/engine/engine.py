@@ -19,7 +19,7 @@ from skipdecode.engine.kv_pool import Arena, ArenaCache, Span
 from skipdecode.engine.ragged_inputs import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer, Chosen, Input, Preparer, Text
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.families import text_config, unwrap
+from skipdecode.families import longest_sequence, unwrap
 from skipdecode.fastpath.model import free_memory, lean_decoder
 from skipdecode.fastpath.support import why_not_lean
 from skipdecode.generate.decode_loop import GenerativeModel
@@ -134,7 +134,7 @@ class Engine:
         self._decoder = lean_decoder(inner, weights)
         self._prepare = Preparer(model, tokenizer)
         self._depth = len(self._decoder.blocks)
-        positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+        positions = longest_sequence(inner.config)
         self._longest = positions or LONGEST
         self._cache = ArenaCache(self._arena(cache_bytes, most_rows), self._depth)
         self._positions = TextPositions(self._decoder, self.model.device)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from skipdecode.errors import ConfigError, check_counts, first_line
-from skipdecode.families import decoder_layers, text_config, unwrap
+from skipdecode.families import decoder_layers, longest_sequence, unwrap
 from skipdecode.files import write_whole
 from skipdecode.gating import LayerGate, gated_layers, whole_columns
 from skipdecode.schedule.schedule import SkipSchedule, check_order
@@ -155,7 +155,7 @@ def find_order(
         if not prompt or not completion:
             raise ConfigError(f"row {number} has no {'prompt' if not prompt else 'completion'}")
     start, inner = time.perf_counter(), unwrap(model)
-    positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+    positions = longest_sequence(inner.config)
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     if positions is not None and longest > positions:
         raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: take shorter prompts")
