@@ -65,6 +65,18 @@ class DecodedSet:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
+    def acceptance_rate(self) -> float | None:
+        """The share of drafted tokens that stand in the texts; None where nothing was drafted."""
+        drafted = sum(turn.drafted for turn in self.turns)
+        return sum(turn.accepted for turn in self.turns) / drafted if drafted else None
+
+    @property
+    def tokens_per_verification(self) -> float | None:
+        """Tokens of all of a batch's rows for each pass that verified drafts; None where nothing was drafted."""
+        verifications = sum(turn.verifications for turn in self.turns)
+        return self.tokens / verifications if verifications else None
+
+    @property
     def cache_bytes(self) -> int:
         """Keys and values of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
