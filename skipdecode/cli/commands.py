@@ -353,7 +353,7 @@ def order(options: argparse.Namespace) -> int:
 def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
     """Rows of a task's training split, or of --file, tokenised. Raises ConfigError where they can't be read."""
     if options.file is None:
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         if not (root / "data" / "rows.py").is_file():
             raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
         sys.path.insert(0, str(root))
