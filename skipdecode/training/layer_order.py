@@ -32,7 +32,7 @@ from skipdecode.gating import LayerGate, gated_layers, whole_columns
 from skipdecode.schedule.schedule import SkipSchedule, check_order
 
 SHORTLIST = 5  # layers that each removal tries, of those that cost least when they were last tried
-BATCH_TOKENS = 1024  # padded tokens of one forward pass
+BATCH_TOKENS = 512  # padded tokens of one forward pass: few, so that there is little padding
 HEAD_ROWS = 64  # predicted tokens whose distributions are compared at once
 # What an order is measured on unless somebody says otherwise: rows, and tokens of them all, for which full depth's
 # distributions of the completions are kept, a vocabulary of floats a token.
