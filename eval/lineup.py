@@ -112,10 +112,10 @@ def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
         if asked and (reason := fast_path(checkpoint.model).why_not()) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
-    if None in request.lossless and max(config.schedules, default=1.0) <= 1:
+    if None in request.lossless and loaded.order is None and max(config.schedules, default=1.0) <= 1:
         raise ConfigError(
             "--lossless is auto: the checkpoint names no speed above 1 that it was trained for, whose layers would "
-            "draft; name speeds, such as 3 4"
+            "draft; name speeds, such as 3 4, or with --order an order of layers, as skipdecode order finds it"
         )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     exported = config.exported is not None
@@ -249,7 +249,7 @@ def _take_part(
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.shortfall))
     for drafts in request.lossless:
         if drafts is None:
-            systems.append(LosslessSystem("lossless", checkpoint, None))
+            systems.append(LosslessSystem("lossless", checkpoint, None, order=loaded.order))
         else:
             found = plan.drafts[batch_size][drafts]
             systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.shortfall))

@@ -28,7 +28,7 @@ from eval.speed.served import CTranslate2, LlamaCpp
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.cli.device import resolve_device
-from skipdecode.families import decoder_layers, text_config
+from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.files import write_whole
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
@@ -142,7 +142,7 @@ def _write(output: Path, report: SpeedReport) -> None:
 
 
 def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and request.prompt_length + request.new_tokens - 1 > positions:
         raise ConfigError(
             f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens that is beyond the "

@@ -21,7 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from eval.results import Threshold
-from eval.systems.base import Checkpoint, System
+from eval.systems.base import Checkpoint, Continued, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
@@ -31,6 +31,7 @@ from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
+from skipdecode.timing.step_clock import generate_timed
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
@@ -56,12 +57,10 @@ class CalmSystem(System):
     def cached(self) -> SkipSchedule:
         return SkipSchedule.full_depth(self.checkpoint.num_layers)  # every layer holds every token
 
-    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
         exits: list[list[int]] = []
-        output: torch.Tensor = model.generate(
-            **request, custom_generate=calm_generate, threshold=self.threshold.value, exits=exits
-        )
-        return output, exits
+        how: dict[str, Any] = {"custom_generate": calm_generate, "threshold": self.threshold.value, "exits": exits}
+        return Continued(generate_timed(model, **request, **how), exits)
 
 
 def calm_generate(

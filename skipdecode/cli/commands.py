@@ -103,7 +103,7 @@ def info(options: argparse.Namespace) -> int:
     """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
-    from skipdecode.families import text_config
+    from skipdecode.families import longest_sequence
     from skipdecode.generate.fast_path import fast_path
     from skipdecode.schedule.cost import CostModel, count_parameters
     from skipdecode.schedule.machine_profile import describe_clock
@@ -111,7 +111,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.timing.compare import price
 
     model = decoder.model
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and options.prompt_length > positions:
         raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
     remembered = SkipConfig.of(model.config)
@@ -353,7 +353,7 @@ def order(options: argparse.Namespace) -> int:
 def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
     """Rows of a task's training split, or of --file, tokenised. Raises ConfigError where they can't be read."""
     if options.file is None:
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         if not (root / "data" / "rows.py").is_file():
             raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
         sys.path.insert(0, str(root))

@@ -19,7 +19,7 @@ from skipdecode.engine.kv_pool import Arena, ArenaCache, Span
 from skipdecode.engine.ragged_inputs import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer, Chosen, Input, Preparer, Text
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.families import text_config, unwrap
+from skipdecode.families import longest_sequence, unwrap
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path, free_memory
 from skipdecode.generate.skip_generate import choose_draft, resolve_plan
@@ -134,7 +134,7 @@ class Engine:
         self._decoder = fast.decoder(weights, looked=True)
         self._prepare = Preparer(model, tokenizer)
         self._depth = len(self._decoder.blocks)
-        positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+        positions = longest_sequence(inner.config)
         self._longest = positions or LONGEST
         self._cache = ArenaCache(self._arena(cache_bytes, most_rows), self._depth)
         self._positions = TextPositions(self._decoder, self.model.device)

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from skipdecode.errors import ConfigError, unknown
-from skipdecode.families import decoder_layers, text_config, unwrap
+from skipdecode.families import decoder_layers, longest_sequence, unwrap
 from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.gating import check_detached, check_schedule, gated_layers, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
@@ -377,7 +377,7 @@ def check_unhealed(token_healing: object) -> None:
 def _check_positions(
     model: GenerativeModel, input_ids: torch.Tensor, max_length: int | None, model_kwargs: dict[str, Any]
 ) -> None:
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is None:
         return
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")

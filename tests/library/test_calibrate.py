@@ -109,7 +109,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
             return prefill(stop) + 0.3 * (prefill(most) - prefill(stop)) + 0.002 * (most - stop)
 
     monkeypatch.setattr("skipdecode.timing.calibrate.skip_generate", decoded)
-    monkeypatch.setattr("skipdecode.timing.calibrate.StepClock", Clock)
+    monkeypatch.setattr("skipdecode.timing.step_clock.StepClock", Clock)
     model = tiny_opt("opt", layers).train()
     try:
         cost = measure_cost(model, batch_size=2, prompt_length=500, repeats=2, steps=3)  # it has 96 positions
