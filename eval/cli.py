@@ -189,8 +189,9 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="X",
-        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, or 1 2 3 4 if "
-        "there are more than five; none with --reference or --calm-threshold; an exported checkpoint has a single speedup)",
+        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, or 1 2 3 4 "
+        "if there are more than five; none with --reference or --calm-threshold; an exported checkpoint has a single "
+        "speedup)",
     )
     group.add_argument(
         "--over",
@@ -213,7 +214,14 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=_draft,
         default=[],
         metavar="X|auto",
-        help="full depth's own texts, drafted at these speedups and verified; auto: drafted by as many layers as pay",
+        help="self-speculative decoding, whose output is identical to full depth, with drafts at these speedups; auto: "
+        "choose the best draft depth",
+    )
+    group.add_argument(
+        "--order",
+        metavar="FILE",
+        help="with --lossless auto: draft with the first layers of this order, from `skipdecode order`; the model "
+        "doesn't have to be trained for skipping",
     )
     group.add_argument(
         "--agreement",

@@ -18,9 +18,7 @@ from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.fastpath.model import choose_weights, lean_decoder
-from skipdecode.fastpath.support import why_not_lean
-from skipdecode.generate.skip_generate import profile_for
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import depth_mismatch
 from skipdecode.schedule.lengths import Lengths
@@ -113,12 +111,12 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
     for option, given in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
-        if given and (reason := why_not_lean(checkpoint.model)) is not None:
+        if given and (reason := fast_path(checkpoint.model).why_not()) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
-    if None in request.lossless and max(config.schedules, default=1.0) <= 1:
+    if None in request.lossless and loaded.order is None and max(config.schedules, default=1.0) <= 1:
         raise ConfigError(
             "--lossless is auto: the checkpoint was trained for no speedup above 1 whose schedule could draft; give "
-            "speedups, such as 3 4"
+            "speedups, such as 3 4, or with --order an order of layers from `skipdecode order`"
         )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     exported = config.exported is not None
@@ -162,7 +160,7 @@ def profile_of(
     saved; a warning is printed where its rounds disagree.
     """
     if not calibrate:
-        return profile_for(checkpoint.model, checkpoint.weights)
+        return fast_path(checkpoint.model).profile(checkpoint.weights)
     fewer = {max(1, size // 4) for size in batch_sizes}  # ended sequences leave the batch
     measured = measure_profile(
         checkpoint.model,
@@ -186,7 +184,7 @@ def common_weights(requested: Weights | None, checkpoints: Sequence[Checkpoint])
 
     Raises ConfigError for a format that a model doesn't support, and where only some models have a fast path.
     """
-    reasons = [why_not_lean(checkpoint.model) for checkpoint in checkpoints]
+    reasons = [fast_path(checkpoint.model).why_not() for checkpoint in checkpoints]
     reason = next(filter(None, reasons), None)
     if requested not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {requested}: this model can't decode with them: {reason}")
@@ -198,9 +196,12 @@ def common_weights(requested: Weights | None, checkpoints: Sequence[Checkpoint])
     if reason is not None:
         return "model"
     if requested is None:
-        requested = "packed" if all(choose_weights(c.model) == "packed" for c in checkpoints) else "model"
+        usual = {fast_path(checkpoint.model).usual_weights() for checkpoint in checkpoints}
+        requested = "packed" if usual == {"packed"} else "model"
     for checkpoint in checkpoints:
-        lean_decoder(checkpoint.model, requested)  # raises ConfigError for a format that the device doesn't support
+        fast_path(checkpoint.model).decoder(
+            requested
+        )  # raises ConfigError for a format that the device doesn't support
     return requested
 
 
@@ -252,7 +253,7 @@ def _systems(
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.shortfall))
     for drafts in request.lossless:
         if drafts is None:
-            systems.append(LosslessSystem("lossless", checkpoint, None))
+            systems.append(LosslessSystem("lossless", checkpoint, None, order=loaded.order))
         else:
             found = plan.drafts[batch_size][drafts]
             systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.shortfall))

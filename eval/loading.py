@@ -29,6 +29,7 @@ from skipdecode.checkpoint.loading import adapted_checkpoint, downloaded, load
 from skipdecode.checkpoint.offline import without_network
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.skip_generate import check_mode
+from skipdecode.training.layer_order import read_order
 
 DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
 MAX_SPEEDUPS = 5  # trained speedups up to this number are all evaluated by default
@@ -50,6 +51,7 @@ class Loaded:
         validation: token ids of validation prompts; empty unless thresholds are calibrated.
         max_new_tokens: the maximum number of generated tokens per prompt.
         schedules: names and schedules of the user's files.
+        order: the order of layers that drafts of `--lossless auto` use; None: as trained.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +64,7 @@ class Loaded:
     validation: list[list[int]]
     max_new_tokens: int
     schedules: list[tuple[str, SkipSchedule]]
+    order: tuple[int, ...] | None = None
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -129,6 +132,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
         validation=[prompt.ids for prompt in encode(checkpoint, validation)],
         max_new_tokens=max_new_tokens,
         schedules=[(Path(file).stem, SkipSchedule.load(file)) for file in request.schedules],
+        order=None if request.order is None else read_order(request.order, checkpoint.num_layers),
     )
 
 
@@ -177,6 +181,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "strict": request.strict,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
         "lossless": list(request.lossless),
+        "order": loaded.order and list(loaded.order),
         "agreement": request.agreement,
         "calm_thresholds": list(request.calm_thresholds),
         "limit": request.limit,

@@ -29,6 +29,7 @@ class Request:
     strict: bool = False  # fail on a target that can't be reached
     schedules: tuple[str, ...] = ()  # files of additional schedules
     lossless: tuple[float | None, ...] = ()  # speedups of the drafts; None: best draft depth
+    order: str | None = None  # a file with the order of layers for drafts of lossless "auto"; None: as trained
     agreement: bool = False  # count the tokens equal to full depth's choice
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
@@ -74,6 +75,8 @@ class Request:
         if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
             given = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {given}: speedups must be different and above 1, such as 3 4, or auto")
+        if self.order is not None and None not in self.lossless:
+            raise ConfigError("--order requires --lossless auto: add it, or leave --order out")
         check_tokenizer(self.tokenizer)
         if (name := Path(self.checkpoint).resolve().name) in (self.compare or {}):
             raise ConfigError(

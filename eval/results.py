@@ -74,6 +74,8 @@ class Timing:
         tokens_per_second: decode throughput.
         whole_speedup: the end-to-end (prefill + decode) speedup; None in reports of older versions, whose `speedup` is
             per decode step and measured on the first prompts of the test set.
+        acceptance_rate: the fraction of drafted tokens that were accepted, of lossless decoding.
+        tokens_per_verification: tokens of all sequences of a batch per full-depth pass, of lossless decoding.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
@@ -88,6 +90,8 @@ class Timing:
     whole_speedup: Ratio | None = None
     schedule: dict[str, Any] | None = None  # for this batch size; None for confidence exits, and in older reports
     planned_speedup: float | None = None  # as in Row, for this batch size
+    acceptance_rate: float | None = None
+    tokens_per_verification: float | None = None
 
 
 @dataclass(frozen=True)
@@ -266,14 +270,14 @@ class Report:
         intervals = [SYSTEM, *(score_column(metric) for metric in self._metrics())]
         parts = [Table.of(self.rows, self.columns()).to_markdown(), Table.of(self.rows, intervals).to_markdown()]
         if self._timed():
-            parts += ["By batch size:", Table.of(self._timed(), TIMING_COLUMNS).to_markdown()]
+            parts += ["By batch size:", Table.of(self._timed(), self._timing_columns()).to_markdown()]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def to_tables(self) -> list[rich.table.Table]:
         """The tables for the terminal."""
         tables = [Table.of(self.rows, self.columns(), f"{self.task}: {self.checkpoint}").to_rich()]
         if self._timed():
-            tables.append(Table.of(self._timed(), TIMING_COLUMNS, "by batch size").to_rich())
+            tables.append(Table.of(self._timed(), self._timing_columns(), "by batch size").to_rich())
         return tables
 
     def columns(self) -> list[Column[Row]]:
@@ -397,6 +401,10 @@ class Report:
         sizes = range(len(self.rows[0].timings))
         return [(row, row.timings[n]) for n in sizes for row in self.rows]
 
+    def _timing_columns(self) -> list[Column[tuple[Row, Timing]]]:
+        drafted = any(timing.tokens_per_verification for _, timing in self._timed())
+        return [*TIMING_COLUMNS, *(DRAFT_COLUMNS if drafted else [])]
+
 
 def speed_shown(reports: Iterable[Report]) -> Over:
     """The speedup that a picture of several reports shows: end-to-end where all targets are, else decode."""
@@ -411,6 +419,11 @@ def show_target(speedup: float | None, planned: float | None = None) -> str:
 def show_share(share: float | None) -> str:
     """A fraction in percent; a dash where it wasn't measured."""
     return NOT_MEASURED if share is None else f"{100 * share:.1f} %"
+
+
+def show_number(number: float | None) -> str:
+    """A number; a dash where it wasn't measured."""
+    return NOT_MEASURED if number is None else f"{number:.2f}"
 
 
 def show_speed(ratio: Ratio | None) -> str:
@@ -454,6 +467,13 @@ TIMING_COLUMNS: list[Column[tuple[Row, Timing]]] = [
     ("prefill (s)", lambda pair: f"{pair[1].prefill_seconds:.2f}"),
     ("decode (s)", lambda pair: f"{pair[1].decode_seconds:.2f}"),
     ("tokens/s", lambda pair: f"{pair[1].tokens_per_second:.0f}"),
+]
+
+
+# Added to TIMING_COLUMNS where there are lossless rows.
+DRAFT_COLUMNS: list[Column[tuple[Row, Timing]]] = [
+    ("acceptance rate", lambda pair: show_share(pair[1].acceptance_rate)),
+    ("tokens per verification", lambda pair: show_number(pair[1].tokens_per_verification)),
 ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line
 from eval.report.positions import bin_width
-from eval.results import BUDGET, NOT_MEASURED, SPEED_HEADERS, TIMING_COLUMNS, Row, show_share
+from eval.results import BUDGET, DRAFT_COLUMNS, NOT_MEASURED, SPEED_HEADERS, TIMING_COLUMNS, Row, show_share
 from eval.score.metric import Metric
 from eval.speed.report import COPY_FRACTION, MEMORY_BOUND, SpeedReport, SpeedRow
 from eval.tables import Table
@@ -108,6 +108,7 @@ def timing_table(line: Line) -> PageTable | None:
     timed = sorted(
         ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
     )
+    drafts = dict(DRAFT_COLUMNS) if any(timing.tokens_per_verification for timing, _ in timed) else {}
     rows = [
         (
             _name(point),
@@ -121,10 +122,11 @@ def timing_table(line: Line) -> PageTable | None:
             _number(timing.prefill_seconds, "{:.2f}"),
             _number(timing.decode_seconds, "{:.2f}"),
             _number(timing.tokens_per_second, "{:.0f}"),
+            *(_text(show((point, timing))) for show in drafts.values()),
         )
         for timing, point in timed
     ]
-    headers = ("row", *list(columns)[1:])
+    headers = ("row", *list(columns)[1:], *drafts)
     return PageTable(f"{line.name}: speed by batch size", headers, tuple(rows)) if rows else None
 
 

@@ -1,32 +1,31 @@
-"""Decoders that are timed in turns, behind one interface: this library and transformers; others are in `served.py`."""
+"""Decoders that are timed in turns: this library and transformers; others are in `served.py`."""
 
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.kernels.linear import Weights
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import generate_timed
 
 
 class TimedDecoder(ABC):
-    """Something that continues prompts."""
+    """A decoder that can be timed."""
 
     name: str
 
     @abstractmethod
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-        """Continue prompts `ids` [batch, columns] greedily. Returns the seconds of prefill and of decoding.
+        """Generate `new_tokens` tokens greedily for `ids` [batch, prompt length]. Returns prefill and decode seconds.
 
-        The prefill gives the first new token; decoding is from there to the last of `new_tokens`.
+        Prefill ends with the first new token, decode with the last.
         """
 
 
 class Transformers(TimedDecoder):
-    """`model.generate` of transformers, with its default cache or with its static cache, which it compiles on CUDA."""
+    """`model.generate` of transformers, with its default cache or its static cache (compiled on CUDA)."""
 
     def __init__(self, model: GenerativeModel, *, static: bool = False) -> None:
         self.name = "transformers, static cache" if static else "transformers"
@@ -34,22 +33,13 @@ class Transformers(TimedDecoder):
         self._options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
 
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-        clock = StepClock(self._model.device)
-        self._model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **self._options,
-        )
+        request: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+        clock = generate_timed(self._model, ids, **request, **self._options).clock
         return clock.prefill_seconds, clock.decode_seconds
 
 
 class SkipDecode(Transformers):
-    """`skip_generate` under a schedule."""
+    """`skip_generate` with a schedule."""
 
     def __init__(self, model: GenerativeModel, schedule: SkipSchedule, weights: Weights, name: str) -> None:
         super().__init__(model)
