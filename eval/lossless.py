@@ -20,9 +20,9 @@ def time_lossless(
 ) -> float | None:
     """The median decode speedup of lossless decoding over full depth at batch 1, drafting with `system`'s schedule.
 
-    A sample of prompts, spread evenly over the test set, is decoded at batch 1 by both systems in turns, twice:
-    the first pass is the warm-up and measures the acceptance rate. The result is within about 10 % of that
-    of the whole test set; an estimate from acceptance rate and step times was no more accurate and slower (docs/decisions/0017).
+    A sample of prompts, spread evenly over the test set, is decoded at batch 1 by both systems in turns, twice: the
+    first pass is the warm-up and measures the acceptance rate. The result is within about 10 % of that of the whole
+    test set; an estimate from acceptance rate and step times was no more accurate and slower (docs/decisions/0017).
 
     Args:
         system: the system whose schedule drafts.
