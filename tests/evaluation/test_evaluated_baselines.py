@@ -26,7 +26,7 @@ from eval.systems.base import System
 from eval.systems.threshold import CLOSE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, describe_clock, setting_of
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -247,8 +247,8 @@ def test_targets_are_solved_with_the_saved_profile_of_this_machine(full: Path, t
     assert (
         report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
     )
-    assert report.clock == "this machine's clock, measured 2026-01-02"
-    assert "by this machine's clock, measured 2026-01-02." in report.to_markdown()
+    assert report.clock == describe_clock(profile)
+    assert f"solved for each batch size by {report.clock}." in report.to_markdown()
 
 
 def test_every_system_is_timed_with_the_output_lengths_of_full_depth_on_prompts_spread_over_the_test_set(
