@@ -100,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-stop", type=int, metavar="N", help=stop)
     kinds = "weight formats to time, as in skip_generate; default: the one that it chooses"
     add("--weights", nargs="+", choices=get_args(Weights), help=kinds)
-    beside = "other libraries to time on the same weights (default transformers). ctranslate2 (float32 or int8) needs "
-    beside += "the extra speed; llama.cpp (Llama models only, Q8_0 and Q4_0) needs the extra llama-cpp"
-    add("--peers", nargs="*", choices=PEERS, default=["transformers"], help=beside)
+    peers = "other libraries to time on the same weights (default transformers). ctranslate2 (float32 or int8) needs "
+    peers += "the extra speed; llama.cpp (Llama models only, Q8_0 and Q4_0) needs the extra llama-cpp"
+    add("--peers", nargs="*", choices=PEERS, default=["transformers"], help=peers)
     add("--repeats", type=int, default=5, metavar="R", help="timed runs of each decoder (default 5)")
     predict = "solve targets with the analytical cost model instead of calibrating this machine first"
     add("--predict", action="store_true", help=predict)

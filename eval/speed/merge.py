@@ -116,7 +116,7 @@ class MergedReport:
 
     def _peers(self, rows: Sequence[SpeedRow]) -> list[tuple[str, str, str, str]]:
         """The cells of each peer. All rows of a run hold the same times of a peer, so the first row suffices."""
-        firsts = [beside[0] for run in self.runs if (beside := [row for row in rows if row in run.rows])]
+        firsts = [own[0] for run in self.runs if (own := [row for row in rows if row in run.rows])]
         steps = self.runs[0].conditions.new_tokens - 1
         found = []
         for name in _ordered(name for row in firsts for name in row.peer_decode_seconds):
