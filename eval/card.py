@@ -96,7 +96,6 @@ def _over(report: Report | None) -> str:
 
 
 def _prompt_layers(remembered: SkipConfig) -> str:
-    """A phrase on the layers that prompts run."""
     stop, prompt = remembered.solver.get("prompt_stop"), remembered.solver.get("prompt", "full")
     named = {"full": "all layers", "max": "the layers of the largest budget"}
     layers = named.get(prompt, f"at most {prompt} layers")

@@ -208,7 +208,6 @@ def common_weights(requested: Weights | None, checkpoints: Sequence[Checkpoint])
 def _thresholds(
     request: Request, loaded: Loaded, plan: Plan, journal: Journal, console: Console
 ) -> dict[float, Threshold]:
-    """The threshold of each target, for confidence exits."""
     by_target = request.system == "calm" and loaded.config.exported is None
     speedups = [speedup for speedup in loaded.speedups if speedup > 1 and by_target]
     checkpoint = replace(loaded.checkpoint, weights=plan.weights)

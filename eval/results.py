@@ -354,7 +354,6 @@ class Report:
         ]
 
     def _process_notes(self) -> list[str]:
-        """A sentence on the processes, where there are several."""
         count = self.rows[0].processes
         if count == 1:
             return []
@@ -365,7 +364,6 @@ class Report:
         ]
 
     def _agreement_notes(self) -> list[str]:
-        """Sentences on agreement and on the outputs of lossless rows."""
         notes = [
             f"{row.label}: {row.same_texts} of {self.examples} outputs are identical to those of the 1x row."
             for row in self.rows
@@ -393,11 +391,9 @@ class Report:
         return said
 
     def _parts(self) -> list[str]:
-        """The parts of the test set that are scored separately."""
         return list(dict.fromkeys(name.partition(PART)[2] for name in self.metrics if PART in name))
 
     def _timed(self) -> list[tuple[Row, Timing]]:
-        """All timings with their rows, grouped by batch size."""
         sizes = range(len(self.rows[0].timings))
         return [(row, row.timings[n]) for n in sizes for row in self.rows]
 

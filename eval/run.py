@@ -249,7 +249,6 @@ def _time(
 
 
 def _last(results: Iterator[list[DecodedSet]], title: str, batches: int, console: Console) -> list[DecodedSet]:
-    """The final results, with a progress bar meanwhile."""
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("batches"))
     final: list[DecodedSet] = []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
@@ -345,7 +344,6 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:
-    """The speed of a system that took turns with the 1x row."""
     repetitions = len(decoded.turns) // batch_count(len(decoded.predictions), batch_size)
     return Timing(
         batch_size=batch_size,
@@ -364,7 +362,6 @@ def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timin
 
 
 def _schedule_fields(system: System) -> dict[str, Any] | None:
-    """The fields of a system's schedule; None for a system without one."""
     schedule = system.schedule if isinstance(system, SkipSystem | LosslessSystem) else None
     return schedule.to_dict() if schedule is not None else None
 

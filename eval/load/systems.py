@@ -53,14 +53,12 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Endp
 
 
 def _kind(name: str) -> str:
-    """The kind of server that a system needs."""
     if name in (TRANSFORMERS, STANDALONE):
         return name
     return STATIC_BATCHING if name.startswith(STATIC_BATCHING) else _OWN
 
 
 def _extra_fields(name: str) -> dict[str, Any]:
-    """The request fields that select a system."""
     if name == "lossless":
         return {"lossless": True}
     speed = speed_of(name)

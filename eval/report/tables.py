@@ -216,7 +216,6 @@ def _optional(value: float | None, shape: str) -> Cell:
 
 
 def _ranged(value: float, interval: Sequence[float], shape: str) -> Cell:
-    """A value with its interval."""
     low, high = interval
     ends = (Part(" ["), *_number(low, shape), Part(", "), *_number(high, shape), Part("]"))
     return (*_number(value, shape), *ends)
@@ -230,7 +229,6 @@ def _times(ratio: Ratio | None) -> Cell:
 
 
 def _name(point: Row) -> Cell:
-    """The label of a row, with the threshold of confidence exits."""
     exits = () if point.threshold is None else (Part(", λ "), *_number(point.threshold.value, "{:.4g}"))
     return (Part(point.label), *exits)
 
@@ -244,7 +242,6 @@ def _target(target: float | None, planned: float | None) -> Cell:
 
 
 def _speeds(point: Row) -> tuple[Cell, Cell, Cell]:
-    """The target and the measured speedups."""
     target = _target(point.speedup_target, point.planned_speedup)
     return target, _times(point.speed("decode")), _times(point.whole_speedup)
 

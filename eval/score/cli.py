@@ -147,7 +147,6 @@ def _score(
 
 
 def _as_json(scores: Scores, against: Scores | None, request: ScoreRequest) -> dict[str, Any]:
-    """The scores by metric, with intervals, descriptions and settings."""
     result: dict[str, Any] = {
         **scores.values,
         **dict.fromkeys(scores.unavailable),  # null; the reasons are in "unavailable"

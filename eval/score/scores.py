@@ -154,7 +154,6 @@ def score(
 
 
 def _subset(texts: Texts, numbers: Sequence[int]) -> Texts:
-    """The items with these indices."""
     return replace(
         texts,
         predictions=[texts.predictions[n] for n in numbers],

@@ -98,7 +98,6 @@ def _draw_dimension(axes: Axes, report: SearchReport, title: str, value_of: Call
 
 
 def _style(report: SearchReport, row: TrialRow) -> dict[str, Any]:
-    """Marker and colour of a schedule, and its name in the legend."""
     if row.trial == 0:
         label = "default (winner)" if report.winner == 0 else "default"
         return {"color": DEFAULT, "marker": "s", "ms": 8, "ls": "", "label": label, "zorder": 4}

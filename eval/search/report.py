@@ -288,7 +288,6 @@ def _ratio(batches: Sequence[Batch], slower: int, faster: int) -> tuple[float, f
 
 
 def _dropped(rungs: Sequence[int]) -> str:
-    """When schedules were dropped, in brackets."""
     if len(rungs) == 1:
         return ""
     return f" (the worse half of the schedules was dropped after {' and after '.join(map(str, rungs[:-1]))})"

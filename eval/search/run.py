@@ -163,7 +163,6 @@ def _trained_on(
 
 
 def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
-    """Load the checkpoint and encode the prompts."""
     device = resolve_device(request.device)
     options: dict[str, Any] = {"gguf_file": request.gguf_file, "trust_remote_code": request.trust_remote_code}
     checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, **options)

@@ -224,7 +224,6 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
 
 
 def _entries(model: GenerativeModel, plan: Mapping[str, Any]) -> list[Entry]:
-    """The decoders of this library, at full depth and at each reachable target."""
     entries = []
     for kind, speedup, fields in plan["schedules"]:
         schedule = SkipSchedule.from_dict(fields)

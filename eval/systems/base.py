@@ -197,7 +197,6 @@ class System(ABC):
 
 
 def _by_position(agreeing: Sequence[Sequence[bool]]) -> list[int]:
-    """The number of sequences that agree at each position."""
     return [sum(flags) for flags in zip_longest(*agreeing, fillvalue=False)]
 
 
