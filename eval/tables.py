@@ -1,6 +1,7 @@
 """Tables for Markdown and the terminal."""
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -53,6 +54,8 @@ class Table:
         table.collapse_padding = len(self.headers) > 11  # wide tables don't fit on 160 columns with padding
         for number, header in enumerate(self.headers):
             justify: JustifyMethod = "left" if number < self.left else "right"
+            width = max((len(cells[number]) for cells in self.rows), default=1)  # headers don't widen columns
+            header = textwrap.fill(header, width, break_long_words=False, break_on_hyphens=False)
             table.add_column(header, justify=justify, overflow="fold")
         for number, cells in enumerate(self.rows):
             table.add_row(*cells, style="bold" if number in self.bold else None)

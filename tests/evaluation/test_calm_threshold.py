@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.lineup import layers_per_token
-from eval.systems.threshold import CLOSE, PROBES, largest_below
+from eval.systems.threshold import PROBES, TOLERANCE, largest_below
 from skipdecode import SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
 
@@ -31,7 +31,7 @@ def test_the_threshold_is_the_largest_below_the_target_where_layers_grow_in_step
     assert found == max([1.0, *(layers for layers in tried.values() if layers <= wanted)])
     assert len(tried) <= PROBES
     if len(tried) < PROBES:
-        assert wanted - found < CLOSE
+        assert wanted - found < TOLERANCE
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 30))
@@ -46,7 +46,7 @@ def test_layers_per_token_are_averaged_over_the_training_lengths(lengths: list[i
 @given(st.floats(1.5, 11.9), st.floats(1, 5))
 def test_the_threshold_is_close_to_the_target_where_layers_grow_evenly(wanted: float, bend: float) -> None:
     _, found = largest_below(lambda threshold: 1 + 11 * threshold**bend, wanted)
-    assert wanted - CLOSE * 2 < found <= wanted
+    assert wanted - TOLERANCE * 2 < found <= wanted
 
 
 @given(st.floats(0.9, 0.999999))

@@ -51,7 +51,7 @@ def test_an_evaluation_into_a_finished_run_updates_its_model_card(run: Path) -> 
 
 def test_a_checkpoint_with_prompt_stop_is_evaluated_with_it_and_the_report_says_so(tmp_path: Path) -> None:
     run = train_small(tmp_path / "run", "train.max_steps=1", "schedule.prompt=full", "schedule.prompt_stop=2")
-    assert "the prompt runs\nthe first 2 of all layers, and the others read what they gave." in (run / CARD).read_text()
+    assert "the prompt runs\nthe first 2 of all layers; the others reuse their output." in (run / CARD).read_text()
     trained = SkipConfig.load(run)
     assert trained is not None
     stops = {speedup: schedule.prompt_stop for speedup, schedule in trained.schedules.items()}
@@ -62,15 +62,15 @@ def test_a_checkpoint_with_prompt_stop_is_evaluated_with_it_and_the_report_says_
 
 
 def test_model_card_results_are_of_the_checkpoint_with_speedups_over_the_reference(run: Path, tmp_path: Path) -> None:
-    assert "Speeds are over the same model at full depth" in (run / CARD).read_text()
+    assert "Speedups are relative to the same model at full depth" in (run / CARD).read_text()
     reference = shutil.copytree(run, tmp_path / "deeper")
     assert evaluate(run, run / "eval", "--reference", str(reference)) == 0
     assert [result.metric_name.partition(" (")[0] for result in results(run)] == ["BLEU at full-depth", "BLEU at 3x"]
-    assert "Speeds are over another model, deeper, which the row 1x is of, at full depth" in (run / CARD).read_text()
+    assert "Speedups are relative to another model, deeper (the row 1x), at full depth" in (run / CARD).read_text()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"), [("full", "all layers"), ("max", "the layers of the largest budget"), (5, "5 layers at most")]
+    ("prompt", "words"), [("full", "all layers"), ("max", "the layers of the largest budget"), (5, "at most 5 layers")]
 )
 def test_a_model_card_states_the_layers_of_prompts(run: Path, prompt: object, words: str) -> None:
     config = json.loads((run / "config.json").read_text())

@@ -23,7 +23,7 @@ from eval.drawing import save_png
 from eval.journal import FILE_NAME
 from eval.results import Report
 from eval.systems.base import System
-from eval.systems.threshold import CLOSE
+from eval.systems.threshold import TOLERANCE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, describe_clock, setting_of
@@ -129,7 +129,7 @@ def test_calibrated_thresholds_run_at_most_the_layers_of_their_schedules_on_vali
         assert row.threshold.prompts == 6
         assert row.threshold.wanted_layers == schedule.mean_budget(8)
         assert row.threshold.found_layers is not None
-        assert 0.5 < row.threshold.wanted_layers - row.threshold.found_layers + 0.5 < 0.5 + 20 * CLOSE
+        assert 0.5 < row.threshold.wanted_layers - row.threshold.found_layers + 0.5 < 0.5 + 20 * TOLERANCE
         assert 1 <= row.mean_layers <= row.layers_per_step <= 6  # a batch runs as deep as its deepest sequence
         assert row.cache_bytes == report.rows[0].cache_bytes
     slow, fast = (row.threshold for row in report.rows[1:])
@@ -198,7 +198,7 @@ def test_outputs_that_never_end_are_counted_in_a_note(full: Path, tmp_path: Path
         found = model.generate(**inputs, max_new_tokens=most, do_sample=False)
         endless += found.shape[1] - inputs["input_ids"].shape[1] == most
     assert report.never_ended == endless
-    said = "9 of 9 texts of the 1x row, whose lengths all rows are timed at, never ended"
+    said = "9 of 9 outputs of the 1x row, whose lengths are used to time all rows, never end:"
     assert any(note.startswith(said) for note in replace(report, never_ended=report.examples).notes())
     assert not any("never end:" in note for note in replace(report, never_ended=report.examples // 2).notes())
 
@@ -331,9 +331,9 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--system", "calm", "--calm-threshold", "0.5", "--speedup", "2"], "replaces targets"),
         (["--system", "calm", "--schedule", "x.json"], "--schedule requires --system skip"),
         (["--system", "calm", "--task", "e2e", "--data-dir", "E2E"], "or give thresholds with --calm-threshold"),
-        (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be called 'calm-0.5'"),
+        (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be named 'calm-0.5'"),
         (["--speedup", "1", "--schedule", "DEEPER"], "the schedule is for 9 layers, the model has 6"),
-        (["--schedule", "2x.json", "--speedup", "2"], "two rows would be called '2x'"),
+        (["--schedule", "2x.json", "--speedup", "2"], "two rows would be named '2x'"),
         (["--time-batch-size", "0"], "--time-batch-size is [0]"),
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
@@ -343,8 +343,8 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--task", "e2ee"], "unknown task 'e2ee'"),
         (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
         (["--task-option", "test_size=few"], "test_size is 'few'"),
-        (["--speedup", "0.5"], "name different targets of 1 or more"),
-        (["--speedup", "inf"], "name different targets of 1 or more"),
+        (["--speedup", "0.5"], "targets must be different and at least 1"),
+        (["--speedup", "inf"], "targets must be different and at least 1"),
         (["--limit", "0"], "--limit is 0"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1: it must be at least 2"),
         (["--schedule", "E2E/devset.csv"], "schedule file 'E2E/devset.csv': not a schedule"),
@@ -366,7 +366,7 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--compare", "nothing"], "expected NAME=PATH"),
         (["--compare", "=report.json"], "expected NAME=PATH"),
         (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
-        (["--compare", "full=x"], "--compare names 'full', as the checkpoint's own line is called"),
+        (["--compare", "full=x"], "--compare names 'full', which is the name of the checkpoint's own line"),
         (["--compare", "other=E2E/devset.csv"], "is not a report"),
         (["--data-dir", "/nowhere", "--task", "e2e"], "no such folder"),
     ],

@@ -117,7 +117,7 @@ def test_another_speed_of_an_exported_checkpoint_is_refused(whole: Path, tmp_pat
     words = ["--checkpoint", str(small), *SMALL, "--speedup", "1", "2", "--output", str(tmp_path / "out")]
     assert eval.cli.main(words) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: --speedup is [1.0, 2.0]: --checkpoint {small} was exported for 2x and decodes at that speed alone; "
+        f"error: --speedup is [1.0, 2.0]: --checkpoint {small} was exported for 2x and only decodes at that speed; "
         "leave --speedup out"
     )
     assert not (tmp_path / "out").exists()

@@ -341,7 +341,7 @@ def test_an_interrupted_load_test_continues_and_repeats_no_turn(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--rate": "0"}, "--rate is [0.0]: name requests a second above 0"),
+        ({"--rate": "0"}, "--rate is [0.0]: rates must be above 0 requests per second"),
         ({"--rate": "nan"}, "--rate is [nan]"),
         ({"--rate": "2 2"}, "--rate is [2.0, 2.0]: name each once"),
         ({"--requests": "0"}, "--requests is 0: it must lie between 1 and"),
@@ -350,8 +350,8 @@ def test_an_interrupted_load_test_continues_and_repeats_no_turn(
         ({"--system": "0.5x"}, "--system is '0.5x'"),
         ({"--system": "lock-step-3x"}, "--system is 'lock-step-3x'"),
         ({"--system": "transformers"}, "--system is 'transformers'"),
-        ({"--weights": "int8"}, "--weights is of a server that is started here"),
-        ({"--wave-rows": "4"}, "--wave-rows is of a server that is started here"),
+        ({"--weights": "int8"}, "--weights is for a server that is started here"),
+        ({"--wave-rows": "4"}, "--wave-rows is for a server that is started here"),
         ({"--url": "http://127.0.0.1:9/v1"}, "no server with OpenAI's API answers there"),
         ({"--task": "departure"}, "unknown task 'departure': did you mean 'departures'?"),
         ({"--task-option": "test_size=few"}, "test_size is 'few'"),

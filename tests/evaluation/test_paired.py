@@ -51,5 +51,5 @@ def test_differences_are_paired_by_prompt() -> None:
 def test_an_unknown_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bleu'"):
         sentence_statistics("blue", ["a"], [["a"]])
-    with pytest.raises(ValueError, match="1 prompts beside 2"):
+    with pytest.raises(ValueError, match="1 prompts, but the baseline has 2"):
         estimate("rougeL", [[1.0, 1.0]], baseline=[[1.0, 1.0], [2.0, 1.0]])

@@ -471,7 +471,7 @@ def test_invalid_runs_are_refused_before_anything_is_written(built: Built, tmp_p
     ("damage", "message"),
     [
         (lambda lines: None, "can't be read"),
-        (lambda lines: lines[:-1], "holds 29 predictions, the report beside it is of 30 prompts"),
+        (lambda lines: lines[:-1], "holds 29 predictions, but the report beside it has 30 prompts"),
         (lambda lines: [lines[0].replace('"id"', '"number"'), *lines[1:]], "the field 'id' is missing"),
         (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "unpaired surrogate"),
         (lambda lines: lines[::-1], "different prompts or references"),
@@ -533,7 +533,7 @@ def test_a_lossless_row_may_have_neither_schedule_nor_threshold(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": {"surprise": 1.0}}, "scores by 'surprise', which is no metric"),
+        ({"scores": {"surprise": 1.0}}, "a score named 'surprise', which is not a metric"),
         ({"schedule": None}, "either a schedule or a threshold"),
         ({"schedule": {"num_layers": 8}}, "schedule field 'max_layers' is missing"),
         ({"intervals": []}, "is not a report of an evaluation"),

@@ -118,13 +118,13 @@ def test_a_prompt_without_slots_only_makes_the_slot_error_rate_unavailable(tmp_p
         ([LINES[0], {"id": "2", "prompt": "", "references": ["a"]}], "line 2: the field 'prediction' is missing"),
         (changed(references=[]), "line 2: '2' has no references"),
         (changed(references=[" "]), "line 2: '2' has no references"),
-        (changed(references="text"), "line 2: references is 'text': it must be a list of texts"),
-        (changed(references=[1]), "line 2: references is [1]: it must be a list of texts"),
-        (changed(prediction=None), "line 2: prediction is None: it must be text"),
-        (changed(meaning=3), "line 2: meaning is 3: it must be text"),
-        (changed(id=True), "line 2: id is True: it must be text"),
-        (changed(id="1"), "line 2: the id '1' is that of another line, "),
-        (changed(id="3"), "line 3: the id '3' is that of another line, "),
+        (changed(references="text"), "line 2: references is 'text': it must be a list of strings"),
+        (changed(references=[1]), "line 2: references is [1]: it must be a list of strings"),
+        (changed(prediction=None), "line 2: prediction is None: it must be a string"),
+        (changed(meaning=3), "line 2: meaning is 3: it must be a string"),
+        (changed(id=True), "line 2: id is True: it must be a string"),
+        (changed(id="1"), "line 2: the id '1' was used before, in "),
+        (changed(id="3"), "line 3: the id '3' was used before, in "),
     ],
 )
 def test_an_invalid_line_is_named_in_the_error(lines: list[Any], message: str, tmp_path: Path, capsys: Any) -> None:
@@ -144,20 +144,20 @@ def test_invalid_options_are_refused(tmp_path: Path, capsys: Any) -> None:
     assert "unknown task 'e2ee': did you mean 'e2e'" in message(task="e2ee")
     assert "unknown metric 'blue': did you mean 'bleu'" in message("--metrics", "blue")
     assert "bertscore is among the metrics but has no model" in message("--metrics", "bertscore")
-    assert "--bertscore-layers is 3 without a model" in message("--bertscore-layers", "3")
+    assert "--bertscore-layers is 3, but --bertscore-model is missing" in message("--bertscore-layers", "3")
     assert "can't be loaded" in message("--bertscore-model", str(tmp_path / "nowhere"))
     assert "can't be read" in message("--against", str(tmp_path / "nowhere.jsonl"))
     assert "doesn't exist" in message("--output", str(tmp_path / "nowhere" / "scores.json"))
     fewer = write(tmp_path / "fewer.jsonl", LINES[:2])
     assert "line 3: " in (error := message("--against", str(fewer)))
-    assert "fewer.jsonl has no prediction of '3'" in error
+    assert "fewer.jsonl has no prediction for '3'" in error
     more = write(tmp_path / "more.jsonl", [*LINES, {**LINES[0], "id": "4"}])
-    assert "system.jsonl has no prediction of '4'" in message("--against", str(more))
+    assert "system.jsonl has no prediction for '4'" in message("--against", str(more))
     other = write(tmp_path / "other.jsonl", changed(references=["another"]))
-    assert "the references of '2' aren't those of" in message("--against", str(other))
+    assert "the references of '2' differ from those in" in message("--against", str(other))
     for field, one, two in (("meaning", "name[Aromi]", "name[Zizzi]"), ("part", "seen", "unseen")):
         other = write(tmp_path / f"{field}.jsonl", changed(**{field: two}))
         error = message("--against", str(other), lines=changed(**{field: one}))
-        assert f"{field}.jsonl, line 2: the {field} of '2' isn't that of " in error
+        assert f"{field}.jsonl, line 2: the {field} of '2' differs from that in " in error
     (tmp_path / "scores.json").touch()
     assert "already exists" in message()

@@ -125,8 +125,8 @@ def test_requested_metrics_replace_those_of_the_task(evaluated: Path, tmp_path: 
     for wrong, message in (
         (["--metrics", "blue"], "unknown metric 'blue'"),
         (["--bertscore-model", str(tmp_path / "nowhere")], "can't be loaded"),
-        (compare, "--compare other: reports are compared by bleu, and that one has none"),
-        (["--compare", f"a={tmp_path / 'report.json'}"], "--compare a: that report is of the task viggo, not of e2e"),
+        (compare, "--compare other: reports are compared by bleu, which that report lacks"),
+        (["--compare", f"a={tmp_path / 'report.json'}"], "--compare a: that report is for the task viggo, not e2e"),
         (["--metrics", "bertscore"], "bertscore is among the metrics but has no model"),
     ):
         assert eval.cli.main([*arguments, *wrong, "--output", str(tmp_path / "none")]) == 2

@@ -239,7 +239,7 @@ def test_score_refuses_lists_of_different_lengths() -> None:
         score(["a", "b"], [["a"]])
     with pytest.raises(ValueError, match="1 predictions for 1, 2"):
         score(["a"], [["a"]], meanings=["a", "b"])
-    with pytest.raises(ValueError, match="against a system with 3"):
+    with pytest.raises(ValueError, match="but the other system has 3"):
         score(["a"], [["a"]], against=score(PREDICTIONS, REFERENCES))
 
 

@@ -144,7 +144,7 @@ def test_a_budget_in_layers_is_the_mean_number_of_layers() -> None:
 def test_a_search_without_alternatives_to_the_default_is_refused() -> None:
     cost = a_cost(6, 0)
     default = solve_schedule(cost, 5.5, horizon=16)
-    with pytest.raises(ConfigError, match=r"no schedule beside the default .*warmup_layers = min_layers = 3"):
+    with pytest.raises(ConfigError, match=r"no schedule besides the default .*warmup_layers = min_layers = 3"):
         choose_schedules(Budget(cost, 5.5, 16), Space((3,), ("linear",), (16,), ("top",)), default, trials=4, tokens=9)
     with pytest.raises(ConfigError, match="--warmup is"):
         Space((0,), ("linear",), (16,), ("top",))

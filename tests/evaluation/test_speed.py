@@ -149,7 +149,7 @@ def test_an_interrupted_benchmark_keeps_its_rows_and_continues_without_timing_an
         ({"--speedup": "2 inf"}, "--speedup is [2.0, inf]"),
         ({"--speedup": "2 2"}, "name each once"),
         ({"--batch-size": "2 2"}, "--batch-size is [2, 2]: name each once"),
-        ({"--prompt-length": "100000"}, "beyond the model's 2048 positions"),
+        ({"--prompt-length": "100000"}, "exceeds the model's 2048 positions"),
         ({"--prompt-stop": "99"}, "--prompt-stop is 99: the model has 4 layers"),
         ({"--output": "tiny.yaml/speed.json"}, "can't be written: Not a directory"),
         ({"--output": "/proc/speed.json"}, "/proc/speed.json can't be written"),

@@ -66,7 +66,7 @@ def test_evaluation_truncates_articles_as_training_does(
     assert [line["id"] for line in lines] == ["cnndm-test-0", "cnndm-test-1"]
     assert sorted(decoded[-1]) == sorted(tokenizer(line["prompt"])["input_ids"][:54] + ending for line in lines)
     assert json.loads((tmp_path / "eval" / "report.json").read_text())["prompts_cut"] == 2
-    assert "2 prompts (2 of them cut)" in (tmp_path / "eval" / "report.md").read_text()
+    assert "2 prompts (2 of them truncated)" in (tmp_path / "eval" / "report.md").read_text()
 
     # With a higher limit, the model's 256 positions limit prompts; the last generated token needs no position.
     examples = load_task("cnndm", path=str(shared_data / "cnndm")).load("train")

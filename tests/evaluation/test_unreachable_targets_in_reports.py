@@ -127,7 +127,10 @@ def test_a_search_for_an_unreachable_target_uses_the_speed_of_the_fastest_traine
     assert default["schedule"] == TRAINED[4.0].to_dict()
     assert all(row["predicted_speedup"] >= default["predicted_speedup"] for row in report["trials"])
     markdown = (tmp_path / "found" / "search.md").read_text()
-    assert "3x can't be reached here: the default is the fastest schedule that the checkpoint was trained" in markdown
+    assert (
+        "3x can't be reached on this machine: the default is the fastest schedule that the checkpoint was trained"
+        in markdown
+    )
 
 
 def test_a_disturbed_calibration_during_an_evaluation_prints_a_warning(

@@ -293,7 +293,7 @@ def test_the_card_says_what_the_folder_says(run: Path) -> None:
         round(row["scores"]["bleu"], 2) for row in report["rows"]
     ]
     assert "](eval/frontier.png)" in text
-    assert "one of 4 schedules, drawn anew" in text
+    assert "one of 4 schedules, drawn again in each step" in text
     assert "{{" not in text
 
 
