@@ -405,7 +405,7 @@ def test_static_batching_decodes_on_the_default_device_of_the_server(
         return torch.zeros(1, 99, dtype=torch.long)
 
     monkeypatch.setattr(model, "generate", generate)
-    static_batching.decode(model, tokenizer, [static_batching.CompletionRequest(prompt="a")], None)
+    static_batching.decode(model, tokenizer, [static_batching.CompletionRequest(prompt="a")], "model")
     assert given == [elsewhere]
 
 
