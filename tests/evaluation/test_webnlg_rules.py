@@ -151,7 +151,11 @@ def test_outputs_in_text_and_table_files_are_matched_with_the_test_split_in_orde
         (lines, "one\n", "has 1 outputs, but the test split of e2e has 2 examples"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "output 1 is for 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
-        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "has 1 outputs, but the test split of e2e has 2 examples"),
+        (
+            table,
+            f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n",
+            "has 1 outputs, but the test split of e2e has 2 examples",
+        ),
     ):
         file.write_text(text, encoding="utf-8")
         assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2
