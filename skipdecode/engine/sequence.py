@@ -41,7 +41,7 @@ class GeneratedToken:
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletedRequest:
     """The result of a request that has ended.
 
     Attributes:
@@ -135,7 +135,7 @@ class Answer:
         """Whether `cancel` was called, even after the end."""
         return self._cancelled
 
-    def result(self, timeout: float | None = None) -> Completion:
+    def result(self, timeout: float | None = None) -> CompletedRequest:
         """Wait for the end of the sequence.
 
         Args:
@@ -153,7 +153,7 @@ class Answer:
             raise self._last.error
         times, steps = self.times, len(self._tokens) - 1
         start = times.submitted
-        return Completion(
+        return CompletedRequest(
             tuple(self._tokens),
             self._last.end,
             self.schedule.mean_budget(steps) if steps > 0 else 0.0,
