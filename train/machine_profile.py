@@ -9,6 +9,7 @@ from skipdecode import ConfigError, CostModel
 from skipdecode.fastpath.model import usual_weights
 from skipdecode.schedule.machine_profile import Profile, find_profile, has_profiles, setting_of
 from train.distributed import on_first_process
+from train.output import RECIPE_FILE
 from train.recipe import Recipe
 
 PROFILE_FILE = "profile.json"  # in the folder of a run whose targets were solved by a profile
@@ -19,8 +20,8 @@ _SHAPE = ("model_type", "num_layers", "layer_parameters", "head_parameters")  # 
 def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, device: torch.device) -> Profile | None:
     """The profile of a run: the one that `folder` holds, else the one that `schedule.profile` names.
 
-    None where the recipe names none, and with `auto` where this machine has none of such a model: targets then follow
-    from the analytical cost model.
+    None where the recipe names none, and with `auto` where this machine has none of such a model, or had none when the
+    run began: targets then follow from the analytical cost model.
 
     Args:
         recipe: of the run.
@@ -34,11 +35,14 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
     named = recipe.schedule.profile
     if named is None:
         return None
+    resumed = (folder / RECIPE_FILE).exists()
 
     def find() -> Profile | None:
         if (folder / PROFILE_FILE).exists():
             return Profile.load(folder / PROFILE_FILE)
         if named == AUTO:
+            if resumed:  # a run that began without one ends without one
+                return None
             weights = usual_weights(model) if device.type == "cpu" else "model"
             return find_profile(setting_of(model, sizes, weights, device)) if has_profiles() else None
         if not Path(named).is_file():

@@ -122,7 +122,10 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     layer_order = measured_order(recipe, model, encoded.rows, folder) if measure_order else None
     order = None if layer_order is None else layer_order.order
     profile = run_profile(recipe, model, sizes, folder, arguments.device)
-    sampler, skip_config = recipe_sampler(recipe, task, sizes, encoded.rows, order=order, profile=profile)
+    machine = "cpu" if recipe.schedule.profile == AUTO and arguments.device.type == "cpu" else None
+    sampler, skip_config = recipe_sampler(
+        recipe, task, sizes, encoded.rows, order=order, profile=profile, machine=machine
+    )
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # Data of one's own may be private, and what a checkpoint holds is published.
     if len(example) <= LONGEST_EXAMPLE and task.name != OwnText.name:
@@ -181,7 +184,7 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
             "model.dtype is bfloat16, and so are the weights that AdamW changes: steps below a part in 256 of a weight "
             "are lost; model.dtype=float32 train.precision=bf16 computes as fast and loses none"
         )
-    clock = "the analytical cost model"
+    clock = f"the analytical cost model of a {prepared.skip_config.solver.get('machine', 'gpu').upper()}"
     if prepared.profile is not None:
         clock = f"times of {prepared.profile.setting.get('processor')}, measured {prepared.profile.date}"
     console.print(f"targets are solved by {clock}", soft_wrap=True)
@@ -229,11 +232,12 @@ def recipe_sampler(
     *,
     order: Sequence[int] | None = None,
     profile: Profile | None = None,
+    machine: str | None = None,
 ) -> tuple[ScheduleSampler, SkipConfig]:
     """The recipe's schedules, to draw from and to save, for texts and prompts as long as those of the training rows.
 
     `order` is the one that was measured for `schedule.order=auto`; without it another one stands in. Targets are solved
-    by a machine's `profile` where there is one.
+    by a machine's `profile` where there is one, else by the analytical cost model of a `machine` ("gpu" or "cpu").
 
     With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
     a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
@@ -250,6 +254,8 @@ def recipe_sampler(
         "over": section.over,
         "batch_size": section.batch_size,
     }
+    if machine is not None:
+        solver["machine"] = machine
     if section.prompt_stop is not None:
         solver["prompt_stop"] = section.prompt_stop
     if section.order is not None:

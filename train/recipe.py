@@ -119,7 +119,8 @@ class ScheduleSection(Section):
     profile: str | None = Field(
         None,
         description="the times of a machine that targets are solved by: auto, those of `skipdecode calibrate` on this "
-        "machine where there are any; a file of `skipdecode calibrate --output`; null: the analytical cost model",
+        "machine, or where there are none the analytical cost model of a CPU or a GPU, whichever trains; a file of "
+        "`skipdecode calibrate --output`; null: the analytical cost model of a GPU",
     )
     default_speedup: float | None = Field(
         None,

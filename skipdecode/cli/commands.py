@@ -495,7 +495,7 @@ def _strings_of(line: str, where: str, keys: Sequence[str] = ("prompt",)) -> lis
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    with quick_imports(compiles=options.trust_remote_code):
+    with quick_imports():
         import torch
         from transformers.utils import logging
 
