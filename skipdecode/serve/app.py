@@ -31,7 +31,7 @@ from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, Comple
 from skipdecode.serve.request_stream import RunningRequest, Waker
 from skipdecode.serve.responses import full_response, stream_events
 from skipdecode.serve.settings import ServeSettings
-from skipdecode.serve.token_bytes import Spelling
+from skipdecode.serve.token_bytes import TokenBytes
 
 LOG = logging.getLogger("skipdecode.serve")
 _WITHOUT_KEY = ("/", "/health")  # the page at / has a field for the key
@@ -51,7 +51,7 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
         settings: of the server.
     """
     metrics = Metrics(lambda: engine.state)
-    spelling = Spelling(tokenizer)
+    token_bytes = TokenBytes(tokenizer)
     started = int(time.time())
 
     @asynccontextmanager
@@ -117,9 +117,9 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
         await running.start()
         headers = {} if running.planned is None else {PLANNED_HEADER: f"{running.planned:.2f}"}
         if body.stream:
-            events = stream_events(running, spelling)
+            events = stream_events(running, token_bytes)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        response = asyncio.ensure_future(full_response(running, spelling))
+        response = asyncio.ensure_future(full_response(running, token_bytes))
         disconnected = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({response, disconnected}, return_when=asyncio.FIRST_COMPLETED)

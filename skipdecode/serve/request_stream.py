@@ -16,7 +16,7 @@ from skipdecode.engine.sequence import Answer, GeneratedToken
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config
 from skipdecode.schedule.plan import SpeedPlan
-from skipdecode.serve.detokenizer import Words
+from skipdecode.serve.detokenizer import Detokenizer
 from skipdecode.serve.metrics import Metrics
 from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
@@ -29,7 +29,7 @@ class Choice:
     Attributes:
         index: among the request's sequences.
         answer: of the engine.
-        words: the text.
+        detokenizer: has the text.
         tokens: new tokens so far.
         end: why the sequence ended, in OpenAI's terms; None while it decodes.
         layers: layers run so far, without the first token, which comes from the prefill.
@@ -40,7 +40,7 @@ class Choice:
 
     index: int
     answer: Answer
-    words: Words
+    detokenizer: Detokenizer
     tokens: int = 0
     end: str | None = None
     layers: int = 0
@@ -267,7 +267,7 @@ class RunningRequest:
                     max_new_tokens=new_tokens,
                     **sampling,
                 )
-                self.choices.append(Choice(index, answer, Words(self._tokenizer, body.stop)))
+                self.choices.append(Choice(index, answer, Detokenizer(self._tokenizer, body.stop)))
 
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """The chunks of all sequences, as they come, until the last sequence has ended.
@@ -312,14 +312,14 @@ class RunningRequest:
             choice.tokens += 1
             if generated.logprob is not None:
                 choice.logprobs.append(generated)
-                choice.offsets.append(choice.words.decided)
+                choice.offsets.append(choice.detokenizer.decoded_length)
             if choice.last is None:
                 self._metrics.first_token.observe(generated.at - choice.answer.times.submitted)
             else:
                 self._metrics.between_tokens.observe(generated.at - choice.last)
             choice.last = generated.at
-        text = choice.words.add([generated.token for generated in new], last=last.end is not None)
-        if choice.words.stopped:
+        text = choice.detokenizer.add([generated.token for generated in new], last=last.end is not None)
+        if choice.detokenizer.stopped:
             choice.end = "stop"
             choice.answer.cancel()
         elif last.end is not None:

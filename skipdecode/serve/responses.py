@@ -6,10 +6,10 @@ from typing import Any
 
 from skipdecode.serve.protocol import APIError, Envelope, usage
 from skipdecode.serve.request_stream import Choice, Chunk, RunningRequest
-from skipdecode.serve.token_bytes import Spelling
+from skipdecode.serve.token_bytes import TokenBytes
 
 
-async def full_response(running: RunningRequest, spelling: Spelling) -> dict[str, Any]:
+async def full_response(running: RunningRequest, token_bytes: TokenBytes) -> dict[str, Any]:
     """The response as one object, once every sequence has ended. Raises APIError if one fails."""
     envelope = Envelope(running.body, _speed(running))
     async for _ in running.chunks():
@@ -17,9 +17,9 @@ async def full_response(running: RunningRequest, spelling: Spelling) -> dict[str
     choices = [
         envelope.choice(
             choice.index,
-            choice.words.text,
+            choice.detokenizer.text,
             choice.end,
-            _logprobs(envelope, spelling, choice, range(len(choice.logprobs))),
+            _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs))),
         )
         for choice in running.choices
     ]
@@ -28,7 +28,7 @@ async def full_response(running: RunningRequest, spelling: Spelling) -> dict[str
     return envelope.body(choices, usage=usage(running.prompt_tokens, running.new_tokens))
 
 
-async def stream_events(running: RunningRequest, spelling: Spelling) -> AsyncIterator[str]:
+async def stream_events(running: RunningRequest, token_bytes: TokenBytes) -> AsyncIterator[str]:
     """The response as events. An error becomes an event too, as the HTTP status has been sent by then."""
     envelope = Envelope(running.body, _speed(running))
     try:
@@ -37,7 +37,7 @@ async def stream_events(running: RunningRequest, spelling: Spelling) -> AsyncIte
             yield _event(envelope.body(roles, chunk=True))
         async for chunks in running.chunks():
             # All events are sent together. Sent one by one, they would fall behind the steps of a fast model.
-            if events := "".join(_events(running, envelope, spelling, chunks)):
+            if events := "".join(_events(running, envelope, token_bytes, chunks)):
                 yield events
         if running.body.include_usage:
             yield _event(envelope.body([], chunk=True, usage=usage(running.prompt_tokens, running.new_tokens)))
@@ -48,7 +48,9 @@ async def stream_events(running: RunningRequest, spelling: Spelling) -> AsyncIte
         running.cancel()
 
 
-def _events(running: RunningRequest, envelope: Envelope, spelling: Spelling, chunks: Sequence[Chunk]) -> Iterator[str]:
+def _events(
+    running: RunningRequest, envelope: Envelope, token_bytes: TokenBytes, chunks: Sequence[Chunk]
+) -> Iterator[str]:
     """An event for each token if the request wants more than text, otherwise one for each sequence that grew."""
     body = running.body
     if body.logprobs_count is None and not body.details:
@@ -62,7 +64,7 @@ def _events(running: RunningRequest, envelope: Envelope, spelling: Spelling, chu
         return
     for chunk in chunks:
         places = [chunk.place] if body.logprobs_count is not None else []
-        logprobs = _logprobs(envelope, spelling, chunk.choice, places)
+        logprobs = _logprobs(envelope, token_bytes, chunk.choice, places)
         choice = envelope.choice(chunk.choice.index, chunk.text, chunk.end, logprobs, chunk=True)
         event = envelope.body([choice], chunk=True)
         if body.details:
@@ -83,15 +85,17 @@ def _speed(running: RunningRequest) -> dict[str, Any]:
     return {"speedup": running.speedup, "planned_speedup": running.planned}
 
 
-def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Sequence[int]) -> dict[str, Any] | None:
+def _logprobs(
+    envelope: Envelope, token_bytes: TokenBytes, choice: Choice, places: Sequence[int]
+) -> dict[str, Any] | None:
     """The `logprobs` field for the tokens at these places of a sequence, in the form of each endpoint."""
     if not places:
         return None
-    first = spelling.first(each.token for each in choice.logprobs)
+    first = token_bytes.first(each.token for each in choice.logprobs)
 
     def value(place: int, token: int, logprob: float | None) -> dict[str, Any]:
-        raw = spelling.raw(token, first=place <= first)
-        return {"token": spelling.name(token, raw), "logprob": logprob, "bytes": list(raw)}
+        raw = token_bytes.added(token, first=place <= first)
+        return {"token": token_bytes.name(token, raw), "logprob": logprob, "bytes": list(raw)}
 
     def values(place: int) -> dict[str, Any]:
         generated = choice.logprobs[place]
