@@ -141,19 +141,19 @@ def info(options: argparse.Namespace) -> int:
     headers = ["target", "layers", "prompt layers", "mean layers"]
     headers += ["speedup (decode)", "speedup (end-to-end)", "cache MB", "trained for"]
     rows = []
-    found_for = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
-    for speedup, found in zip(speedups, found_for, strict=True):
-        schedule = found.plan.schedule
+    prices = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
+    for speedup, cost in zip(speedups, prices, strict=True):
+        schedule = cost.plan.schedule
         rows.append(
             [
-                show_planned(speedup, found.plan.shortfall),
+                show_planned(speedup, cost.plan.shortfall),
                 f"{schedule.max_layers} to {schedule.min_layers} of {depth}",
                 str(schedule.prompt_depth),
-                f"{found.layers:.2f}",
-                f"{found.predicted:.2f}x",
-                f"{found.whole:.2f}x",
-                f"{found.cache_bytes / 1e6:.2f}",
-                "yes" if found.trained else "no",
+                f"{cost.layers:.2f}",
+                f"{cost.predicted:.2f}x",
+                f"{cost.whole:.2f}x",
+                f"{cost.cache_bytes / 1e6:.2f}",
+                "yes" if cost.trained else "no",
             ]
         )
     print()
@@ -166,7 +166,7 @@ def info(options: argparse.Namespace) -> int:
         f"targets refer to {'decoding' if over == 'decode' else 'prefill and decoding together'}; speedups over full "
         f"depth, by {clock}"
     )
-    if any(not found.plan.reached for found in found_for):
+    if any(not cost.plan.reached for cost in prices):
         print(PLANNED_NOTE)
     return 0
 
@@ -194,17 +194,17 @@ def compare(options: argparse.Namespace) -> int:
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import compare as compare_speedups
 
-    found = compare_speedups(decoder, prompts, options.speedup, options.repeats, options.over)
-    names = [f"{plan.target:g}x" for plan in found.plans]
+    comparison = compare_speedups(decoder, prompts, options.speedup, options.repeats, options.over)
+    names = [f"{plan.target:g}x" for plan in comparison.plans]
     width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
     for number, prompt in enumerate(prompts):
         print(f"> {prompt.rstrip()}")
-        outputs = [decoded.completions[number].text for decoded in found.decoded]
+        outputs = [decoded.completions[number].text for decoded in comparison.decoded]
         for line in _side_by_side(names, outputs, width):
             print(line)
         print()
-    if not found.paces:
-        length = f"{found.tokens} token{'s' if found.tokens > 1 else ''}"
+    if not comparison.paces:
+        length = f"{comparison.tokens} token{'s' if comparison.tokens > 1 else ''}"
         print(f"the outputs are too short to be timed: none has more than {length}")
         return 0
     headers = ["target", "speedup (decode)", "speedup (end-to-end)", "mean layers", "agreement", "tokens/s"]
@@ -219,16 +219,19 @@ def compare(options: argparse.Namespace) -> int:
             f"{pace.prefill_seconds:.3f}",
             f"{pace.decode_seconds:.3f}",
         ]
-        for number, (plan, agreement, pace) in enumerate(zip(found.plans, found.agreements, found.paces, strict=True))
+        for number, (plan, agreement, pace) in enumerate(
+            zip(comparison.plans, comparison.agreements, comparison.paces, strict=True)
+        )
     ]
     for line in _aligned([headers, *rows]):
         print(line)
     print(
         "\nspeedup of decoding, and end-to-end (prefill and decoding), over full depth: median [quartiles] of "
-        f"{found.rounds} interleaved rounds; each sequence has {found.tokens} tokens, as many as the longest output\n"
+        f"{comparison.rounds} interleaved rounds, with {comparison.tokens} tokens in every sequence, as in the longest "
+        "output\n"
         "agreement: share of the output's tokens that full depth would choose too, given the tokens before them"
     )
-    if any(not plan.reached for plan in found.plans):
+    if any(not plan.reached for plan in comparison.plans):
         print(PLANNED_NOTE)
     return 0
 
@@ -240,13 +243,13 @@ def export(options: argparse.Namespace) -> int:
     from skipdecode.schedule.plan import show_planned
 
     plan = decoder.plan(options.speedup)
-    found = export_checkpoint(
+    exported = export_checkpoint(
         decoder.model, decoder.tokenizer, plan.schedule, options.speedup, options.output, standalone=options.standalone
     )
-    saved = 1 - found.parameters / found.parameters_before
+    saved = 1 - exported.parameters / exported.parameters_before
     print(
-        f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
-        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved), for "
+        f"{options.output}: {exported.layers} of {exported.layers_before} layers, {exported.parameters / 1e6:.2f} of "
+        f"{exported.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved), for "
         f"{show_planned(options.speedup, plan.shortfall)} only" + (", as a plain model" if options.standalone else "")
     )
     return 0
@@ -354,15 +357,16 @@ def order(options: argparse.Namespace) -> int:
             bar.set_postfix_str(f"divergence {divergence:.3f}")
             bar.update()
 
-        found = find_order(model, rows, shortlist=options.shortlist, advance=advance)
-    found.save(output)
-    listed = [f"{layers}: {value:.3f}" for layers, value in found.divergence.items()]
-    print(f"order, the most important layer first: {' '.join(map(str, found.order))}")
-    print(f"order by Block Influence:              {' '.join(map(str, found.by_influence))}")
+        ranking = find_order(model, rows, shortlist=options.shortlist, advance=advance)
+    ranking.save(output)
+    listed = [f"{layers}: {value:.3f}" for layers, value in ranking.divergence.items()]
+    print(f"order, the most important layer first: {' '.join(map(str, ranking.order))}")
+    print(f"order by Block Influence:              {' '.join(map(str, ranking.by_influence))}")
     print("divergence from full depth by number of layers, in nats per predicted token, without any training:")
     print(textwrap.fill("  ".join(listed), 100))
     print(
-        f"measured on {found.rows} rows, {found.tokens} predicted tokens, in {found.seconds:.0f} s; written to {output}"
+        f"measured on {ranking.rows} rows with {ranking.tokens} predicted tokens in {ranking.seconds:.0f} s; "
+        f"written to {output}"
     )
     return 0
 

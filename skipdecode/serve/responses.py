@@ -34,16 +34,18 @@ async def stream_events(running: RunningRequest, token_bytes: TokenBytes) -> Asy
     try:
         if envelope.chat:
             roles = [envelope.choice(c.index, "", None, None, chunk=True, first=True) for c in running.choices]
-            yield _event(envelope.body(roles, chunk=True))
+            yield server_sent_event(envelope.body(roles, chunk=True))
         async for chunks in running.chunks():
             # All events are sent together. Sent one by one, they would fall behind the steps of a fast model.
             if events := "".join(_events(running, envelope, token_bytes, chunks)):
                 yield events
         if running.body.include_usage:
-            yield _event(envelope.body([], chunk=True, usage=usage(running.prompt_tokens, running.new_tokens)))
+            yield server_sent_event(
+                envelope.body([], chunk=True, usage=usage(running.prompt_tokens, running.new_tokens))
+            )
         yield "data: [DONE]\n\n"
     except APIError as error:
-        yield _event(error.body)
+        yield server_sent_event(error.body)
     finally:
         running.cancel()
 
@@ -60,7 +62,9 @@ def _events(
         for index, text in texts.items():
             end = running.choices[index].end
             if text or end:
-                yield _event(envelope.body([envelope.choice(index, text, end, None, chunk=True)], chunk=True))
+                yield server_sent_event(
+                    envelope.body([envelope.choice(index, text, end, None, chunk=True)], chunk=True)
+                )
         return
     for chunk in chunks:
         places = [chunk.place] if body.logprobs_count is not None else []
@@ -74,10 +78,11 @@ def _events(
                 "layers": chunk.layers,
                 "seconds": chunk.generated.at - chunk.choice.answer.times.submitted,
             }
-        yield _event(event)
+        yield server_sent_event(event)
 
 
-def _event(body: dict[str, Any]) -> str:
+def server_sent_event(body: dict[str, Any]) -> str:
+    """An event of a stream."""
     return f"data: {json.dumps(body)}\n\n"  # in ASCII: some clients split lines at U+2028 and U+0085
 
 
