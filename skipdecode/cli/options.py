@@ -102,18 +102,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for a number out of range, before anything is loaded."""
     given = vars(options)
-    for name in (
-        "shortlist",
-        "max_prompt_tokens",
-        "batch_size",
-        "prompt_length",
-        "new_tokens",
-        "max_new_tokens",
-        "most_new_tokens",
-        "repeats",
-        "rows",
-        "queue",
-    ):
+    counts = ("shortlist", "max_prompt_tokens", "batch_size", "prompt_length", "new_tokens", "max_new_tokens")
+    for name in (*counts, "most_new_tokens", "repeats", "rows", "queue"):
         values = 1 if given.get(name) is None else given[name]
         for value in values if isinstance(values, list) else [values]:
             if not 1 <= value <= _MAX_COUNT:
@@ -149,68 +139,60 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
+    parsers: dict[str, argparse.ArgumentParser] = {}
+
     def command(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-        return argparse.ArgumentParser(
+        parsers[name] = argparse.ArgumentParser(
             prog=f"skipdecode {name}",
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        parsers[name].set_defaults(run=getattr(commands, name))
+        return parsers[name]
 
     generate = command(
         "generate",
         _GENERATE,
         "examples:\n"
         "  skipdecode generate outputs/quickstart --speedup 3 'vehicle: ferry | to: Saltfern\\n'\n"
-        "  skipdecode generate me/my-model --speedup 3 --file prompts.txt --batch-size 8 > texts.txt\n"
+        "  skipdecode generate me/my-model --speedup 3 --file prompts.txt --batch-size 8 > completions.txt\n"
         "  skipdecode generate me/my-model --speedup 4 --lossless --file prompts.txt\n"
-        "  skipdecode generate me/my-model --json < prompts.jsonl > texts.jsonl",
+        "  skipdecode generate me/my-model --json < prompts.jsonl > completions.jsonl",
     )
     _add_checkpoint(generate)
     _add_prompts(generate)
-    generate.add_argument("--speedup", type=float, default=1, metavar="X", help="target wall-clock speedup (default 1)")
-    _add_over(generate)
-    _add_strict(generate)
-    generate.add_argument(
-        "--schedule", metavar="FILE", help="decode with the schedule of this JSON file, in place of --speedup"
-    )
-    generate.add_argument(
+    _add_number(generate, "--speedup", 1, "target wall-clock speedup", float, "X")
+    _add_target(generate)
+    add = generate.add_argument
+    add("--schedule", metavar="FILE", help="decode with the schedule of this JSON file, in place of --speedup")
+    add(
         "--lossless",
         action="store_true",
         help="self-speculative decoding, with output identical to full depth: tokens are drafted at --speedup "
         "(default: at the best draft depth) and verified at full depth",
     )
-    generate.add_argument(
+    add(
         "--order",
         metavar="FILE",
         help="with --lossless: draft with the first layers of this order (see `skipdecode order`); the model needs no "
         "training for it",
     )
-    generate.add_argument(
-        "--batch-size", type=int, default=8, metavar="B", help="prompts that decode together (default 8)"
-    )
-    generate.add_argument("--stream", action="store_true", help="write text as it is generated, one prompt at a time")
-    generate.add_argument("--json", action="store_true", help="read and write JSON lines")
-    generate.add_argument(
-        "--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy decoding)"
-    )
-    generate.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens of total probability P"
-    )
-    generate.add_argument("--seed", type=int, metavar="N", help="random seed of sampling (default 0)")
-    generate.set_defaults(run=commands.generate)
+    _add_number(generate, "--batch-size", 8, "prompts that decode together", metavar="B")
+    add("--stream", action="store_true", help="write text as it is generated, one prompt at a time")
+    add("--json", action="store_true", help="read and write JSON lines")
+    add("--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy decoding)")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of total probability P")
+    add("--seed", type=int, metavar="N", help="random seed of sampling (default 0)")
 
     info = command("info", _INFO)
     _add_checkpoint(info)
-    info.add_argument(
-        "--speedup", type=float, nargs="+", metavar="X", help="target speedups (default: those of training)"
-    )
-    info.add_argument("--batch-size", type=int, default=1, metavar="B", help="batch size (default 1)")
-    info.add_argument("--prompt-length", type=int, default=64, metavar="N", help="tokens of each prompt (default 64)")
-    info.add_argument("--new-tokens", type=int, default=64, metavar="N", help="new tokens of each prompt (default 64)")
-    _add_over(info)
-    _add_strict(info)
-    info.set_defaults(run=commands.info)
+    add = info.add_argument
+    add("--speedup", type=float, nargs="+", metavar="X", help="target speedups (default: those of training)")
+    _add_number(info, "--batch-size", 1, "batch size", metavar="B")
+    _add_number(info, "--prompt-length", 64, "tokens of each prompt")
+    _add_number(info, "--new-tokens", 64, "new tokens of each prompt")
+    _add_target(info)
 
     compare = command(
         "compare",
@@ -219,15 +201,10 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     )
     _add_checkpoint(compare)
     _add_prompts(compare)
-    compare.add_argument(
-        "--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="target speedups (default 3)"
-    )
-    _add_over(compare)
-    _add_strict(compare)
-    compare.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="minimum number of timed rounds (default 5)"
-    )
-    compare.set_defaults(run=commands.compare)
+    add = compare.add_argument
+    add("--speedup", type=float, nargs="+", default=[3.0], metavar="X", help="target speedups (default 3)")
+    _add_target(compare)
+    _add_number(compare, "--repeats", 5, "minimum number of timed rounds")
 
     export = command(
         "export",
@@ -236,21 +213,17 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         "  skipdecode export outputs/prompt-max small --speedup 3\n"
         "  skipdecode export outputs/constant plain --speedup 3 --standalone",
     )
-    _add_checkpoint(
-        export, weights="solve the speedup for the profile of these weights; the weights are saved unchanged"
-    )
-    export.add_argument("output", metavar="FOLDER", help="folder to create")
-    export.add_argument("--speedup", type=float, required=True, metavar="X", help="target speedup")
-    _add_strict(export)
-    export.add_argument(
-        "--standalone", action="store_true", help="write a plain model with fewer layers, for any engine"
-    )
-    export.set_defaults(run=commands.export)
+    _add_checkpoint(export, "solve the speedup for the profile of these weights; the weights are saved unchanged")
+    add = export.add_argument
+    add("output", metavar="FOLDER", help="folder to create")
+    add("--speedup", type=float, required=True, metavar="X", help="target speedup")
+    _add_target(export, over=False)
+    add("--standalone", action="store_true", help="write a plain model with fewer layers, for any engine")
 
     serve = command("serve", _SERVE, "example: skipdecode serve outputs/quickstart --speedup 3 --port 8000")
     _add_checkpoint(serve, trusts=False)
+    serve.set_defaults(trust_remote_code=False)
     _add_serving(serve)
-    serve.set_defaults(run=commands.serve, trust_remote_code=False)
 
     order = command(
         "order",
@@ -260,97 +233,69 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
         "  skipdecode order me/my-model --file rows.jsonl --output order.json",
     )
     _add_checkpoint(order, weights=None)
-    order.add_argument("--output", required=True, metavar="FILE", help="JSON file to create")
-    order.add_argument("--task", metavar="NAME", help="use rows of this task's training split")
-    order.add_argument("--data-dir", metavar="DIR", help="folder with the task's files (default: download them)")
-    order.add_argument(
-        "--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task"
+    add = order.add_argument
+    add("--output", required=True, metavar="FILE", help="JSON file to create")
+    add("--task", metavar="NAME", help="use rows of this task's training split")
+    add("--data-dir", metavar="DIR", help="folder with the task's files (default: download them)")
+    add("--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task")
+    add(
+        "--max-prompt-tokens", type=int, metavar="N", help="truncate longer articles and posts (default: like the task)"
     )
-    order.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="truncate longer articles and posts (default: as the task does)",
-    )
-    order.add_argument("--file", metavar="FILE", help="use the rows of this file, in place of a task")
-    order.add_argument(
-        "--rows", type=int, default=64, metavar="N", help="number of rows to draw (default 64; fewer if they are long)"
-    )
-    order.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the draw (default 0)")
-    order.add_argument(
-        "--shortlist", type=int, default=5, metavar="N", help="candidate layers to try for each removal (default 5)"
-    )
-    order.set_defaults(run=commands.order)
+    add("--file", metavar="FILE", help="use the rows of this file, in place of a task")
+    _add_number(order, "--rows", 64, "number of rows to draw, fewer if they are long")
+    _add_number(order, "--seed", 0, "random seed of the draw")
+    _add_number(order, "--shortlist", 5, "candidate layers to try for each removal")
 
     calibrate = command("calibrate", _CALIBRATE, "example: skipdecode calibrate outputs/quickstart --batch-size 1 8 32")
     _add_checkpoint(calibrate)
+    add = calibrate.add_argument
     sizes: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
-    calibrate.add_argument("--batch-size", default=[1, 8, 32], help="batch sizes to time (default 1 8 32)", **sizes)
-    calibrate.add_argument(
+    add("--batch-size", default=[1, 8, 32], help="batch sizes to time (default 1 8 32)", **sizes)
+    add(
         "--prompt-length",
         help="prompt lengths to time (default: of training: half a prompt, a prompt, and a prompt with its completion)",
         **sizes,
     )
-    calibrate.add_argument(
+    add(
         "--output",
         metavar="FILE",
         help="write the profile to this file and not to the cache, for a training on another machine "
         "(schedule.profile=FILE)",
     )
-    calibrate.add_argument("--repeats", type=int, default=8, metavar="N", help="timed rounds (default 8)")
-    calibrate.set_defaults(run=commands.calibrate)
-    return {
-        "generate": generate,
-        "info": info,
-        "compare": compare,
-        "export": export,
-        "serve": serve,
-        "order": order,
-        "calibrate": calibrate,
-    }
+    _add_number(calibrate, "--repeats", 8, "timed rounds")
+    return parsers
+
+
+def _add_number(
+    parser: argparse.ArgumentParser, name: str, default: float, meaning: str, kind: type = int, metavar: str = "N"
+) -> None:
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning} (default {default})")
 
 
 def _add_checkpoint(
-    parser: argparse.ArgumentParser,
-    *,
-    weights: str | None = "form of the weights to compute with",
-    trusts: bool = True,
+    parser: argparse.ArgumentParser, weights: str | None = "form of the weights to compute with", *, trusts: bool = True
 ) -> None:
-    parser.add_argument("checkpoint", help="folder, or repository of the Hugging Face Hub")
-    parser.add_argument(
-        "--gguf-file",
-        metavar="FILE",
-        help="read model and tokenizer from this GGUF file of the checkpoint, dequantised",
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cuda if available)")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="data type (default: as stored; float32 from GGUF)",
-    )
+    add = parser.add_argument
+    add("checkpoint", help="folder, or repository of the Hugging Face Hub")
+    add("--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in the folder")
+    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    types = ["float32", "bfloat16", "float16"]
+    add("--dtype", choices=types, help="data type (default: as stored; float32 from GGUF)")
     if weights is not None:
-        parser.add_argument(
-            "--weights",
-            choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
-            help=weights,
-        )
+        forms = ["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
+        add("--weights", choices=forms, help=weights)
     if trusts:
-        parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the checkpoint")
+        add("--trust-remote-code", action="store_true", help="run Python code from the checkpoint")
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--speedup", type=float, default=1, metavar="X", help="default target speedup of requests (default 1)")
-    _add_over(parser)
-    _add_strict(parser)
+    _add_number(parser, "--speedup", 1, "default target speedup of requests", float, "X")
+    _add_target(parser)
     add("--name", help="name of the model in requests (default: last part of the checkpoint's name)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: only this machine)")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 for any free one (default 8000)")
-    add(
-        "--api-key",
-        metavar="KEY",
-        help="key that clients must send; safer in the environment variable SKIPDECODE_API_KEY",
-    )
+    _add_number(parser, "--port", 8000, "port to listen on; 0 for any free one")
+    add("--api-key", metavar="KEY", help="key that clients must send; safer in the environment as SKIPDECODE_API_KEY")
     add(
         "--allow-origin",
         action="append",
@@ -359,61 +304,25 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         help="allow web pages of this origin, such as https://example.org, to use the server (CORS); * allows all; may "
         "be repeated",
     )
-    add(
-        "--rows",
-        type=int,
-        default=32,
-        metavar="N",
-        help="maximum number of sequences that decode together (default 32)",
-    )
-    add(
-        "--queue",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum number that wait; further ones get status 429 (default 256)",
-    )
-    add(
-        "--cache-gb",
-        type=float,
-        metavar="GB",
-        help="memory for keys and values (default: up to a quarter of the free memory)",
-    )
-    add("--wave-rows", type=int, default=1, metavar="N", help="admit sequences once N wait (default 1)")
-    add(
-        "--wave-seconds",
-        type=float,
-        default=0.05,
-        metavar="S",
-        help="or once the first has waited this long (default 0.05)",
-    )
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="default number of new tokens of a request (default 64)",
-    )
-    add(
-        "--most-new-tokens",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="maximum number of new tokens of a request (default 1024)",
-    )
-    add("--timeout", type=float, default=300, metavar="S", help="time limit of a request (default 300)")
-    add("--drain", type=float, default=30, metavar="S", help="time to finish requests at shutdown (default 30)")
+    _add_number(parser, "--rows", 32, "maximum number of sequences that decode together")
+    _add_number(parser, "--queue", 256, "maximum number of sequences that wait; further ones get status 429")
+    add("--cache-gb", type=float, metavar="GB", help="memory for keys and values (default: up to 1/4 of free memory)")
+    _add_number(parser, "--wave-rows", 1, "admit waiting sequences once there are N")
+    _add_number(parser, "--wave-seconds", 0.05, "or once the first has waited this long", float, "S")
+    _add_number(parser, "--max-new-tokens", 64, "default number of new tokens of a request")
+    _add_number(parser, "--most-new-tokens", 1024, "maximum number of new tokens of a request")
+    _add_number(parser, "--timeout", 300, "time limit of a request", float, "S")
+    _add_number(parser, "--drain", 30, "time to finish requests at shutdown", float, "S")
 
 
-def _add_over(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--over",
-        choices=["decode", "all"],
-        help="time that a speedup refers to: decoding only, or all (prefill and decoding) (default: as in training)",
-    )
-
-
-def _add_strict(parser: argparse.ArgumentParser) -> None:
+def _add_target(parser: argparse.ArgumentParser, *, over: bool = True) -> None:
+    """Add the options that say what a target speedup refers to, and what happens if it can't be reached."""
+    if over:
+        parser.add_argument(
+            "--over",
+            choices=["decode", "all"],
+            help="time that a speedup refers to: decoding, or all (prefill and decoding) (default: as in training)",
+        )
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -424,10 +333,4 @@ def _add_strict(parser: argparse.ArgumentParser) -> None:
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts (default: the lines of standard input)")
     parser.add_argument("--file", metavar="FILE", help="read a prompt from each line; - is standard input")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="maximum number of new tokens of each prompt (default 64)",
-    )
+    _add_number(parser, "--max-new-tokens", 64, "maximum number of new tokens of each prompt")

@@ -91,9 +91,9 @@ class Engine:
         most_waiting: maximum number of requests that wait.
         cache_bytes: memory for keys and values; by default enough for `most_rows` sequences of maximum length at full
             depth, but at most a quarter of the free memory.
-        wave_rows: while sequences decode, others are admitted once this many wait. Sequences that were admitted
-            together run few layers together in their later steps; the weights of a layer are read for the deepest
-            sequence of a step.
+        wave_rows: while sequences decode, waiting ones are admitted once there are this many. Sequences that are
+            admitted together reach their later, cheaper steps together, whereas each step of a mixed batch reads the
+            weights of all layers that its deepest sequence runs.
         wave_seconds: or once the first of them has waited this long.
         wave_tokens: maximum number of prompt tokens that run between two steps, unless a single prompt is longer.
         weights: as in `skip_generate`.
