@@ -238,9 +238,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
     add("--task", metavar="NAME", help="use rows of this task's training split")
     add("--data-dir", metavar="DIR", help="folder with the task's files (default: download them)")
     add("--task-option", dest="task_options", nargs="+", default=[], metavar="KEY=VALUE", help="options of the task")
-    add(
-        "--max-prompt-tokens", type=int, metavar="N", help="truncate longer articles and posts (default: like the task)"
-    )
+    add("--max-prompt-tokens", type=int, metavar="N", help="truncate longer articles and posts (default: by task)")
     add("--file", metavar="FILE", help="use the rows of this file, in place of a task")
     _add_number(order, "--rows", 64, "number of rows to draw, fewer if they are long")
     _add_number(order, "--seed", 0, "random seed of the draw")
