@@ -112,15 +112,15 @@ def info(options: argparse.Namespace) -> int:
     """Show what a checkpoint was trained for, and what each speedup costs. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
-    from skipdecode.families import text_config
-    from skipdecode.generate.skip_generate import profile_for
+    from skipdecode.families import longest_sequence
+    from skipdecode.generate.fast_path import fast_path
     from skipdecode.schedule.cost import CostModel, count_parameters
     from skipdecode.schedule.machine_profile import describe_clock
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import price
 
     model = decoder.model
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and options.prompt_length > positions:
         raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
     config = SkipConfig.of(model.config)
@@ -160,7 +160,7 @@ def info(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     over = options.over or (config.over if config is not None else "decode")
-    clock = describe_clock(profile_for(model, options.weights))
+    clock = describe_clock(fast_path(model).profile(options.weights))
     print(
         f"\nbatch size {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new tokens; "
         f"targets refer to {'decoding' if over == 'decode' else 'prefill and decoding together'}; speedups over full "

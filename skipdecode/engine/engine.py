@@ -21,10 +21,9 @@ from skipdecode.engine.ragged_inputs import PositionTables, PrefixInputs, prefix
 from skipdecode.engine.scheduler import RunningSequence, Scheduler
 from skipdecode.engine.sequence import Answer, EngineSequence, GeneratedToken, TokenInput
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.model import lean_decoder
-from skipdecode.fastpath.support import why_not_lean
+from skipdecode.families import longest_sequence, unwrap
 from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.skip_generate import choose_draft, resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over, SkipSchedule
@@ -120,15 +119,16 @@ class Engine:
         if not 0 <= wave_seconds < math.inf:
             raise ConfigError(f"wave_seconds is {wave_seconds!r}: it must be a number of seconds, 0 or more")
         inner = unwrap(model)
-        reason = why_not_lean(inner)
+        fast = fast_path(inner)
+        reason = fast.why_not()
         if reason is not None:
             raise ConfigError(f"an engine can't decode with this model: {reason}")
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self.most_waiting = most_waiting
         self._prepare = Preparer(model, tokenizer)
-        self._decoder = lean_decoder(inner, weights)
+        self._decoder = fast.decoder(weights, looked=True)
         self._depth = len(self._decoder.blocks)
-        max_length = getattr(text_config(inner.config), "max_position_embeddings", None) or DEFAULT_POSITIONS
+        max_length = longest_sequence(inner.config) or DEFAULT_POSITIONS
         self._pool = KVPool.for_decoder(self._decoder, self.model.device, most_rows * max_length, cache_bytes)
         self._cache = PoolCache(self._pool, self._depth)
         self._tables = PositionTables(self._decoder, self.model.device)

@@ -12,7 +12,8 @@ import torch
 
 from skipdecode.errors import ConfigError
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.model import LeanDecoder, free_memory
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.generate.fast_path import free_memory
 from skipdecode.schedule.schedule import SkipSchedule
 
 MEMORY_SHARE = 0.25  # of the free memory, for keys and values, unless `cache_bytes` says otherwise

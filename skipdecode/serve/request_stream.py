@@ -14,7 +14,7 @@ from typing import Any
 from skipdecode.engine.engine import Engine, EngineClosed, EngineFull
 from skipdecode.engine.sequence import Answer, GeneratedToken
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.serve.detokenizer import Detokenizer
 from skipdecode.serve.metrics import Metrics
@@ -244,7 +244,7 @@ class RunningRequest:
                 last = self._engine.vocabulary - 1
                 raise ConfigError(f"logit_bias names token {token}: the model's token ids go from 0 to {last}")
         sampling = body.sampling
-        positions = getattr(text_config(self._engine.model.config), "max_position_embeddings", None)
+        positions = longest_sequence(self._engine.model.config)
         for prompt in prompts:
             if body.new_tokens is None and positions is not None:  # a chat may fill all positions of the model
                 new_tokens = max(1, min(settings.new_tokens, positions + 1 - len(prompt)))
