@@ -8,7 +8,7 @@ from uuid import uuid4
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path) -> Iterator[Path]:
     """Give the name of a file beside `path`, to be written; it takes the place of `path` when the context ends well.
 
     Raises OSError, naming `path`, where the disk is full.
@@ -32,7 +32,7 @@ def read_lines(path: Path) -> list[str]:
         return [line.removesuffix("\n") for line in file]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that it is there whole or not at all. Names of files that are no UTF-8 are escaped in it."""
-    with replaced(path) as partial:
+    with atomic_replacement(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")

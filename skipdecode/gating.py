@@ -31,10 +31,10 @@ from skipdecode.schedule.cost import depth_mismatch
 from skipdecode.schedule.schedule import SkipSchedule
 
 # columns at hand -> for each layer, how many of them it runs, counted from the first
-ColumnPlan = Callable[[int], tuple[int, ...]]
+PositionPlan = Callable[[int], tuple[int, ...]]
 
 
-def whole_columns(num_layers: int, layers: tuple[int, ...]) -> ColumnPlan:
+def all_positions(num_layers: int, layers: tuple[int, ...]) -> PositionPlan:
     """The plan in which `layers` run every column and the others none: prefill, and a step of decoding."""
     active = frozenset(layers)
     on = tuple(int(layer in active) for layer in range(num_layers))
@@ -53,14 +53,14 @@ class LayerGate:
         keep_in_graph: whether a layer without columns runs the first one for nothing, so that it gets a gradient: 0.
         stopped: for each layer, how many of the first columns stop below it: they give it keys and values, and pass by
             unchanged. None where there are none.
-        layer_columns: layer-columns run so far (a batch of any size counts as one), those for nothing left out.
-        layer_columns_skipped: layer-columns passed by so far.
+        layer_positions: layer-columns run so far (a batch of any size counts as one), those for nothing left out.
+        layer_positions_skipped: layer-columns passed by so far.
     """
 
     def __init__(
         self,
         layers: nn.ModuleList,
-        plan: ColumnPlan,
+        plan: PositionPlan,
         *,
         keep_in_graph: bool = False,
         stopped: Sequence[int] | None = None,
@@ -68,13 +68,13 @@ class LayerGate:
         self.plan = plan
         self.keep_in_graph = keep_in_graph
         self.stopped = stopped
-        self.layer_columns = 0
-        self.layer_columns_skipped = 0
+        self.layer_positions = 0
+        self.layer_positions_skipped = 0
         self.index_of: dict[nn.Module, int] = {layer: index for index, layer in enumerate(layers)}
         self._returns_tuple = False  # as layer 0, which always runs, last answered
 
     @contextmanager
-    def obeyed(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """While it lasts, the layers that this thread calls obey this gate."""
         token = _OBEYED.set((*_OBEYED.get(), self))
         try:
@@ -88,8 +88,8 @@ class LayerGate:
         hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop(names[0]), args)  # type: ignore[index]
         columns = hidden_states.shape[1]  # hidden_states: [batch, columns, hidden]
         cutoff = self.plan(columns)[self.index_of[layer]]
-        self.layer_columns += cutoff
-        self.layer_columns_skipped += columns - cutoff
+        self.layer_positions += cutoff
+        self.layer_positions_skipped += columns - cutoff
         stop = min(self.stopped[self.index_of[layer]], cutoff) if self.stopped is not None else 0
         if cutoff == columns and not stop:
             output = run(hidden_states, *args, **kwargs)
@@ -194,7 +194,7 @@ def check_schedule(schedule: SkipSchedule, layers: nn.ModuleList) -> None:
         raise ConfigError(depth_mismatch(schedule, len(layers)))
 
 
-def check_detached(layers: Iterable[nn.Module]) -> None:
+def check_not_attached(layers: Iterable[nn.Module]) -> None:
     """Raise ConfigError where this thread has attached a schedule to one of the layers."""
     if (obeyed := _OBEYED.get()) and any(layer in gate.index_of for gate in obeyed for layer in layers):
         raise ConfigError("a schedule is attached to this model already: leave the first skip_layers before the next")
@@ -204,7 +204,7 @@ def check_detached(layers: Iterable[nn.Module]) -> None:
 def gated_layers(
     model: nn.Module,
     schedule: SkipSchedule,
-    plan: ColumnPlan,
+    plan: PositionPlan,
     *,
     prompt_columns: int,
     keep_in_graph: bool = False,
@@ -213,13 +213,13 @@ def gated_layers(
 
     Of `prompt_columns` those that stop below a layer are the schedule's.
 
-    Yields the gate; passes within its `obeyed()` go through it.
+    Yields the gate; passes within its `active()` go through it.
     """
     layers = decoder_layers(model)
     check_schedule(schedule, layers)
-    stopped = schedule.stopped_columns(prompt_columns) if schedule.stopped_layers else None
+    stopped = schedule.stopped_positions(prompt_columns) if schedule.stopped_layers else None
     gate = LayerGate(layers, plan, keep_in_graph=keep_in_graph, stopped=stopped)
-    check_detached(layers)
+    check_not_attached(layers)
     with _ATTACHING:
         for layer in gate.index_of:
             if not _ATTACHED.get(layer):
@@ -270,8 +270,8 @@ def skip_layers(
 
     @functools.lru_cache(maxsize=8)
     def plan(columns: int) -> tuple[int, ...]:
-        return schedule.column_cutoffs(prompt_columns, columns)
+        return schedule.position_cutoffs(prompt_columns, columns)
 
     how: Any = {"prompt_columns": prompt_columns, "keep_in_graph": keep_in_graph}
-    with gated_layers(model, schedule, plan, **how) as gate, gate.obeyed():
+    with gated_layers(model, schedule, plan, **how) as gate, gate.active():
         yield gate

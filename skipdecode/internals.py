@@ -22,7 +22,7 @@ Decoding = TypeVar("Decoding", bound=Callable[..., Any])
 # ---- transformers: generate
 
 
-def is_given_cache(cache: Any) -> bool:
+def is_callers_cache(cache: Any) -> bool:
     """True where a cache came from the caller of `generate`, who will look at it, and not from `generate`.
 
     Both reach a `custom_generate` under the same name, alike but for this mark.
@@ -39,13 +39,13 @@ def padding_token(generation_config: Any) -> torch.Tensor:
     return token
 
 
-def allowed_tokens(processor: Any) -> Callable[[int, torch.Tensor], Any]:
+def prefix_allowed_tokens(processor: Any) -> Callable[[int, torch.Tensor], Any]:
     """The `prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`, of a row's number and its text."""
     found: Callable[[int, torch.Tensor], Any] = processor._prefix_allowed_tokens_fn
     return found
 
 
-def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+def has_unfinished_sequences(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
     """True while this process, or under `synced_gpus` any of those that share the model, has a row to finish.
 
     The public decoding loops of transformers call it too; the collective operation must be theirs.
@@ -53,7 +53,7 @@ def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device)
     return bool(model._has_unfinished_sequences(finished, synced_gpus, device=device))
 
 
-def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def arguments_of_next_step(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the public `prepare_inputs_for_generation` after a forward pass gave `outputs`."""
     following: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments, is_encoder_decoder=False)
     return following
@@ -62,7 +62,7 @@ def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[
 STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # a model may replace them
 
 
-def dropped_by_generate(name: str) -> Any:
+def argument_of_generate(name: str) -> Any:
     """An argument that `generate` was called with, by its name: `streamer` or `assistant_model`.
 
     `generate` hands them to its own decoding loops but drops them on the way to a callable, a streamer after having
@@ -99,7 +99,7 @@ class _SignatureWithTokenizer(inspect.Signature):
         return super().parameters
 
 
-def given_a_tokenizer(function: Decoding) -> Decoding:
+def receives_tokenizer(function: Decoding) -> Decoding:
     """A `custom_generate` that names `tokenizer` in its signature, and is given it."""
     signature = _SignatureWithTokenizer(list(inspect.signature(function).parameters.values()))
     function.__signature__ = signature  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def is_cached(name: str, file: str, **where: Any) -> bool:
     return cached_file(name, file, **quietly, **where) is not None
 
 
-def forget_gguf_title(config: Any) -> None:
+def drop_gguf_title(config: Any) -> None:
     """Take out of a config the title that a GGUF file has.
 
     transformers keeps it under a name that says it is a path, and would save it.
@@ -169,7 +169,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return list(map(attrgetter("_version"), tensors))
 
 
-def hooks_on_all() -> bool:
+def has_global_hooks() -> bool:
     """True where hooks are registered for every module there is. torch has a way to add them, and none to ask."""
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
@@ -201,17 +201,17 @@ def pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
     return packed
 
 
-def linear_of_packed() -> Any:
+def packed_linear_operator() -> Any:
     """The operator (inputs, packed weight, bias, "none", [], "") -> outputs."""
     return torch.ops.mkldnn._linear_pointwise
 
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out, in] of int8 in the layout that `linear_of_int8` reads."""
+    """`weight` [out, in] of int8 in the layout that `int8_linear_operator` reads."""
     packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(weight, [1, weight.shape[1]])
     return packed
 
 
-def linear_of_int8() -> Any:
+def int8_linear_operator() -> Any:
     """The operator on inputs of uint8 and weights of int8, with the scale and zero point of each."""
     return torch.ops.onednn.qlinear_pointwise

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
 PATH = Path("custom_generate", "generate.py")  # in a checkpoint
 _PACKAGE = __name__.partition(".")[0]
@@ -32,7 +32,7 @@ def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     """Write `custom_generate/generate.py` into a checkpoint's folder, whole or not at all. Returns its path."""
     path = Path(folder) / PATH
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, custom_generate_source())
+    write_atomically(path, custom_generate_source())
     return path
 
 

@@ -106,7 +106,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.families import text_config
     from skipdecode.generate.skip_generate import profile_for
     from skipdecode.schedule.cost import CostModel, count_parameters
-    from skipdecode.schedule.machine_profile import describe_clock
+    from skipdecode.schedule.machine_profile import describe_cost_model
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import price
 
@@ -150,7 +150,7 @@ def info(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     over = options.over or (remembered.over if remembered is not None else "decode")
-    clock = describe_clock(profile_for(model, options.weights))
+    clock = describe_cost_model(profile_for(model, options.weights))
     print(
         f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
         f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "

@@ -27,7 +27,7 @@ from skipdecode.errors import ConfigError, first_line
 from skipdecode.generate.runners import why_not_lean_steps
 from skipdecode.generate.skip_generate import check_request, check_unhealed
 from skipdecode.generate.stopping import Endings, limited_config
-from skipdecode.internals import given_a_tokenizer
+from skipdecode.internals import receives_tokenizer
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -138,7 +138,7 @@ class Preparer:
         return found
 
 
-@given_a_tokenizer
+@receives_tokenizer
 def _prepared(
     model: Any,
     input_ids: torch.Tensor,

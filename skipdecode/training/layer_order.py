@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from skipdecode.errors import ConfigError, check_counts, first_line
 from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.files import write_whole
-from skipdecode.gating import LayerGate, gated_layers, whole_columns
+from skipdecode.files import write_atomically
+from skipdecode.gating import LayerGate, all_positions, gated_layers
 from skipdecode.schedule.schedule import SkipSchedule, check_order
 from skipdecode.training.batch_layout import IGNORED, lay_out
 
@@ -82,7 +82,7 @@ class LayerOrder:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file, whole or not at all."""
-        write_whole(Path(path), self.to_json())
+        write_atomically(Path(path), self.to_json())
 
 
 def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
@@ -162,9 +162,9 @@ def find_order(
     training = inner.training
     inner.eval()
     try:
-        plan = whole_columns(depth, tuple(range(depth)))
+        plan = all_positions(depth, tuple(range(depth)))
         full_depth = SkipSchedule.full_depth(depth)
-        with torch.inference_mode(), gated_layers(model, full_depth, plan, prompt_columns=1) as gate, gate.obeyed():
+        with torch.inference_mode(), gated_layers(model, full_depth, plan, prompt_columns=1) as gate, gate.active():
             measured = _Measured(inner, gate, depth, _batches(rows))
             removed, divergence = _remove(measured, depth, shortlist, advance)
     finally:
@@ -216,7 +216,7 @@ class _Measured:
 
     def _logits(self, batch: dict[str, Any], layers: tuple[int, ...]) -> torch.Tensor:
         """Of the predicted tokens of a batch, when `layers` alone run, [predicted, vocabulary], in float32."""
-        self._gate.plan = whole_columns(self._depth, layers)
+        self._gate.plan = all_positions(self._depth, layers)
         labels = batch["labels"][:, batch["prompt_columns"] :]
         columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
         logits = self._model(**columns, use_cache=False, logits_to_keep=labels.shape[1] + 1).logits

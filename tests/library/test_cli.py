@@ -22,7 +22,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.cli.process import quick_imports, run_command
 from skipdecode.fastpath.model import usual_weights
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, profiles_folder, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting, profiles_folder
 from skipdecode.timing.compare import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
@@ -98,8 +98,10 @@ def test_json_lines_say_tokens_and_layers(checkpoint: Path, capsys: Any, monkeyp
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 3
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 3)
+        .schedule
     )  # type: ignore[union-attr]
     for line in found:
         steps = line["tokens"] - 1
@@ -187,8 +189,10 @@ def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
     assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
     assert "on the task departures" in out
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 2.5
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 2.5)
+        .schedule
     )  # type: ignore[union-attr]
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
     assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
@@ -197,7 +201,7 @@ def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
     decoding, whole = (float(speed.rstrip("x")) for speed in fast[8:10])
     assert decoding >= 2.5
     assert 1 < whole < decoding, "the prompt runs every layer"
-    assert "targets are of decoding; speeds by bytes and operations" in out[-1]
+    assert "targets are of decoding; speeds by the analytical cost model" in out[-1]
     assert main(["info", str(checkpoint), "--speedup", "2.5", "--new-tokens", "16", "--over", "all"]) == 0
     assert "targets are of prompt and decoding together" in said(capsys)[0][-1]
 
@@ -222,7 +226,7 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
         out, _ = said(capsys)
         (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
         assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
-        assert "speeds by this machine's clock, measured " in out[-1]
+        assert "speeds by the calibrated profile of " in out[-1]
     finally:
         path.unlink()
 
@@ -236,7 +240,7 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
     model, _ = skipdecode.load(trained)
     sizes, times = skipdecode.CostModel.of(model), {1: 1.0, 6: 3.0}
     batch = TimedBatch(1, 64, 72, times, times, dict.fromkeys(times, 0.0))
-    path = Profile(setting_of(model, sizes, usual_weights(model)), 6, (batch,), "2026-01-02").save()
+    path = Profile(profile_setting(model, sizes, usual_weights(model)), 6, (batch,), "2026-01-02").save()
     try:
         assert main(["info", trained]) == 0
         out, _ = said(capsys)
@@ -247,7 +251,7 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
         assert "the fastest schedule that the checkpoint was trained for runs in its place" in out[-1]
         assert main(["info", trained, "--speedup", "4", "--strict"]) == 2
         last = said(capsys)[1].splitlines()[-1]
-        assert "speedup is 4: this checkpoint reaches 3.00 at most by this machine's clock, measured 2026-01-02" in last
+        assert "speedup is 4: this checkpoint reaches at most 3.00 by the calibrated profile of 2026-01-02" in last
     finally:
         path.unlink()
 
@@ -418,7 +422,7 @@ def refused(capsys: Any, message: str) -> None:
             "--prompt-length is 109: the model has positions for 108",
         ),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
-        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
+        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' isn't a checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
         (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
         (["compare", "CHECKPOINT", "a", "--speedup", "2", "nan"], "--speedup is nan"),

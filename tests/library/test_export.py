@@ -52,7 +52,7 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"prompts run all 12 layers .*: train with schedule\.prompt=max"):
         pruned_schedule(SkipSchedule(12, 6, 2))
     spread = SkipSchedule(12, 7, 3, placement="even", prompt="max")
-    with pytest.raises(ConfigError, match=r"placement is 'even', whose .* are no set of the same placement"):
+    with pytest.raises(ConfigError, match=r"placement is 'even', whose .* differ from those that it chooses"):
         pruned_schedule(spread)
     constant = SkipSchedule(12, 4, 4, placement="even", prompt="max")
     assert pruned_schedule(constant)[0] == constant.layers_for(4)
@@ -112,7 +112,7 @@ def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fail
     own.write_text("not the export's")
     words = ["export", str(checkpoint), str(tmp_path / "small"), "--speedup", "2"]
     with monkeypatch.context() as patched:
-        patched.setattr("skipdecode.checkpoint.export.seal", lambda folder: (folder / "no" / "such").touch())
+        patched.setattr("skipdecode.checkpoint.export.write_checksums", lambda folder: (folder / "no" / "such").touch())
         assert main(words) != 0
     assert list(tmp_path.iterdir()) == [own.parent]
     assert main(words) == 0
@@ -239,7 +239,7 @@ def test_adapters_apart_are_refused(tmp_path: Path) -> None:
     model = fresh("opt")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     tokenizer: Any = NoTokenizer()
-    with pytest.raises(ConfigError, match=r"adapters lie apart .*: merge them \(lora\.merge=true\)"):
+    with pytest.raises(ConfigError, match=r"adapters aren.t merged .*: merge them \(lora\.merge=true\)"):
         export(model, tokenizer, CONSTANT, 2.0, tmp_path / "plain", standalone=True)
     assert not (tmp_path / "plain").exists()
 

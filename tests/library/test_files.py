@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.files import replaced, write_whole
+from skipdecode.files import atomic_replacement, write_atomically
 
 
 def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> 
     def write(text: str) -> None:
         try:
             for _ in range(40):
-                write_whole(file, text)
+                write_atomically(file, text)
                 if file.read_text() not in texts:
                     raise AssertionError("damaged")
         except BaseException as error:
@@ -33,10 +33,10 @@ def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    write_whole(file, "before")
+    write_atomically(file, "before")
 
     def break_off(error: BaseException) -> None:
-        with replaced(file) as partial:
+        with atomic_replacement(file) as partial:
             partial.write_text("half")
             raise error
 

@@ -92,7 +92,7 @@ def test_one_of_the_hub_is_read_from_the_cache_without_a_config(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("absent.gguf", "'absent.gguf': there is no such file in 'FOLDER', which holds clip.gguf, cut.gguf, tiny.gguf"),
+        ("absent.gguf", "'absent.gguf': there is no such file in 'FOLDER', which has clip.gguf, cut.gguf, tiny.gguf"),
         ("", "gguf_file is ''"),
         ("notes.txt", "'notes.txt' of 'FOLDER' isn't GGUF: it starts with b'some', not b'GGUF'"),
         ("clip.gguf", "FOLDER/clip.gguf' can't be loaded as a causal language model: GGUF model with architecture"),
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_read_is_one_line(folder: Path, tmp_path: Path, na
 
 
 def test_what_is_no_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'/nowhere/at/all' is not a folder: name the one that holds the file"):
+    with pytest.raises(ConfigError, match="'/nowhere/at/all' is not a folder: give the folder of the file"):
         load_model("/nowhere/at/all", gguf_file=NAME)
 
 

@@ -63,7 +63,7 @@ def test_a_forward_that_somebody_else_replaced_still_runs_on_the_prefix() -> Non
         with skip_layers(model, SCHEDULE, prompt_columns=6), torch.no_grad():
             model(ids, attention_mask=mask)
             assert layer(torch.randn(2, 6, 32)).shape == (2, 6, 32)  # the prompt alone
-        assert calls == [SCHEDULE.column_cutoffs(6, 14)[2], 6]
+        assert calls == [SCHEDULE.position_cutoffs(6, 14)[2], 6]
         assert layer.forward is theirs
     finally:
         del layer.forward
@@ -83,7 +83,7 @@ def test_gradient_checkpointing_changes_no_gradient(schedule: SkipSchedule, atte
         with skip_layers(model, schedule, prompt_columns=6) as gate:
             loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
         loss.backward()  # layers are run again here, outside of the context
-        assert gate.layer_columns == sum(schedule.column_cutoffs(6, 14))
+        assert gate.layer_positions == sum(schedule.position_cutoffs(6, 14))
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     for with_it, without in zip(gradients(True), gradients(False), strict=True):
@@ -111,10 +111,10 @@ def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_c
         with skip_layers(model, schedule, prompt_columns=6, keep_in_graph=keep_in_graph) as gate:
             loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
         loss.backward()
-        return gate.layer_columns, {name: p.grad for name, p in model.named_parameters()}
+        return gate.layer_positions, {name: p.grad for name, p in model.named_parameters()}
 
     (kept_columns, kept), (columns, plain) = gradients(True), gradients(False)
-    assert kept_columns == columns == sum(schedule.column_cutoffs(6, 14))
+    assert kept_columns == columns == sum(schedule.position_cutoffs(6, 14))
     bypassed = {name for name, gradient in plain.items() if gradient is None}
     assert {name for name in plain if re.search(r"layers\.[123]\.|h\.[123]\.", name)} == bypassed
     for name, gradient in kept.items():
@@ -183,7 +183,7 @@ def test_dropout_and_cutoffs_leave_the_untouched_columns_alone() -> None:
         ({"schedule": SkipSchedule(24, 8, 4)}, "the schedule is for 24 layers, the model has 6"),
         ({"schedule": "3x"}, "schedule is a str"),
         ({"prompt_columns": 0}, "prompt_columns is 0"),
-        ({"prompt_columns": 15}, "must lie between 1 and the 14 columns"),
+        ({"prompt_columns": 15}, "must lie between 1 and the number of positions .14."),
         ({"model": torch.nn.Linear(2, 2)}, "Linear is not a transformers model"),
     ],
 )

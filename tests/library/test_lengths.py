@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
-from skipdecode.schedule.lengths import MOST_BINS, Lengths, LengthsByPrompt
+from skipdecode.schedule.lengths import MAX_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
 
@@ -80,8 +80,8 @@ def test_groups_are_of_about_as_many_prompts_each() -> None:
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=300))
 def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]) -> None:
     lengths = Lengths.of(texts)
-    width = -(-max(texts) // MOST_BINS)
-    assert len(lengths.counts) <= MOST_BINS
+    width = -(-max(texts) // MAX_BINS)
+    assert len(lengths.counts) <= MAX_BINS
     assert lengths.mean == pytest.approx(sum(texts) / len(texts), abs=0.5 if width > 1 else 1e-9)
     assert max(texts) - width < lengths.longest <= max(texts)
     assert Lengths.read(json.loads(json.dumps(lengths.to_list()))) == lengths
@@ -98,7 +98,7 @@ def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]
         ("abc", "lengths are|tokens is"),
         (7, "lengths are '7'"),
         ([[3, 1], [2, 1]], "ascending"),
-        ([[3, 0]], "texts is 0"),
+        ([[3, 0]], "sequences is 0"),
         ([[10**9, 1]], "at most 1000000"),
     ],
 )

@@ -19,7 +19,7 @@ from skipdecode.checkpoint.offline import _answers, without_network
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An address at which a connection is taken and nothing is ever said."""
-    monkeypatch.setattr("skipdecode.checkpoint.offline._PATIENCE", 0.5)
+    monkeypatch.setattr("skipdecode.checkpoint.offline._TIMEOUT", 0.5)
     monkeypatch.setattr("skipdecode.checkpoint.offline.is_offline_mode", lambda: False)
     _answers.cache_clear()  # a port may come back, of another test's server that answered
     with socket.create_server(("127.0.0.1", 0)) as server:

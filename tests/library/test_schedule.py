@@ -72,18 +72,18 @@ def test_cutoffs_and_mean_equal_counting(schedule: SkipSchedule, n: int) -> None
 @given(schedules(), st.integers(1, 50), st.integers(0, 80))
 def test_columns_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: int, generated: int) -> None:
     columns = prompt + generated
-    cutoffs = schedule.column_cutoffs(prompt, columns)
+    cutoffs = schedule.position_cutoffs(prompt, columns)
     for layer in range(schedule.num_layers):
         runs = [layer in schedule.prompt_layers] * prompt + [layer in schedule.layers_at(i) for i in range(generated)]
         assert runs == [True] * cutoffs[layer] + [False] * (columns - cutoffs[layer])
-    assert schedule.column_share(prompt, columns) == pytest.approx(sum(cutoffs) / (columns * schedule.num_layers))
+    assert schedule.computed_share(prompt, columns) == pytest.approx(sum(cutoffs) / (columns * schedule.num_layers))
 
 
 @given(schedules(), st.integers(1, 50))
 def test_columns_that_stop_are_all_but_the_prompts_last_one(schedule: SkipSchedule, prompt: int) -> None:
     ran = schedule.prompt_layers[: schedule.prompt_stop]
     assert schedule.prompt_depth == len(ran)
-    for layer, stopped in enumerate(schedule.stopped_columns(prompt)):
+    for layer, stopped in enumerate(schedule.stopped_positions(prompt)):
         assert stopped == (prompt - 1 if layer in schedule.prompt_layers and layer not in ran else 0)
 
 
@@ -169,14 +169,14 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"prompt": 99}, "prompt is 99: it must lie between max_layers"),
         ({"prompt": True}, "prompt is True: it must be 'full', 'max', or a number"),
         ({"prompt": 9.0}, "prompt is 9.0: it must be 'full', 'max', or a number"),
-        ({"decay_rate": 2.0}, "decay 'linear' takes none"),
+        ({"decay_rate": 2.0}, "decay 'linear' takes no rate"),
         ({"decay": "power", "decay_rate": 0}, "decay_rate is 0"),
         ({"decay": "power", "decay_rate": float("nan")}, "decay_rate is nan"),
         ({"decay": "step", "decay_rate": 2.5}, "whole number of plateaus"),
         ({"decay": "power", "decay_rate": 10**400}, "at most 1000000"),
         ({"horizon": 10**9}, "horizon is 1000000000: it must be at most 1000000"),
         ({"num_layers": 10**9}, "num_layers is 1000000000: it must be at most 1000"),
-        ({"placement": "order"}, "placement is 'order': it needs order"),
+        ({"placement": "order"}, "placement is 'order': it needs the field order"),
         ({"order": range(12)}, "order is given with placement 'top'"),
         ({"placement": "order", "order": range(11)}, "order has 11 layers: it must have each of the model's 12 once"),
         ({"placement": "order", "order": [0, *range(11)]}, "order lacks layer 11"),
@@ -206,8 +206,8 @@ def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object]
         ("{", "not a schedule"),
         ("[" * 100_000, "nested too deeply"),
         ('{"horizon": ' + "9" * 5_000 + "}", "not a schedule"),
-        ('{"decay": "power", "decay_rate": NaN}', "NaN is no number of JSON"),
-        ('{"num_layers": 4, "max_layers": 4, "min_layers": 1, "max_layers": 2}', "'max_layers' stands twice"),
+        ('{"decay": "power", "decay_rate": NaN}', "NaN is not a JSON number"),
+        ('{"num_layers": 4, "max_layers": 4, "min_layers": 1, "max_layers": 2}', "'max_layers' occurs twice"),
     ],
 )
 def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:

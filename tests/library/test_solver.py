@@ -24,7 +24,7 @@ from skipdecode import (
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.lengths import LengthsByPrompt
-from skipdecode.schedule.solver import LONGEST_STRETCH, MOST_DECODING, TOLERANCE
+from skipdecode.schedule.solver import MAX_DECODE_RATIO, MAX_HORIZON_RATIO, TOLERANCE
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -139,8 +139,8 @@ def test_a_budget_falls_as_slowly_as_the_target_of_whole_texts_allows(
     except ConfigError:
         assume(False)
     assert cost.speedup(schedule) >= speedup
-    assert horizon <= schedule.horizon <= LONGEST_STRETCH * horizon
-    if schedule.max_layers > schedule.min_layers and schedule.horizon < LONGEST_STRETCH * horizon:
+    assert horizon <= schedule.horizon <= MAX_HORIZON_RATIO * horizon
+    if schedule.max_layers > schedule.min_layers and schedule.horizon < MAX_HORIZON_RATIO * horizon:
         assert cost.speedup(replace(schedule, horizon=schedule.horizon + 1)) < speedup
 
 
@@ -177,7 +177,7 @@ def test_a_target_of_whole_texts_is_met_and_not_by_more_than_layers_allow(
         assert cost.speedup(SkipSchedule(24, *more, prompt=wider), over=over) < speedup * (1 + TOLERANCE)
     # Prompts keep what they may while decoding isn't too fast for it.
     if over == "all" and schedule.prompt_budget > schedule.max_layers:
-        assert schedule.prompt_budget == most or cost.speedup(schedule) <= MOST_DECODING * speedup
+        assert schedule.prompt_budget == most or cost.speedup(schedule) <= MAX_DECODE_RATIO * speedup
         wider = solve_schedule(OPT_1_3B, speedup, **{**settings, "prompt": schedule.prompt_budget}, **conditions)
         assert wider.prompt_budget == schedule.prompt_budget
 
@@ -248,7 +248,7 @@ def test_full_depth_has_no_stop_and_a_stop_lies_between_warmup_and_depth() -> No
 
 
 def test_a_cost_that_knows_no_prompts_has_no_whole() -> None:
-    with pytest.raises(ConfigError, match="over is 'all': this cost doesn't know what prompts take"):
+    with pytest.raises(ConfigError, match="over is 'all': this cost doesn't include the time of the prefill"):
         solve_schedule(MeasuredCost(24, {1: 2.0, 24: 25.0}), 2, over="all")
     with pytest.raises(ConfigError, match="unknown over 'whole'"):
         solve_schedule(OPT_1_3B, 2, over="whole")  # type: ignore[arg-type]
@@ -260,24 +260,24 @@ def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> 
     trained = solve_schedule(OPT_1_3B, 3, **solver)
     both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
     config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver).to_dict())
-    assert config.schedule_for(OPT_1_3B, 3) == trained
-    assert config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 8]) == trained
-    alone = config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1])
+    assert config.plan_for(OPT_1_3B, 3).schedule == trained
+    assert config.plan_for(OPT_1_3B, 3, prompts=[[70] * 8]).schedule == trained
+    alone = config.plan_for(OPT_1_3B, 3, prompts=[[70] * 1]).schedule
     assert alone == solve_schedule(OPT_1_3B, 3, **{**solver, "batch_size": 1})
-    behind = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8])
+    behind = config.plan_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]).schedule
     assert behind == solve_schedule(OPT_1_3B, 3, over="all", **solver, prompt_length=1024)
-    whole = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[40] * 8])
+    whole = config.plan_for(OPT_1_3B, 3, over="all", prompts=[[40] * 8]).schedule
     assert whole == solve_schedule(OPT_1_3B, 3, **solver, over="all")
     assert len({trained, alone, behind}) == 3, "the conditions matter here"
     # One of before doesn't know how long its texts are: it decodes as it was trained.
     before = SkipConfig(schedules=both, solver={"horizon": 40, "batch_size": 8})
-    assert before.schedule_for(OPT_1_3B, 3, prompts=[[1100] * 1]) == trained
+    assert before.plan_for(OPT_1_3B, 3, prompts=[[1100] * 1]).schedule == trained
     # What learnt one schedule alone, beside full depth, knows no other; a speed of another kind is still solved.
     full = SkipSchedule.full_depth(24)
     for schedules in ({3.0: trained}, {1.0: full, 3.0: trained}):
         single = SkipConfig(schedules=schedules, solver=solver)
-        assert single.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1]) == trained
-        assert single.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]) == behind
+        assert single.plan_for(OPT_1_3B, 3, prompts=[[70] * 1]).schedule == trained
+        assert single.plan_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]).schedule == behind
 
 
 def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prompts_at_hand() -> None:
@@ -286,19 +286,19 @@ def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prom
     trained = solve_schedule(OPT_1_3B, 3, **solver)
     both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
     config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver, texts=texts).to_dict())
-    assert config.schedule_for(OPT_1_3B, 3) == trained
+    assert config.plan_for(OPT_1_3B, 3).schedule == trained
     found = {}
     for batches in ([[20]], [[60]], [[20, 60]], [[60, 20]], [[20, 20]], [[20], [60]]):
         steps = texts.expected_steps(batches)
         cost = OPT_1_3B.at(prompt_length=40, batch_size=len(batches[0]), expected_steps=steps)
-        found[str(batches)] = config.schedule_for(OPT_1_3B, 3, prompts=batches)
+        found[str(batches)] = config.plan_for(OPT_1_3B, 3, prompts=batches).schedule
         assert found[str(batches)] == solve_schedule(cost, 3, horizon=40)
     assert found["[[20, 60]]"] == found["[[60, 20]]"]
     assert found["[[20]]"].mean_budget(20) < found["[[60]]"].mean_budget(20), "short texts have to skip sooner"
     # Prompts whose texts are one token long have no decode step: the training's lengths stand in for theirs.
     at_once = SkipConfig(solver=solver, texts=LengthsByPrompt.of([(20, 1), (60, 9)], groups=2))
-    assert at_once.schedule_for(OPT_1_3B, 3, prompts=[[20]]) == trained
-    with pytest.raises(ConfigError, match="groups of prompts are of"):
+    assert at_once.plan_for(OPT_1_3B, 3, prompts=[[20]]).schedule == trained
+    with pytest.raises(ConfigError, match="prompt groups have lengths of"):
         SkipConfig.from_dict({**config.to_dict(), "texts": [[9, [[3, 1]]], [4, [[3, 1]]]]})
 
 
@@ -328,8 +328,8 @@ def test_a_damaged_distribution_of_lengths_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": None}, "task is 'None': expected names and values"),
-        ({"solver": []}, "solver is '.*': expected names and values"),
+        ({"task": None}, "task is 'None': expected a mapping of names to values"),
+        ({"solver": []}, "solver is '.*': expected a mapping of names to values"),
         ({"solver": {"horizont": 3}}, "unknown solver setting 'horizont': did you mean 'horizon'"),
         ({"solver": {"engine": None}}, "unknown solver setting 'engine'"),
         ({"solver": {"machine": "abacus"}}, "unknown machine 'abacus'"),
@@ -442,12 +442,12 @@ def test_a_checkpoints_solver_section_means_what_it_meant_when_it_was_written(
     """The layers expected were solved by the version before costs were bound to their conditions."""
     config = SkipConfig.from_dict(SkipConfig(solver=solver).to_dict())
     for speedup, (most, least) in zip((1.5, 2.4, 4), expected, strict=True):
-        schedule = config.schedule_for(cost, speedup)
+        schedule = config.plan_for(cost, speedup).schedule
         assert (schedule.max_layers, schedule.min_layers) == (most, least)
         assert (
             schedule
             == solve_schedule(cost, speedup, **solver)
-            == config.schedule_for(cost.at(**config.conditions), speedup)
+            == config.plan_for(cost.at(**config.conditions), speedup).schedule
         )
         kept = ("horizon", "warmup_layers", "decay", "decay_rate", "placement")
         assert all(getattr(schedule, name) == solver[name] for name in kept if name in solver)
@@ -457,16 +457,16 @@ def test_a_measured_cost_stands_in_for_the_conditions_of_a_checkpoint() -> None:
     cost = MeasuredCost(24, {1: 2.0, 24: 25.0})
     settings = {"horizon": 20, "spread": 0.1}
     config = SkipConfig(solver={**settings, "prompt_length": 300, "batch_size": 8})
-    assert config.schedule_for(cost, 3) == solve_schedule(cost, 3, **settings)
+    assert config.plan_for(cost, 3).schedule == solve_schedule(cost, 3, **settings)
 
 
 @pytest.mark.parametrize(
     ("cost", "change", "message"),
     [
-        (OPT_1_3B.at(batch_size=8), {"batch_size": 8}, "batch_size is 8 beside a PredictedCost, which has its own"),
-        (OPT_1_3B.at(), {"machine": Machine()}, "machine is Machine.* beside a PredictedCost"),
-        (MeasuredCost(2, {1: 1.0, 2: 2.0}), {"prompt_length": 9}, "prompt_length is 9 beside a MeasuredCost"),
-        (OPT_1_3B, {"dtype": torch.float32}, "dtype is torch.float32 beside a CostModel"),
+        (OPT_1_3B.at(batch_size=8), {"batch_size": 8}, "batch_size is 8, but the given PredictedCost has its own"),
+        (OPT_1_3B.at(), {"machine": Machine()}, "machine is Machine.*, but the given PredictedCost"),
+        (MeasuredCost(2, {1: 1.0, 2: 2.0}), {"prompt_length": 9}, "prompt_length is 9, but the given MeasuredCost"),
+        (OPT_1_3B, {"dtype": torch.float32}, "dtype is torch.float32, but the given CostModel"),
     ],
 )
 def test_a_condition_beside_a_cost_that_has_its_own_is_refused(

@@ -21,14 +21,14 @@ from skipdecode.cli.options import main
 from skipdecode.fastpath.model import usual_weights
 from skipdecode.generate import remote_entry as hub
 from skipdecode.generate.skip_generate import resolve_plan
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from skipdecode.schedule.plan import PLANNED_HEADER, rounded_down
 from skipdecode.schedule.solver import OutOfReachError
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile
 
 DEPTH = 6
-CLOCK = "this machine's clock, measured 2026-01-02"
+PROFILE = "the calibrated profile of 2026-01-02"
 TRAINED = {
     1.0: SkipSchedule.full_depth(DEPTH, horizon=8),
     2.0: SkipSchedule(DEPTH, 4, 2, horizon=8),
@@ -44,7 +44,7 @@ def profile_of(model: Any, reach: float = REACH) -> Profile:
     """A clock on which a step of one layer is so many times as fast as one of all, and nothing else takes time."""
     times, nothing = {1: 1.0, DEPTH: reach}, {1: 0.0, DEPTH: 0.0}
     batch = TimedBatch(1, 64, 72, times, {1: 1e-9, DEPTH: 1e-9}, nothing)
-    return Profile(setting_of(model, CostModel.of(model), usual_weights(model)), DEPTH, (batch,), "2026-01-02")
+    return Profile(profile_setting(model, CostModel.of(model), usual_weights(model)), DEPTH, (batch,), "2026-01-02")
 
 
 def planned(reach: float = REACH) -> float:
@@ -115,16 +115,16 @@ def test_what_a_target_is_decoded_with_follows_from_the_solver_or_is_the_fastest
     plan = config.plan_for(cost, target, **how)
     found, most = None, 0.0
     try:
-        found = config.schedule_for(cost, target, **how)
+        found = config.plan_for(cost, target, **how).schedule
     except OutOfReachError as error:
-        most = error.most
+        most = error.limit
     if found is None:
         assert not plan.reached
         assert plan.schedule in schedules.values(), "which it was trained for"
         speeds = [cost.speedup(each) for each in schedules.values()]
         assert plan.speedup == cost.speedup(plan.schedule) == max(speeds) < target
         assert plan.limit == max(most, rounded_down(max(speeds))) <= target
-        with pytest.raises(ConfigError, match=f"speedup is {target:g}: this checkpoint reaches .* at most by "):
+        with pytest.raises(ConfigError, match=f"speedup is {target:g}: this checkpoint reaches at most .* by "):
             config.plan_for(cost, target, strict=True, **how)
         return
     assert plan.schedule == found
@@ -157,12 +157,14 @@ def test_generate_decodes_what_cannot_be_reached_at_the_fastest_trained_schedule
     longer = {**inputs, **tokenizer(PROMPT * 2, return_tensors="pt")}
     model.generate(**longer, custom_generate=skip_generate, speedup=3)
     assert warned == [
-        "speedup 3 can't be reached: the fastest schedule that this checkpoint was trained for decodes in its place, "
-        f"at {planned():.2f}x by {CLOCK}"
+        "speedup 3 can't be reached: the fastest schedule that this checkpoint was trained for is used instead, "
+        f"{planned():.2f}x by {PROFILE}"
     ]
     model.generate(**inputs, custom_generate=skip_generate, speedup=40)
     assert len(warned) == 2, "and not that it lies outside of what was trained for"
-    with pytest.raises(ConfigError, match=rf"speedup is 3: this checkpoint reaches 1\.93 at most by {CLOCK}; ask for"):
+    with pytest.raises(
+        ConfigError, match=rf"speedup is 3: this checkpoint reaches at most 1\.93 by {PROFILE}; choose a lower"
+    ):
         model.generate(**inputs, custom_generate=skip_generate, speedup=3, strict=True)
     model.generate(**inputs, custom_generate=skip_generate, speedup=1.5, strict=True)
     with pytest.raises(ConfigError, match="strict is 'yes': it must be True or False"):
@@ -178,7 +180,7 @@ def test_lossless_texts_are_drafted_at_the_fastest_trained_schedule_where_the_ta
     found = model.generate(**inputs, custom_generate=skip_generate, speedup=3, lossless=True)
     assert torch.equal(found, model.generate(**inputs))
     assert len(warned) == 1
-    with pytest.raises(ConfigError, match=r"reaches 1\.93 at most"):
+    with pytest.raises(ConfigError, match=r"reaches at most 1\.93"):
         model.generate(**inputs, custom_generate=skip_generate, speedup=3, lossless=True, strict=True)
 
 
@@ -199,7 +201,7 @@ def test_the_code_that_a_checkpoint_carries_does_the_same_at_its_own_speed_too(
     for how in ({}, {"speedup": 3}, {"speedup": 3}):  # its own is 3x
         assert torch.equal(decoded(**how), expected)
     assert len(warned) == 1
-    with pytest.raises(ValueError, match=r"reaches 1\.93 at most.*\(at the checkpoint's own speed, 3x"):
+    with pytest.raises(ValueError, match=r"reaches at most 1\.93.*\(at the checkpoint's own speed, 3x"):
         decoded(strict=True)
     model.generation_config.default_speedup = None
     assert torch.equal(decoded(strict=True), model.generate(**inputs))
@@ -217,7 +219,7 @@ def test_an_engine_says_what_it_planned(trained: Path, slow_machine: Profile) ->
         assert (plans[0].target, plans[0].shortfall) == (3.0, planned())
         expected = model.generate(**inputs_of(tokenizer), custom_generate=skip_generate, schedule=FASTEST)
         assert [each.token for each in answers[0]] == expected[0, len(prompt) :].tolist()
-        with pytest.raises(ConfigError, match=r"reaches 1\.93 at most"):
+        with pytest.raises(ConfigError, match=r"reaches at most 1\.93"):
             engine.submit(prompt, speedup=3, strict=True, max_new_tokens=8)
         lossless = engine.submit(prompt, speedup=3, lossless=True, max_new_tokens=8)
         assert lossless.plan is None
@@ -272,7 +274,7 @@ def test_a_strict_command_refuses_a_later_batch_before_it_writes_an_earlier_ones
         TimedBatch(1, columns, columns, {1: 1.0, DEPTH: reach}, {1: 1.0, DEPTH: 1.0}, nothing)
         for columns, reach in zip(ends, (5.0, 1.2), strict=True)
     )
-    found = Profile(setting_of(model, CostModel.of(model), usual_weights(model)), DEPTH, batches, "2026-01-02")
+    found = Profile(profile_setting(model, CostModel.of(model), usual_weights(model)), DEPTH, batches, "2026-01-02")
     path = found.save()
     try:
         words = [text.replace("\n", "\\n") for text in (short, long)]
@@ -297,7 +299,7 @@ def test_an_export_for_a_target_that_cannot_be_reached_is_of_the_fastest_trained
     path = profile_of(skipdecode.load(str(folder))[0]).save()
     try:
         assert main(["export", str(folder), str(tmp_path / "strict"), "--speedup", "3", "--strict"]) == 2
-        assert "reaches 1.93 at most" in capsys.readouterr().err
+        assert "reaches at most 1.93" in capsys.readouterr().err
         assert not (tmp_path / "strict").exists()
         assert main(["export", str(folder), str(tmp_path / "small"), "--speedup", "3"]) == 0
         assert "2 of 6 layers, " in (out := capsys.readouterr().out)
@@ -368,14 +370,14 @@ def test_a_strict_server_refuses_requests_and_does_not_start_at_a_target_that_ca
         refused = client.post("/v1/completions", json={**asked, "speedup": 3})
         assert refused.status_code == 400
         message = refused.json()["error"]["message"]
-        assert message.startswith(f"speedup is 3: this checkpoint reaches 1.93 at most by {CLOCK}")
+        assert message.startswith(f"speedup is 3: this checkpoint reaches at most 1.93 by {PROFILE}")
         assert client.post("/v1/completions", json={**asked, "speedup": 1.5}).status_code == 200
     assert main(["serve", str(trained), "--speedup", "3", "--strict", "--port", "0"]) == 2
     assert "error: speedup is 3" in capsys.readouterr().err
     monkeypatch.setattr(run._Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     assert main(["serve", str(trained), "--speedup", "3", "--port", "0"]) == 0
-    assert f"at 3x (planned {planned():.2f}x by {CLOCK}: 2 to 1 of 6 layers a token" in capsys.readouterr().err
+    assert f"at 3x (planned {planned():.2f}x by {PROFILE}: 2 to 1 of 6 layers a token" in capsys.readouterr().err
 
 
 def rounds_of(factors: list[float], monkeypatch: pytest.MonkeyPatch) -> calibrate.Calibration:

@@ -55,7 +55,7 @@ def test_no_command_runs_it_unasked_whatever_standard_input_says(
     for command in opening_commands(name, tmp_path):
         assert command() == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {name!r} brings Python code that must run to load it")
+        assert error.startswith(f"error: {name!r} contains Python code that must run to load it")
         assert "say --trust-remote-code" in error
         assert error.count("\n") == 1
     start = ["model.shape=null", f"model.name_or_path={name}"]
@@ -86,7 +86,7 @@ def test_a_tokenizer_with_code_is_refused_as_a_model_is(checkpoint: Path, marker
     file = checkpoint / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"tokenizer_class": "MineTokenizer"}
     file.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": ["mine.MineTokenizer", None]}}))
-    with pytest.raises(ConfigError, match="brings Python code that must run"):
+    with pytest.raises(ConfigError, match="contains Python code that must run"):
         load_tokenizer(str(checkpoint))
     assert not marker.exists()
 

@@ -23,7 +23,7 @@ import skipdecode
 from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
-from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.publish.leaks import find_path, find_secret
 from train.publish.parcel import Parcel, pack
@@ -33,7 +33,7 @@ from train.recipe import load_recipe
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
-    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py", SEAL),
+    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py", CHECKSUMS_FILE),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 }
 # Those that name the folder of the run, which is outside of the working directory.
@@ -324,7 +324,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     (run / "eval" / "report.md").write_text(Report.load(run / "eval" / "report.json").to_markdown())
     config = json.loads((run / "config.json").read_text()) | {"_name_or_path": str(home / "base")}
     (run / "config.json").write_text(json.dumps(config))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
     monkeypatch.chdir(home)
     contents = pack(run, NAME).contents
     for name, content in contents.items():
@@ -403,7 +403,7 @@ def without_schedules(run: Path) -> None:
     values = json.loads((run / "config.json").read_text())
     del values["skipdecode"]
     (run / "config.json").write_text(json.dumps(values))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def link(run: Path, name: str) -> None:
@@ -414,7 +414,7 @@ def link(run: Path, name: str) -> None:
 def put_metadata(run: Path, metadata: dict[str, str]) -> None:
     file = run / "model.safetensors"
     save_file(load_file(file), file, {"format": "pt", **metadata})
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def add(run: Path, name: str, text: str) -> None:
