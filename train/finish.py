@@ -69,7 +69,7 @@ def finish(
     with stopped_if_unwritten("the finished checkpoint", folder):
         config = SkipConfig.load(partial)
         assert config is not None  # the trainer saves it
-        replace(config, texts=texts).save(partial)
+        replace(config, lengths_by_prompt=texts).save(partial)
         write_checksums(partial)
         for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
             if file.is_dir():

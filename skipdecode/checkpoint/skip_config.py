@@ -52,14 +52,14 @@ class SkipConfig:
         solver: the keyword arguments of `solve_schedule` that gave these schedules; used for other speedups too.
         task: name and options of the task that the checkpoint was trained on; plain values.
         base_model: name on the Hub of the model that training started from; None for a folder or random weights.
-        texts: lengths of the sequences that the checkpoint generates; None where they weren't measured.
+        lengths_by_prompt: lengths of the sequences that the checkpoint generates; None where they weren't measured.
     """
 
     schedules: Mapping[float, SkipSchedule] = field(default_factory=dict)
     solver: Mapping[str, Any] = field(default_factory=dict)
     task: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
-    texts: LengthsByPrompt | None = None
+    lengths_by_prompt: LengthsByPrompt | None = None
 
     @property
     def exported(self) -> float | None:
@@ -179,7 +179,7 @@ class SkipConfig:
             measured: whether there is a calibrated profile.
         """
         conditions = self.conditions
-        if prompts is None or not ("lengths" in conditions or self.texts is not None or measured):
+        if prompts is None or not ("lengths" in conditions or self.lengths_by_prompt is not None or measured):
             return conditions
         rows = max(map(len, prompts))
         if rows != conditions.get("batch_size", 1):
@@ -190,7 +190,7 @@ class SkipConfig:
         if measured:  # the prefill leaves out the padding of shorter prompts
             tokens = statistics.mean(length for batch in prompts for length in batch)
             conditions["prompt_tokens"] = _rounded_length(tokens, _MEASURED_PARTS)
-        steps = () if self.texts is None else self.texts.expected_steps(prompts)
+        steps = () if self.lengths_by_prompt is None else self.lengths_by_prompt.expected_steps(prompts)
         if steps:  # there are none where all sequences have a single token, which no schedule makes faster
             conditions["expected_steps"] = steps
         return conditions
@@ -231,7 +231,7 @@ class SkipConfig:
             "solver": dict(self.solver),
             "task": dict(self.task),
             "base_model": self.base_model,
-            **({} if self.texts is None else {"texts": self.texts.to_list()}),
+            **({} if self.lengths_by_prompt is None else {"texts": self.lengths_by_prompt.to_list()}),
         }
 
     @classmethod
@@ -265,8 +265,8 @@ class SkipConfig:
                     Lengths.read(solver[name])
             if solver.get("machine", "gpu") not in MACHINES:
                 raise unknown("machine", str(solver["machine"]), MACHINES)
-            texts = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
-            return cls(schedules, solver, task, values.get("base_model"), texts)
+            lengths_by_prompt = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
+            return cls(schedules, solver, task, values.get("base_model"), lengths_by_prompt)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -45,8 +45,8 @@ def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
     kept = sorted(path.name for path in cut.glob("checkpoint-*"))
     assert kept == ["checkpoint-6", "checkpoint-9"]
     for name in kept:
-        sealed = json.loads((cut / name / CHECKSUMS_FILE).read_text())
-        assert set(sealed) == {path.name for path in (cut / name).iterdir()} - {CHECKSUMS_FILE}
+        listed = json.loads((cut / name / CHECKSUMS_FILE).read_text())
+        assert set(listed) == {path.name for path in (cut / name).iterdir()} - {CHECKSUMS_FILE}
     assert chosen(cut) == ("checkpoint-9", "")
 
 

@@ -335,7 +335,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     for name, content in contents.items():
         (sent / name).parent.mkdir(parents=True, exist_ok=True)
         (sent / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    skipdecode.load(str(sent))  # its seal is of what was sent
+    skipdecode.load(str(sent))  # its checksums are of what was sent
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).output.dir == "outputs/run"
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).data.path == "e2e"
     assert Report.load(sent / "eval" / "report.json").checkpoint == "outputs/run"

@@ -156,8 +156,8 @@ def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
     entries = {entry.path for entry in artifact.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
     assert {"custom_generate/generate.py", "README.md"} <= entries
-    sealed = [pattern.replace("*", "a") for pattern in CHECKED_PATTERNS]
-    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), "else it looks damaged"
+    checked = [pattern.replace("*", "a") for pattern in CHECKED_PATTERNS]
+    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in checked), "else it looks damaged"
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 

@@ -94,9 +94,11 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
     assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
     assert config.plan_for(cost, 2.5).schedule.horizon >= config.solver["horizon"] == config.schedules[1.0].horizon
-    assert config.texts is not None
-    assert sum(n for _, texts in config.texts.groups for _, n in texts.counts) == len(rows), "fewer than schedule.texts"
-    assert config.texts.groups[-1][0] == max(map(len, rows["prompt_ids"]))
+    assert config.lengths_by_prompt is not None
+    assert sum(n for _, texts in config.lengths_by_prompt.groups for _, n in texts.counts) == len(rows), (
+        "fewer than schedule.texts"
+    )
+    assert config.lengths_by_prompt.groups[-1][0] == max(map(len, rows["prompt_ids"]))
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 
 
