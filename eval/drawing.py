@@ -17,7 +17,7 @@ from skipdecode.files import atomic_replacement
 from skipdecode.schedule.schedule import Over, SkipSchedule
 
 # Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well. Black is SVG's default, which
-# matplotlib leaves out: a black that is named can be atomic_replacement by a page's style sheet.
+# matplotlib leaves out: a black that is named can be replaced by a page's style sheet.
 SERIES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P")]
 SERIES += [("#010101", "X"), ("#999999", "*")]
 INK, MUTED, RULE, EMPTY = "#222222", "#767676", "#dddddd", "#efefef"

@@ -1,6 +1,7 @@
 """Atomic writing of files, and reading of text files line by line."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,30 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder_replacement(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`; when the context ends without an error, it replaces `path` with all contents.
+
+    Raises OSError, which names `path`, for example where the disk is full.
+    """
+    path = path.resolve()  # replace the target of a link, not the link
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # unique to this writer
+    old = partial.with_suffix(".old")
+    try:
+        partial.mkdir()
+        yield partial
+        if path.exists():
+            os.replace(path, old)
+        os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        for folder in (partial, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -26,7 +26,7 @@ ID_FILE = "wandb_id"  # a run that is resumed stays one run there
 SCHEDULES_FILE = "schedules.png"
 SAMPLES = 8  # prompts whose predictions are shown
 _ARTIFACT = (
-    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/generate.py", "README.md"),
+    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/*.py", "README.md"),
     *("recipe.yaml", "eval/report.*", "eval/frontier.png"),
 )
 

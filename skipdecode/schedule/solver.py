@@ -21,7 +21,7 @@ from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, Pr
 TOLERANCE = 0.03
 # For an end-to-end target, the prompt keeps its layers until decoding alone would have to be this many times as fast as
 # the target; beyond it, the prompt runs fewer layers. Tokens that run one or two layers may cost more quality than a
-# prompt of fewer layers does (docs/benchmarks.md, prompts of fewer layers).
+# prompt of fewer layers does (docs/research/benchmarks.md, prompts of fewer layers).
 MAX_DECODE_RATIO = 1.5
 # Where sequence lengths are known, the horizon may grow up to this multiple of the given one, to use the time that is
 # left because the number of layers is an integer.

@@ -16,7 +16,7 @@ from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, checked_files, checksums_text
 from skipdecode.checkpoint.loading import load
-from skipdecode.checkpoint.remote_code import PATH as CUSTOM_GENERATE
+from skipdecode.checkpoint.remote_code import FOLDER as CUSTOM_GENERATE
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.errors import first_line
 from train.publish.leaks import find_path, find_secret, without_paths
@@ -26,7 +26,7 @@ from train.recipe import Recipe, load_recipe
 # the tracker's files or checkpoints within the run; not predictions, which may quote a data set that isn't ours.
 SENT = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
-    *("model.safetensors.index.json", "custom_generate/generate.py", CARD, "recipe.yaml", "schedules.png"),
+    *("model.safetensors.index.json", "custom_generate/*.py", CARD, "recipe.yaml", "schedules.png"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja"),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
@@ -109,7 +109,7 @@ def _content(folder: Path, name: str) -> bytes | Path:
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise ConfigError(f"{path} is a link to {path.resolve()}: put the file itself there to send it")
-    if name == CUSTOM_GENERATE.as_posix():
+    if name.startswith(f"{CUSTOM_GENERATE}/"):
         return path.read_bytes()  # this package's own, just written
     if path.suffix == ".safetensors":
         with path.open("rb") as stream:  # names and metadata, behind their length in 8 bytes
