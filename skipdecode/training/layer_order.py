@@ -1,11 +1,11 @@
-"""The order of a model's layers, the most important first, measured on rows of a task: `find_order`.
+"""Measure the order of a model's layers, the most important first, on rows of a task: `find_order`.
 
-Law 1 asks for nested sets of layers, so any order gives a schedule: a budget of k runs the first k of the order
-(`SkipSchedule`, placement "order"). On a pretrained model which layers run matters more than how many.
+Any order gives a valid schedule: a budget of k runs the first k layers (`SkipSchedule`, placement "order"). In a
+pretrained model, the choice of layers matters more than their number.
 
-The order comes from greedy removal: starting with all layers, the one whose removal moves the model's predictions
-least is taken out, again and again. The distance is the Kullback-Leibler divergence from full depth's next-token
-distribution. It is compared with Block Influence (ShortGPT, arXiv 2403.03853), which takes a single pass.
+The order comes from greedy removal: starting with all layers, the layer whose removal changes the model's predictions
+least is removed, repeatedly. The change is measured as the Kullback-Leibler divergence from the complete model's
+next-token distribution. For comparison, Block Influence (ShortGPT, arXiv 2403.03853) is computed too, in a single pass.
 """
 
 import json
@@ -39,16 +39,17 @@ ORDER_ROWS, MEASURED_TOKENS = 64, 4096
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """An order of layers and how it was found.
+    """An order of layers and how it was measured.
 
     Attributes:
-        order: every layer's index once, the most important one first; layer 0 is the first, the last layer the second.
-        divergence: number of layers -> divergence of that many first layers of the order from full depth, in nats per
-            predicted token, without any training.
-        influence: Block Influence of each layer, by its index: 1 - the mean cosine similarity of the hidden states
-            before and after it.
-        rows, tokens: training rows, and predicted tokens, that it was measured on.
-        seconds: that it took.
+        order: every layer's index once, the most important first; layer 0 is first and the last layer second.
+        divergence: number of layers -> divergence, in nats per predicted token, of the untrained model that runs this
+            many first layers of the order from the complete model.
+        influence: Block Influence of each layer by its index: 1 minus the mean cosine similarity of the hidden states
+            before and after the layer.
+        rows: number of rows that the order was measured on.
+        tokens: number of predicted tokens in these rows.
+        seconds: duration of the measurement.
     """
 
     order: tuple[int, ...]
@@ -60,7 +61,7 @@ class LayerOrder:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LayerOrder":
-        """What `save` wrote. Raises ConfigError that names the file where it can't be read or is damaged."""
+        """Read a file that `save` wrote. Raises ConfigError, which names the file, where it can't be read."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             divergence = {int(layers): float(value) for layers, value in values["divergence"].items()}
@@ -71,27 +72,30 @@ class LayerOrder:
 
     @property
     def by_influence(self) -> tuple[int, ...]:
-        """The layers by falling Block Influence, behind the same first two."""
+        """The layers sorted by decreasing Block Influence, after the same first two."""
         return (*self.order[:2], *sorted(self.order[2:], key=lambda layer: -self.influence[layer]))
 
     def to_json(self) -> str:
-        """JSON text that `read_order` reads back."""
+        """The JSON text that `read_order` reads."""
         values = asdict(self)
         values["divergence"] = {str(layers): value for layers, value in self.divergence.items()}
         return json.dumps(values) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file, whole or not at all."""
+        """Write the JSON file atomically."""
         write_atomically(Path(path), self.to_json())
 
 
 def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Rows to measure an order on, drawn without replacement: prompts and completions as token ids.
+    """Draw rows to measure an order on, without replacement.
 
     Args:
         rows: a sequence of mappings with `prompt_ids` and `completion_ids`, such as a `datasets.Dataset`.
-        count: how many; fewer where there are fewer, or where they would have more than `MEASURED_TOKENS` in all.
-        seed: of the draw.
+        count: number of rows; fewer are drawn where there are fewer, or they exceed `MEASURED_TOKENS` in all.
+        seed: seed of the draw.
+
+    Returns:
+        The prompt and the completion of each row, as token ids.
     """
     numbers = random.Random(seed).sample(range(len(rows)), min(count, len(rows)))
     chosen: list[tuple[list[int], list[int]]] = []
@@ -106,9 +110,9 @@ def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], li
 
 
 def read_order(path: str | os.PathLike[str], num_layers: int) -> tuple[int, ...]:
-    """The order in a JSON file: one that `LayerOrder.save` wrote, or a list of layer indices.
+    """Read an order from a JSON file that `LayerOrder.save` wrote, or that contains a list of layer indices.
 
-    Raises ConfigError that names the file where it can't be read or isn't an order of `num_layers` layers.
+    Raises ConfigError, which names the file, where it can't be read or isn't an order of `num_layers` layers.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -131,14 +135,15 @@ def find_order(
     shortlist: int | None = SHORTLIST,
     advance: Callable[[int, int, float], None] = lambda removed, total, divergence: None,
 ) -> LayerOrder:
-    """The order of a model's layers by greedy removal; layer 0 and the last layer are never removed.
+    """Find the order of a model's layers by greedy removal; layer 0 and the last layer are never removed.
 
     Args:
-        model: a causal language model of transformers; its weights stay as they are.
-        rows: prompt and completion of each, as token ids. The model predicts the completion's tokens.
-        shortlist: how many layers each removal tries, those that cost least when they were last tried; None: all, which
-            takes about four times as long.
-        advance: called after each removal with the layers removed so far, how many there will be, and the divergence.
+        model: a causal language model of transformers; its weights aren't changed.
+        rows: the prompt and the completion of each row, as token ids. The model predicts the completion's tokens.
+        shortlist: number of layers that each removal tries, those whose removal changed the predictions least when last
+            tried; None: all layers, which takes about four times as long.
+        advance: called after each removal with the number of layers removed so far, the number to be removed, and the
+            divergence.
 
     Raises:
         ConfigError: for no rows, an empty prompt or completion, rows longer than the model has positions, a shortlist
