@@ -85,12 +85,8 @@ def verify_checksums(folder: Path, *, allow_missing: bool = False) -> None:
     Each file is read once per process, and again when it has changed. This takes a second or two per gigabyte from
     disk; loading then finds the file in memory.
 
-    Args:
-        folder: a checkpoint's folder.
-        allow_missing: as in `find_damage`.
-
     Raises:
-        ConfigError: for a file that has changed, is missing or was added.
+        ConfigError: for a file that has changed, was added, or is missing (unless `allow_missing`).
     """
     if not (folder / CHECKSUMS_FILE).exists():
         return

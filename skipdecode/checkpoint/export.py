@@ -82,8 +82,7 @@ def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedu
 
     Raises:
         ConfigError: where prompts run all layers, so that none can be removed; where the placement depends on the
-        number
-            of layers, so that no schedule of the smaller model runs the same ones.
+            number of layers, so that no schedule of the smaller model runs the same ones.
     """
     kept = schedule.prompt_layers  # generated tokens run subsets of these
     if len(kept) == schedule.num_layers and schedule.max_layers < schedule.num_layers:

@@ -50,8 +50,7 @@ def load(
         dtype: data type of the weights; default: as they are stored, and float32 for GGUF.
         gguf_file: a GGUF file in that folder or repository, from which model and tokenizer are read instead of from the
             other files (needs `pip install 'skipdecode[gguf]'`). Its weights are dequantised.
-        trust_remote_code: whether Python code in the checkpoint may run; a checkpoint that needs it is refused
-            otherwise.
+        trust_remote_code: whether Python code in the checkpoint may run; if not, a checkpoint that needs it is refused.
         kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, such as `device_map` or `revision`.
 
     Returns:
@@ -74,22 +73,14 @@ def load_model(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the Hub; for a folder of adapters, with its base model.
+    """Load a causal language model, for a folder of adapters with its base model; arguments as in `load`.
 
     The files are compared with the folder's checksum file, where it has one (`skipdecode.checkpoint.checksums`). The
     weights must be safetensors, complete, with the config's names and shapes, and finite; this last check takes about
     as long as a decode step at full depth.
 
-    Args:
-        name: as in `load`.
-        dtype: as in `load`.
-        gguf_file: as in `load`.
-        trust_remote_code: as in `load`.
-        kwargs: as in `load`.
-
     Raises:
-        ConfigError: where there is no such checkpoint, where a check fails, or where it contains code that isn't
-            trusted.
+        ConfigError: where there is no such checkpoint, a check fails, or it contains code that isn't trusted.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"the checkpoint's name is {name!r}: give a folder, or a repository of the Hub")
@@ -302,16 +293,9 @@ def _check_weights(name: str, model: PreTrainedModel, info: Mapping[str, Any], a
 def load_tokenizer(
     name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that pads on the left, as decoding in batches needs.
+    """Load a tokenizer that pads on the left, as decoding in batches needs; arguments as in `load`.
 
-    A folder with only OPT's `vocab.json` and `merges.txt`, which don't say which tokenizer they belong to, is read as
-    OPT's.
-
-    Args:
-        name: as in `load`.
-        gguf_file: as in `load`.
-        trust_remote_code: as in `load`.
-        kwargs: arguments of `AutoTokenizer.from_pretrained`.
+    A folder with only OPT's `vocab.json` and `merges.txt`, which don't name their tokenizer, is read as OPT's.
 
     Raises:
         ConfigError: where there is no tokenizer, or it is damaged or contains code that isn't trusted.

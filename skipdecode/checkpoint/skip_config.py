@@ -98,8 +98,7 @@ class SkipConfig:
             cost: the cost of the model; a CostModel is evaluated under this checkpoint's conditions.
             speedup: the target of wall-clock time, at least 1.
             over: what the target measures; None: the same as in training.
-            prompts: the batches to decode: for each batch, the length of each prompt in tokens. None: those of
-                training.
+            prompts: for each batch to decode, the length of each prompt in tokens; None: the batches of training.
             profile: a calibrated profile, for which every schedule except full depth is solved anew.
             strict: whether to refuse a target that can't be reached.
 
@@ -169,14 +168,10 @@ class SkipConfig:
         return profile.at(batch_size=rows, prompt_length=positions, prompt_tokens=tokens, expected_steps=steps)
 
     def conditions_at_hand(self, prompts: Sequence[Sequence[int]] | None, *, measured: bool = False) -> dict[str, Any]:
-        """`conditions`, with those of the given batches in their place.
+        """`conditions`, updated to the batches `prompts` (as in `plan_for`).
 
-        Without sequence lengths and profile, the conditions of training apply. Without a profile, prompt lengths near
-        those of training count as equal to them.
-
-        Args:
-            prompts: the batches, as in `plan_for`.
-            measured: whether there is a calibrated profile.
+        Without a profile (`measured`) and sequence lengths, the conditions of training apply. Without a profile, prompt
+        lengths near those of training count as equal to them.
         """
         conditions = self.conditions
         if prompts is None or not ("lengths" in conditions or self.lengths_by_prompt is not None or measured):
@@ -207,11 +202,8 @@ class SkipConfig:
         return self.solver.get("horizon")
 
     def timed_lengths(self, prompt_length: int | None = None) -> list[int]:
-        """The prompt lengths at which a profile should be measured: half the usual length, the usual length, and the
-        length of the KV cache at the end of a usual sequence.
-
-        Args:
-            prompt_length: the usual length; None: that of training.
+        """The prompt lengths to measure a profile at: half of `prompt_length` (None: that of training), all of it, and
+        the length of the KV cache when a usual sequence ends.
         """
         usual = self.prompt_length if prompt_length is None else prompt_length
         return sorted({max(1, usual // 2), usual, usual + (self.horizon or 0)})
@@ -236,15 +228,7 @@ class SkipConfig:
 
     @classmethod
     def from_dict(cls, values: Any, where: str = CONFIG_KEY) -> "SkipConfig":
-        """Read what `to_dict` gave.
-
-        Args:
-            values: plain values.
-            where: the file or key that they come from, for messages.
-
-        Raises:
-            ConfigError: for invalid values.
-        """
+        """Read what `to_dict` gave. Raises ConfigError, which names the file or key `where`, for invalid values."""
         try:
             if values["format"] not in range(_OLDEST_FORMAT, _FORMAT + 1):
                 allowed = f"this version reads {_OLDEST_FORMAT} to {_FORMAT}"

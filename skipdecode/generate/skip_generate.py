@@ -209,18 +209,8 @@ def resolve_plan(
 ) -> SpeedPlan:
     """The schedule that `skip_generate` decodes a batch with, or drafts with if `lossless`, and its predicted speedup.
 
-    Args:
-        model: as in `skip_generate`.
-        schedule: as in `skip_generate`.
-        speedup: as in `skip_generate`.
-        over: as in `skip_generate`.
-        weights: as in `skip_generate`.
-        prompts: length of each prompt of the batch in tokens; None: the conditions of training.
-        lossless: as in `skip_generate`.
-        strict: as in `skip_generate`.
-
-    Raises:
-        ConfigError: as `skip_generate`.
+    `prompts` are the lengths of the batch's prompts in tokens (None: the conditions of training); the other arguments,
+    and the errors, are those of `skip_generate`.
     """
     if strict not in (True, False):
         raise ConfigError(f"strict is {strict!r}: it must be True or False")

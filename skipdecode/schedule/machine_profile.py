@@ -196,11 +196,7 @@ def profile_setting(
 ) -> dict[str, Any]:
     """Everything that a model's timings depend on, as plain values: its sizes and type, weights, processor, threads.
 
-    Args:
-        model: the model.
-        sizes: its sizes.
-        weights: how `skip_generate` stores the weights.
-        device: the device that the model decodes on; None: the one that it is on.
+    `device` is the device that the model decodes on; None: the one that it is on.
     """
     inner = unwrap(model)
     device = inner.device if device is None else device

@@ -52,19 +52,8 @@ _PROGRESS: dict[str, Callable[[float, float], float]] = {
 def check_order(order: Iterable[int], num_layers: int, warmup_layers: int = 1) -> tuple[int, ...]:
     """Check an order of layers, the most important layer first, and return it as plain integers.
 
-    The lowest `warmup_layers` layers must come first because transformers takes lengths and masks from the cache of
-    layer 0, which must therefore always run.
-
-    Args:
-        order: layer indices.
-        num_layers: number of layers of the model.
-        warmup_layers: number of lowest layers that the order must start with.
-
-    Returns:
-        The order as a tuple of int.
-
-    Raises:
-        ConfigError: unless it contains every index from 0 to `num_layers` - 1 once, the warm-up layers first.
+    Raises ConfigError unless it contains every index from 0 to `num_layers` - 1 once, the `warmup_layers` lowest ones
+    first: transformers takes lengths and masks from the cache of layer 0, which must therefore always run.
 
     >>> check_order([0, 3, 1, 2], 4)
     (0, 3, 1, 2)
@@ -118,8 +107,7 @@ class SkipSchedule:
             plateaus of "step" (default 4). The other decays take none.
         prompt_stop: None: the prompt's tokens run all of the prompt's layers. A number n: they run the lowest n of
             these layers, and the layers above compute their keys and values from that hidden state (SwiftKV, arXiv
-            2410.03960, section 3.1). The prompt's last token, which predicts the first new token, still runs all of
-            them.
+            2410.03960, section 3.1). The prompt's last token, which predicts the first new one, still runs them all.
         order: for placement "order" only: every layer's index once, the most important first. It starts with the
             warm-up layers, 0 to warmup_layers - 1.
 
@@ -359,16 +347,9 @@ class SkipSchedule:
         return tuple(counts)
 
     def position_cutoffs(self, prompt_columns: int, positions: int) -> tuple[int, ...]:
-        """For each layer, the number of positions of a batch that run it; they are always the first ones.
+        """For each layer, the number of a batch's positions that run it; they are always the first ones.
 
-        Position `prompt_columns + i` holds generated token i.
-
-        Args:
-            prompt_columns: number of positions, from the left, that belong to the prompt.
-            positions: number of positions in all.
-
-        Raises:
-            ConfigError: unless 1 <= prompt_columns <= positions.
+        The first `prompt_columns` positions hold the prompt, position `prompt_columns + i` holds generated token i.
 
         >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, horizon=2).position_cutoffs(5, 8)
         (8, 5, 6, 8)

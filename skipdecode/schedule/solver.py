@@ -54,8 +54,7 @@ def solve_schedule(
     The prediction is of wall-clock time and counts the bytes and operations of layers, LM head, embeddings and cache
     (`skipdecode.schedule.cost`), so a target of 3 leaves less than a third of the layers. The schedule is never
     predicted to be slower than the target. Since the number of layers is an integer, a model of few layers may be
-    predicted well above it; where `lengths` are known, the budget then decreases more slowly, as far as the target
-    allows.
+    predicted well above it; where `lengths` are known, the horizon is then lengthened as far as the target allows.
 
     Args:
         model: a causal language model, its config, or its CostModel; or a Cost, such as the one `measure_cost` timed,
