@@ -1,4 +1,4 @@
-"""Train what SkipDecode is compared with, each a change of one recipe, and measure all alike (docs/research/baselines.md).
+"""Train the baselines of SkipDecode, each a change of one recipe, and measure all alike (docs/research/baselines.md).
 
     python scripts/experiments/rivals.py schedule.decay=linear schedule.prompt=full schedule.over=decode \\
         --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/rivals

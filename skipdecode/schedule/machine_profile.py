@@ -139,7 +139,7 @@ class Profile:
         """
         try:
             if path is None:
-                path = _profile_path(self.setting)
+                path = profiles_folder() / profile_name(self.setting)
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
@@ -215,17 +215,22 @@ def profile_setting(
 
 def find_profile(setting: Mapping[str, Any]) -> Profile | None:
     """The saved profile of a setting; None where there is none. Raises ConfigError where it is damaged."""
-    path = _profile_path(setting)
+    return read_profile(profile_name(setting))
+
+
+def read_profile(name: str) -> Profile | None:
+    """As `find_profile`, by the setting's `profile_name`, for frequent use."""
     try:
-        written = path.stat().st_mtime_ns
-    except OSError:
+        path = os.path.join(_profiles_folder(), name)
+        written = os.stat(path).st_mtime_ns
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return _load_cached(path, written)
 
 
 @lru_cache(maxsize=32)  # since every call of generate needs the profile
-def _load_cached(path: Path, written: int) -> Profile:
-    return Profile.load(path)
+def _load_cached(path: str, written: int) -> Profile:
+    return Profile.load(Path(path))
 
 
 def describe_cost_model(profile: Profile | None) -> str:
@@ -233,22 +238,20 @@ def describe_cost_model(profile: Profile | None) -> str:
     return "the analytical cost model" if profile is None else f"the calibrated profile of {profile.date}"
 
 
-def has_profiles() -> bool:
-    """Whether the folder of profiles exists; False where the home folder is unknown or can't be read."""
-    try:
-        return profiles_folder().is_dir()
-    except (OSError, RuntimeError):
-        return False
-
-
 def profiles_folder() -> Path:
     """The folder of saved profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"
+    return Path(_profiles_folder())
 
 
-def _profile_path(setting: Mapping[str, Any]) -> Path:
+def _profiles_folder() -> str:  # every call of generate asks, and paths of pathlib take their time
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
+    return os.path.join(cache, "skipdecode", "profiles")
+
+
+def profile_name(setting: Mapping[str, Any]) -> str:
+    """The name of a setting's file in the folder of profiles."""
     described = json.dumps({"format": _PROFILE_FORMAT, **setting}, sort_keys=True)
-    return profiles_folder() / f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
+    return f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
 
 
 @cache

@@ -23,7 +23,7 @@ FAMILIES = ["opt", "opt-350m", "llama", "gpt2", "bloom"]
 
 
 def rows(seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Of unlike lengths, so that both sides of a batch are padded."""
+    """Of unlike lengths, so that a batch is padded."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
@@ -127,7 +127,15 @@ def test_rows_that_an_order_cannot_be_measured_on_are_refused(given: Any, messag
         find_order(fresh("opt"), given)
 
 
-def test_a_saved_order_is_read_back_unchanged(tmp_path: Path) -> None:
+def test_predictions_that_are_not_finite_are_refused() -> None:
+    model: Any = fresh("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0] = torch.nan
+    with pytest.raises(ConfigError, match="predictions are not finite"):
+        find_order(model, rows())
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     found = LayerOrder((0, 3, 1, 2), {4: 0.0, 3: 0.25}, (0.5, 0.1, 0.2, 1.0), 3, 14, 0.5)
     found.save(tmp_path / "order.json")
     assert LayerOrder.load(tmp_path / "order.json") == found
