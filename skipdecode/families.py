@@ -206,7 +206,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """The number of positions that a model of this config has; None where there is no limit, as with ALiBi."""
+    """The maximum number of positions of a model with this config; None where there is none, as with ALiBi."""
     positions: int | None = getattr(text_config(config), "max_position_embeddings", None)
     return positions
 

@@ -31,11 +31,11 @@ from skipdecode.files import write_atomically
 from skipdecode.gating import LayerGate, all_positions, gated_layers
 from skipdecode.schedule.schedule import SkipSchedule, check_order
 
-SHORTLIST = 5  # layers that each removal tries, of those that cost least when they were last tried
-BATCH_TOKENS = 512  # padded tokens of one forward pass: few, so that there is little padding
+SHORTLIST = 5  # default number of layers that each removal tries
+BATCH_TOKENS = 512  # padded tokens of a forward pass; a small number keeps the padding small
 HEAD_ROWS = 64  # predicted tokens whose distributions are compared at once
-# What an order is measured on unless somebody says otherwise: rows, and tokens of them all, for which full depth's
-# distributions of the completions are kept, a vocabulary of floats a token.
+# The default number of rows, and the maximum of their tokens, since the complete model's distribution over the
+# vocabulary is kept for every predicted token.
 ORDER_ROWS, MEASURED_TOKENS = 64, 4096
 
 
@@ -149,13 +149,13 @@ def find_order(
 
     Raises:
         ConfigError: for no rows, an empty prompt or completion, rows longer than the model has positions, a shortlist
-            below 1, a model of fewer than 3 layers, predictions that are no finite numbers.
+            below 1, a model of fewer than 3 layers, predictions that aren't finite.
     """
     if shortlist is not None:
         check_counts(shortlist=shortlist)
     depth = len(decoder_layers(model))
     if depth < 3:
-        raise ConfigError(f"the model has {depth} layers: layer 0 and the last one always stay, so there is no order")
+        raise ConfigError(f"the model has {depth} layers: an order needs at least 3, since the first and last stay")
     if not rows:
         raise ConfigError("there are no rows: an order is measured on at least one prompt with its completion")
     for number, (prompt, completion) in enumerate(rows):
@@ -165,7 +165,7 @@ def find_order(
     positions = longest_sequence(inner.config)
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     if positions is not None and longest > positions:
-        raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: take shorter prompts")
+        raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: use shorter prompts")
     training = inner.training
     inner.eval()
     try:
@@ -183,13 +183,13 @@ def find_order(
 
 
 class _Batch(NamedTuple):
-    """Rows of similar lengths, padded on the right: no token sees what follows it, so no mask is needed.
+    """Rows of similar lengths, padded on the right, so that causal attention needs no mask.
 
     Attributes:
-        input_ids: [rows, positions].
+        input_ids: token ids, [rows, positions].
         real: whether a position holds a token, [rows, positions].
         predicting: whether a position predicts a token of its row's completion, [rows, positions].
-        tokens: how many do.
+        tokens: number of predicting positions.
     """
 
     input_ids: torch.Tensor
@@ -199,11 +199,11 @@ class _Batch(NamedTuple):
 
 
 class _Measured:
-    """The rows, full depth's predictions of them, and what enters each of the layers that are left.
+    """The rows, the complete model's predictions, and the inputs of the remaining layers.
 
     Attributes:
-        kept: the layers that are left, ascending.
-        tokens: predicted tokens of all rows.
+        kept: the remaining layers, ascending.
+        tokens: number of predicted tokens in all rows.
         influence: Block Influence of each layer, by its index.
     """
 
@@ -212,62 +212,64 @@ class _Measured:
         self._layers, self._batches = decoder_layers(model), batches
         self.kept = list(range(depth))
         self.tokens = sum(batch.tokens for batch in batches)
-        self._entering: list[dict[int, torch.Tensor]] = []  # of each batch: layer -> [rows, positions, hidden]
-        self._shares: list[torch.Tensor] = []  # of each batch: full depth's distributions, [predicted, vocabulary]
-        self._entropies: list[float] = []  # of each batch: the sum over them of share * log share
+        # For each batch: layer -> input [rows, positions, hidden]; the complete model's distributions [predicted,
+        # vocabulary]; their negative entropy, summed over the predicted tokens.
+        self._inputs: list[dict[int, torch.Tensor]] = []
+        self._teachers: list[torch.Tensor] = []
+        self._negative_entropies: list[float] = []
         for batch in batches:
-            entering, logits = self._run(batch, self.kept)
-            self._entering.append(entering)
-            self._shares.append(torch.cat([part.float().softmax(dim=-1) for part in logits.split(HEAD_ROWS)]))
-            self._entropies.append(_agreement(self._shares[-1], logits))
+            inputs, logits = self._run(batch, self.kept)
+            self._inputs.append(inputs)
+            self._teachers.append(torch.cat([part.float().softmax(dim=-1) for part in logits.split(HEAD_ROWS)]))
+            self._negative_entropies.append(_expected_log_probability(self._teachers[-1], logits))
         self.influence = self._influence()
 
     def without(self, layer: int, limit: float) -> tuple[float, list[dict[int, torch.Tensor]]]:
-        """The divergence without one of the layers that are left; those below it aren't computed again.
+        """The divergence without one of the remaining layers; the layers below it aren't computed again.
 
         Args:
-            layer: to leave out.
-            limit: the divergence above which it doesn't matter. No token has a negative one, so what passes the limit
-                with some of the rows is known to lie above it, and the others aren't computed.
+            layer: the layer to leave out.
+            limit: the divergence above which the exact value doesn't matter. Since no token's divergence is negative,
+                the computation stops as soon as the sum over some rows exceeds the limit.
 
         Returns:
-            The mean over the predicted tokens that were computed, and, where these are all, what enters each layer
-            above, by batch, for `remove`.
+            The mean over the predicted tokens that were computed; and, where all were, for each batch the inputs of the
+            layers above, for `remove`.
         """
-        above, states = self.kept[self.kept.index(layer) + 1 :], []
+        above, new_inputs = self.kept[self.kept.index(layer) + 1 :], []
         total, tokens = 0.0, 0
-        for batch, entering, shares, entropy in zip(
-            self._batches, self._entering, self._shares, self._entropies, strict=True
+        for batch, inputs, teacher, negative_entropy in zip(
+            self._batches, self._inputs, self._teachers, self._negative_entropies, strict=True
         ):
-            entered, logits = self._run(batch, above, entering[layer])
-            states.append(entered)
-            total += entropy - _agreement(shares, logits)
+            above_inputs, logits = self._run(batch, above, inputs[layer])
+            new_inputs.append(above_inputs)
+            total += negative_entropy - _expected_log_probability(teacher, logits)
             tokens += batch.tokens
             if total > limit * self.tokens:
                 break
-        return total / tokens, states
+        return total / tokens, new_inputs
 
-    def remove(self, layer: int, states: list[dict[int, torch.Tensor]]) -> None:
-        """Leave a layer out for good, with what then enters those above."""
+    def remove(self, layer: int, new_inputs: list[dict[int, torch.Tensor]]) -> None:
+        """Remove a layer; `new_inputs` are those that `without` gave for it."""
         self.kept.remove(layer)
-        for entering, entered in zip(self._entering, states, strict=True):
-            del entering[layer]
-            entering |= entered
+        for inputs, changed in zip(self._inputs, new_inputs, strict=True):
+            del inputs[layer]
+            inputs |= changed
 
     def _run(
         self, batch: _Batch, layers: Sequence[int], hidden: torch.Tensor | None = None
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Run `layers` alone, the first of them on `hidden` where it is given.
+        """Run only `layers`, the first of them on `hidden` where that is given.
 
-        Returns what enters each of them, and the logits of the predicted tokens [predicted, vocabulary].
+        Returns the input of each layer, and the logits of the predicted tokens, [predicted, vocabulary].
         """
         self._gate.plan = all_positions(self._depth, tuple(layers))
-        entering: dict[int, torch.Tensor] = {}
+        inputs: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
 
             def enter(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 given = hidden if hidden is not None and layer == layers[0] else args[0]
-                entering[layer] = given
+                inputs[layer] = given
                 return (given, *args[1:]), kwargs
 
             def predict(module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
@@ -278,27 +280,27 @@ class _Measured:
                 hooks.callback(hook.remove)
             hooks.callback(self._model.get_output_embeddings().register_forward_pre_hook(predict).remove)
             logits: torch.Tensor = self._model(batch.input_ids, use_cache=False).logits
-        return entering, logits[0]
+        return inputs, logits[0]
 
     def _influence(self) -> tuple[float, ...]:
-        """Block Influence of each layer, over the positions that hold tokens; the last layer's is not known: 1."""
-        shares = []
+        """Block Influence of each layer over real tokens; the last layer's output isn't known, so it gets 1."""
+        influence = []
         for layer in range(self._depth - 1):
             cosines = [
-                functional.cosine_similarity(entering[layer].float(), entering[layer + 1].float(), dim=-1)[batch.real]
-                for batch, entering in zip(self._batches, self._entering, strict=True)
+                functional.cosine_similarity(inputs[layer].float(), inputs[layer + 1].float(), dim=-1)[batch.real]
+                for batch, inputs in zip(self._batches, self._inputs, strict=True)
             ]
-            shares.append(1 - float(torch.cat(cosines).mean()))
-        return (*shares, 1.0)
+            influence.append(1 - float(torch.cat(cosines).mean()))
+        return (*influence, 1.0)
 
 
-def _agreement(shares: torch.Tensor, logits: torch.Tensor) -> float:
-    """The sum over tokens of full depth's shares times the log shares of `logits`, both [tokens, vocabulary].
+def _expected_log_probability(teacher: torch.Tensor, logits: torch.Tensor) -> float:
+    """The sum over tokens of teacher probability times log probability of `logits`, both [tokens, vocabulary].
 
-    Few tokens at a time: a vocabulary of floats for each would not fit the processor's caches.
+    It handles few tokens at a time, so that their distributions fit into the processor's caches.
     """
     total = 0.0
-    for part, given in zip(shares.split(HEAD_ROWS), logits.split(HEAD_ROWS), strict=True):
+    for part, given in zip(teacher.split(HEAD_ROWS), logits.split(HEAD_ROWS), strict=True):
         total += float(functional.log_softmax(given.float(), dim=-1).mul_(part).sum())
     return total
 
@@ -306,32 +308,34 @@ def _agreement(shares: torch.Tensor, logits: torch.Tensor) -> float:
 def _remove(
     measured: _Measured, depth: int, shortlist: int | None, advance: Callable[[int, int, float], None]
 ) -> tuple[list[int], dict[int, float]]:
-    """Remove one layer after the other. Returns them, the least important first, and the divergence by layers left."""
-    removed, now = list[int](), 0.0
+    """Remove layers one by one.
+
+    Returns them, the least important first, and the divergence by the number of remaining layers.
+    """
+    removed, current = list[int](), 0.0
     divergence = {depth: 0.0}
-    # layer -> what its removal added to the divergence when it was last tried; at first a guess, which only orders
+    # layer -> what its removal added to the divergence when last tried; at first an estimate, used for sorting only
     costs = dict(enumerate(measured.influence))
-    total = depth - 2
     while len(measured.kept) > 2:
         candidates = sorted(measured.kept[1:-1], key=lambda layer: costs[layer])
-        least, lowest, entering = -1, math.inf, list[dict[int, torch.Tensor]]()
+        best, lowest, best_inputs = -1, math.inf, list[dict[int, torch.Tensor]]()
         for layer in candidates[: shortlist if removed else None]:
-            found, states = measured.without(layer, lowest)
-            costs[layer] = found - now  # of some of the rows, where it passed the limit
+            found, new_inputs = measured.without(layer, lowest)
+            costs[layer] = found - current  # of a part of the rows, where it exceeded the limit
             if found < lowest:
-                least, lowest, entering = layer, found, states
-        if least < 0:
-            raise ConfigError("without a layer the model's predictions are not finite: take another dtype, as float32")
-        now = lowest
-        measured.remove(least, entering)
-        removed.append(least)
-        divergence[len(measured.kept)] = now
-        advance(len(removed), total, now)
+                best, lowest, best_inputs = layer, found, new_inputs
+        if best < 0:
+            raise ConfigError("without a layer the model's predictions are not finite: use another dtype, e.g. float32")
+        current = lowest
+        measured.remove(best, best_inputs)
+        removed.append(best)
+        divergence[len(measured.kept)] = current
+        advance(len(removed), depth - 2, current)
     return removed, divergence
 
 
 def _batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> list[_Batch]:
-    """The rows in batches of similar lengths, of `BATCH_TOKENS` padded tokens or a single row."""
+    """The rows in batches of similar lengths, of at most `BATCH_TOKENS` padded tokens or a single row."""
     groups: list[list[tuple[Sequence[int], Sequence[int]]]] = [[]]
     for row in sorted(rows, key=lambda row: len(row[0]) + len(row[1])):
         if groups[-1] and (len(row[0]) + len(row[1])) * (len(groups[-1]) + 1) > BATCH_TOKENS:
