@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from configs.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
-from skipdecode.schedule.schedule import MOST_LAYERS
+from skipdecode.schedule.schedule import MAX_LAYERS
 
 SHAPES = ROOT / "configs" / "model"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -36,8 +36,8 @@ def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
     """The config of a shape's values. Raises ConfigError for those that its family doesn't know, or can't be."""
     values = dict(shape)
     layers = next((values[name] for name in _LAYERS if name in values), 1)
-    if isinstance(layers, int) and layers > MOST_LAYERS:  # some families list them, and all would be built
-        raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MOST_LAYERS}")
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # some families list them, and all would be built
+        raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MAX_LAYERS}")
     for name in set(_SIZES_OF_WEIGHTS) & set(values):  # of which transformers would warn in lines of its own
         _check_size(name, values[name])
     model_type = values.pop("model_type")

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.results import SPEEDS_IN_FULL, Report, Row, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
-from skipdecode.files import replaced
+from skipdecode.files import atomic_replacement
 from skipdecode.schedule.schedule import Over, SkipSchedule
 
 # Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well. Black is SVG's default, which
@@ -53,7 +53,7 @@ MOST_MAPS = 5  # of schedules in one picture; of more, as many evenly spaced one
 
 def save_png(path: Path, figure: Figure) -> None:
     """Write a figure as a PNG that is there whole or not at all."""
-    with replaced(path) as partial:
+    with atomic_replacement(path) as partial:
         figure.savefig(partial, format="png", dpi=160)
 
 

@@ -22,7 +22,7 @@ from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import depth_mismatch
 from skipdecode.schedule.lengths import Lengths
-from skipdecode.schedule.machine_profile import Profile, describe_clock
+from skipdecode.schedule.machine_profile import Profile, describe_cost_model
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.timing.calibrate import measure_profile
 
@@ -141,7 +141,7 @@ def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
             speedup: config.plan_for(checkpoint.cost, speedup, over="decode", **at_hand)
             for speedup in filter(None, request.lossless)
         }
-    return Plan(weights, schedules, drafts, describe_clock(profile))
+    return Plan(weights, schedules, drafts, describe_cost_model(profile))
 
 
 def clock_of(
@@ -173,7 +173,7 @@ def clock_of(
 
 
 def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """The tokens of each prompt of each batch, for `SkipConfig.schedule_for`: of full batches, where there is one."""
+    """The tokens of each prompt of each batch, for `SkipConfig.plan_for`: of full batches, where there is one."""
     batches = [[len(prompts[n]) for n in batch] for batch in batches_of_like_length(prompts, batch_size)]
     return [batch for batch in batches if len(batch) == batch_size] or batches
 

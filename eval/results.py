@@ -20,7 +20,7 @@ from eval.score.scores import not_computable
 from eval.score.tokenizers import check_tokenizer
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.schedule.plan import show_planned
 from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.timing.interleave import Ratio
@@ -219,8 +219,8 @@ class Report:
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md`, each whole or not at all."""
-        write_whole(folder / "report.md", self.to_markdown())
-        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / "report.md", self.to_markdown())
+        write_atomically(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Report":
@@ -322,7 +322,7 @@ class Report:
             f"Speed: seconds of the 1x row over this row's at batch {self.timed_batch_size}, of decoding and of the "
             f"whole, prompt and decoding: {turns}. Prompts ({self.rows[0].timings[0].prompts}) are drawn evenly over "
             f"all lengths, and every text is as long as that of the 1x row. Targets are of "
-            f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'bytes and operations'}."
+            f"{SPEEDS_IN_FULL[self.over]}, solved for each batch size by {self.clock or 'the analytical cost model'}."
         )
 
     def planned_notes(self) -> list[str]:
@@ -338,8 +338,8 @@ class Report:
             return []
         rows = "; ".join(f"{label}: planned {', '.join(planned)}" for label, planned in missed.items())
         return [
-            f"Targets that can't be reached by {self.clock or 'bytes and operations'}, in place of which the fastest "
-            f"schedule that the checkpoint was trained for decoded: {rows}."
+            f"Targets that can't be reached by {self.clock or 'the analytical cost model'}, in place of which the "
+            f"fastest schedule that the checkpoint was trained for decoded: {rows}."
         ]
 
     def _length_notes(self) -> list[str]:

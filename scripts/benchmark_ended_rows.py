@@ -28,7 +28,7 @@ from eval.systems.base import SkipSystem
 from skipdecode.cli.process import run_command
 from skipdecode.fastpath import row_compaction as rows
 from skipdecode.generate.runners import LeanRunner
-from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.timing.interleave import order_of_turn
 
@@ -52,7 +52,7 @@ def main() -> int:
         loaded = load_request(request)
     checkpoint = replace(loaded.checkpoint, weights=options.weights)
     systems = {
-        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_schedule(checkpoint.model, None, speedup))
+        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_plan(checkpoint.model, None, speedup).schedule)
         for speedup in options.speedup
     }
     prompts = sorted(loaded.prompt_ids, key=len)

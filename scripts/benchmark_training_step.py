@@ -81,7 +81,7 @@ def main() -> int:
     rows = []
     for speedup, schedule, found in zip(options.speedup, schedules, ratios, strict=True):
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
-        share = schedule.column_share(options.prompt_length, options.prompt_length + options.new_tokens)
+        share = schedule.computed_share(options.prompt_length, options.prompt_length + options.new_tokens)
         mean = schedule.mean_budget(options.new_tokens)
         rows.append((f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
     title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}"

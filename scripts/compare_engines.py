@@ -44,7 +44,7 @@ def main() -> int:
     request = Request(options.checkpoint, Path("unused"), data_dir=options.data_dir, limit=options.limit, device="cpu")
     loaded = load_request(request)
     prompts, most, tokenizer = loaded.prompt_ids, loaded.max_new_tokens, loaded.checkpoint.tokenizer
-    schedule = loaded.config.schedule_for(loaded.checkpoint.cost, options.speedup)
+    schedule = loaded.config.plan_for(loaded.checkpoint.cost, options.speedup, strict=True).schedule
     plain, _ = load(options.export)
     expected = generate(
         loaded.checkpoint.model, tokenizer, prompts, most, custom_generate=skip_generate, schedule=schedule

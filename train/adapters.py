@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from skipdecode.checkpoint.checksums import seal
+from skipdecode.checkpoint.checksums import write_checksums
 from skipdecode.checkpoint.skip_config import ADAPTERS_FILE, SkipConfig
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
@@ -69,7 +69,7 @@ def merge_adapters(base: PreTrainedModel, folder: Path) -> None:
     for file in list(folder.iterdir()):
         if file.is_file():
             shutil.copy(file, apart / file.name)
-    seal(apart)
+    write_checksums(apart)
     for name in (_CONFIG, _WEIGHTS, ADAPTERS_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
     found_again = bool(base.name_or_path)

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from skipdecode.checkpoint.checksums import damage, seal
+from skipdecode.checkpoint.checksums import find_damage, write_checksums
 from skipdecode.errors import first_line
 from train.data_order import DataOrder, rows_a_step, rows_hash
 from train.distributed import is_first_process, on_first_process
@@ -74,7 +74,7 @@ class SealedCheckpointTrainer(Trainer):
                     self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
                     if self._order is not None:
                         self._order.save(partial / name)
-                    seal(partial / name, [file for file in (partial / name).rglob("*") if file.is_file()])
+                    write_checksums(partial / name, [file for file in (partial / name).rglob("*") if file.is_file()])
                     _move(partial / name, run_folder / name)
                     partial.rmdir()
         finally:
@@ -100,7 +100,7 @@ class SealedCheckpointTrainer(Trainer):
         """Load it if it is as it was written: of one that isn't there, the Trainer warns and keeps the last weights."""
         run_folder = Path(super()._get_output_dir(None))  # which may have moved since the checkpoint was written
         best = run_folder / Path(str(self.state.best_model_checkpoint)).name
-        found = on_first_process(lambda: damage(best) if best.is_dir() else "it isn't there")
+        found = on_first_process(lambda: find_damage(best) if best.is_dir() else "it isn't there")
         if found is not None:
             raise RunStopped(
                 f"train.finish_with is 'best', and the best checkpoint {best} can't be used ({found}): put a good copy "
@@ -137,7 +137,7 @@ def last_complete_checkpoint(run_folder: Path, console: Console) -> str | None:
     Each newer one that is damaged is named, with what is wrong with it.
     """
     for checkpoint in _newest_first(run_folder):
-        found = damage(checkpoint)
+        found = find_damage(checkpoint)
         if found is None:
             return str(checkpoint)
         console.print(f"{checkpoint} is damaged ({found}): the one before it is used", style="yellow", markup=False)

@@ -39,7 +39,7 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
         cost = prepared.cost
         batch = [prepared.skip_config.prompt_length] * section.batch_size
         for speedup in section.speedups:
-            prepared.skip_config.schedule_for(cost, speedup, prompts=[batch])
+            prepared.skip_config.plan_for(cost, speedup, prompts=[batch], strict=True)
     except ConfigError as error:
         raise ConfigError(
             f"the evaluation after training can't be done: {error} (evaluation.speedups=null trains without)"

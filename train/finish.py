@@ -17,7 +17,7 @@ from data.rows import row_lengths
 from eval.decoding import spread_over_lengths
 from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.checkpoint.checksums import seal
+from skipdecode.checkpoint.checksums import write_checksums
 from skipdecode.checkpoint.loading import load
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
@@ -69,8 +69,8 @@ def finish(
     with stopped_if_unwritten("the finished checkpoint", folder):
         config = SkipConfig.load(partial)
         assert config is not None  # the trainer saves it
-        replace(config, texts=texts).save(partial)
-        seal(partial)
+        replace(config, lengths_by_prompt=texts).save(partial)
+        write_checksums(partial)
         for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
             if file.is_dir():
                 shutil.rmtree(folder / file.name, ignore_errors=True)

@@ -7,7 +7,7 @@ import torch
 
 from skipdecode import ConfigError, CostModel
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.schedule.machine_profile import Profile, find_profile, setting_of
+from skipdecode.schedule.machine_profile import Profile, find_profile, profile_setting
 from train.distributed import on_first_process
 from train.output import RECIPE_FILE
 from train.recipe import Recipe
@@ -44,7 +44,7 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
             if resumed:  # a run that began without one ends without one
                 return None
             weights = fast_path(model).usual_weights() if device.type == "cpu" else "model"
-            return find_profile(setting_of(model, sizes, weights, device))
+            return find_profile(profile_setting(model, sizes, weights, device))
         if not Path(named).is_file():
             raise ConfigError(f"schedule.profile {named!r}: no such file; `skipdecode calibrate --output` writes one")
         return Profile.load(Path(named))
@@ -52,7 +52,7 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
     found = on_first_process(find)
     if found is None:
         return None
-    own = setting_of(model, sizes, "model", device)
+    own = profile_setting(model, sizes, "model", device)
     for key in _SHAPE:
         if found.setting.get(key) != own[key]:
             raise ConfigError(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
 
 # Not with the sampler, whose imports take seconds that a mistyped key should not.
@@ -92,7 +92,7 @@ class ScheduleSection(Section):
     )
     speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
     horizon: int | None = Field(
-        None, ge=1, le=LONGEST_HORIZON, description="tokens over which the budget falls; null: the task's"
+        None, ge=1, le=MAX_HORIZON, description="tokens over which the budget falls; null: the task's"
     )
     decay: Decay = Field("linear", description="how the budget falls")
     decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")

@@ -18,7 +18,7 @@ from eval.drawing import draw_schedules
 from eval.output import only_writer
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from train.build import build_task
 from train.checkpoints import (
     PARTIAL,
@@ -69,7 +69,7 @@ def run(recipe: Recipe, name: str) -> Path:
         checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
         if prepared is not None:
             on_first_process(partial(check_evaluation, recipe, task, prepared))
-        on_first_process(lambda: write_whole(folder / RECIPE_FILE, recipe.to_yaml()))
+        on_first_process(lambda: write_atomically(folder / RECIPE_FILE, recipe.to_yaml()))
         if prepared is not None and prepared.layer_order is not None:
             on_first_process(partial(prepared.layer_order.save, folder / ORDER_FILE))
         if prepared is not None and prepared.profile is not None:

@@ -111,7 +111,7 @@ def make_sampler(
         )
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),
-        schedules=tuple(schedules or (config.schedule_for(cost, s, profile=profile) for s in speedups)),
+        schedules=tuple(schedules or (config.plan_for(cost, s, profile=profile).schedule for s in speedups)),
         weights=tuple(float(w) for w in weights),
         seed=seed,
         sampling=sampling,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint.export import keep_in_config, keep_layers
+from skipdecode.checkpoint.export import keep_layers, keep_layers_in_config
 from skipdecode.families import decoder_layers, text_config
 from skipdecode.schedule.schedule import Placement
 
@@ -42,7 +42,7 @@ def shrink_config(
     """
     kept = kept_layers(text_config(config).num_hidden_layers, keep, placement, order)
     try:
-        keep_in_config(config, kept)
+        keep_layers_in_config(config, kept)
     except ConfigError as error:
         raise ConfigError(f"model.layers is {keep}: {error}") from error
 

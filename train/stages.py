@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 from eval.card import CARD, EVALUATION
 from eval.results import FILE_NAME
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from train.recipe import Recipe
 
 NEXT_STAGE_FILE = "next_stage"
@@ -58,4 +58,4 @@ def set_next_stage(folder: Path, stage: Stage | None) -> None:
     if stage is None:
         (folder / NEXT_STAGE_FILE).unlink(missing_ok=True)
     else:
-        write_whole(folder / NEXT_STAGE_FILE, f"{stage}\n")
+        write_atomically(folder / NEXT_STAGE_FILE, f"{stage}\n")

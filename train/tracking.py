@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from skipdecode.files import read_lines, write_whole
+from skipdecode.files import read_lines, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -30,7 +30,7 @@ class MetricsFile(TrainerCallback):
                 kept = [
                     line for line in read_lines(path) if _step_of(line) <= state.global_step and state.global_step > 0
                 ]
-                write_whole(path, "".join(line + "\n" for line in kept))
+                write_atomically(path, "".join(line + "\n" for line in kept))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_log |= state.global_step >= state.max_steps  # the last steps' figures, however few they are

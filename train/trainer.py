@@ -134,8 +134,8 @@ class SkipTrainer(SealedCheckpointTrainer):
         return loss * int(self.accelerator.num_processes)  # its totals are all ranks', whose gradients are averaged
 
     def _count_columns(self, gate: LayerGate) -> None:
-        self._run_columns += gate.layer_columns
-        self._skipped_columns += gate.layer_columns_skipped
+        self._run_columns += gate.layer_positions
+        self._skipped_columns += gate.layer_positions_skipped
 
     def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
         """Add a batch to the figures of the next log."""

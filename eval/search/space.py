@@ -8,7 +8,7 @@ from torch.quasirandom import SobolEngine
 
 from skipdecode import ConfigError, SkipSchedule, solve_schedule
 from skipdecode.schedule.cost import Cost
-from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
 
 # How much faster than the target a schedule may be predicted: one that is faster still pays for what nobody asked for.
 ROOM = 0.1
@@ -106,8 +106,8 @@ class Space:
         for name, values in (("warmup", self.warmups), ("horizons", self.horizons)):
             if not values or min(values) < 1 or len(set(values)) != len(values):
                 raise ConfigError(f"--{name} is {list(values)}: name different numbers of at least 1")
-            if max(values) > LONGEST_HORIZON:
-                raise ConfigError(f"--{name} is {list(values)}: name numbers of at most {LONGEST_HORIZON}")
+            if max(values) > MAX_HORIZON:
+                raise ConfigError(f"--{name} is {list(values)}: name numbers of at most {MAX_HORIZON}")
         for name, names in (("decays", self.decays), ("placements", self.placements)):
             if not names or len(set(names)) != len(names):
                 raise ConfigError(f"--{name} is {list(names)}: name at least one, each once")

@@ -29,7 +29,7 @@ from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.cli.process import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
-from skipdecode.files import read_lines, write_whole
+from skipdecode.files import read_lines, write_atomically
 from skipdecode.schedule.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
@@ -190,7 +190,7 @@ def show(experiment: Experiment, variants: Variants, reports: Mapping[str, Repor
     if minutes:
         lines = [*lines, "", f"Machine time: {minutes[0]:.1f} minutes of one core, over {minutes[1]:.1f} minutes."]
     text = "\n".join(lines)
-    write_whole(output / f"{experiment.name}.md", text + "\n")
+    write_atomically(output / f"{experiment.name}.md", text + "\n")
     print(text)
     drawn = experiment.frontiers(reports) or reports
     draw_frontier(
@@ -261,7 +261,7 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
     """
 
     def run(folder: Path) -> int:
-        write_whole(beside(folder, "command.json"), json.dumps(commands[folder]) + "\n")
+        write_atomically(beside(folder, "command.json"), json.dumps(commands[folder]) + "\n")
         return run_python(commands[folder], beside(folder, "log"), beside(folder, "seconds"))
 
     failed = False

@@ -115,7 +115,7 @@ def info(options: argparse.Namespace) -> int:
     from skipdecode.families import longest_sequence
     from skipdecode.generate.fast_path import fast_path
     from skipdecode.schedule.cost import CostModel, count_parameters
-    from skipdecode.schedule.machine_profile import describe_clock
+    from skipdecode.schedule.machine_profile import describe_cost_model
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import price
 
@@ -160,7 +160,7 @@ def info(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     over = options.over or (config.over if config is not None else "decode")
-    clock = describe_clock(fast_path(model).profile(options.weights))
+    clock = describe_cost_model(fast_path(model).profile(options.weights))
     print(
         f"\nbatch size {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new tokens; "
         f"targets refer to {'decoding' if over == 'decode' else 'prefill and decoding together'}; speedups over full "

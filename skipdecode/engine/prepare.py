@@ -24,7 +24,7 @@ from skipdecode.errors import ConfigError, first_line
 from skipdecode.generate.runners import why_not_lean_steps
 from skipdecode.generate.skip_generate import check_request, check_unhealed
 from skipdecode.generate.stopping import limited_config
-from skipdecode.internals import given_a_tokenizer
+from skipdecode.internals import receives_tokenizer
 
 MIN_TEMPERATURE = 1e-5  # below it scores overflow; sampling would be greedy anyway
 MAX_KEPT = 4096  # prepared settings
@@ -141,7 +141,7 @@ class Preparer:
         return prepared
 
 
-@given_a_tokenizer
+@receives_tokenizer
 def _prepare_only(
     model: Any,
     input_ids: torch.Tensor,

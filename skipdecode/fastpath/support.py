@@ -26,8 +26,8 @@ from skipdecode.internals import (
     all_modules,
     all_parameters,
     attention_name,
+    has_global_hooks,
     hooks_of,
-    hooks_on_all,
     versions_of,
 )
 
@@ -162,7 +162,7 @@ def why_another_computation(model: PreTrainedModel) -> str | None:
 
 def _changed_functions(model: PreTrainedModel, config: Any) -> str | None:
     """Which function beside the modules isn't torch's or transformers' own, if any."""
-    if hooks_on_all():
+    if has_global_hooks():
         return "global hooks are registered"
     for name in STEP_METHODS:
         if getattr(getattr(model, name), "__func__", None) is not getattr(type(model), name):

@@ -10,7 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode.generate.stopping import Endings
-from skipdecode.internals import goes_on, padding_token
+from skipdecode.internals import has_unfinished_sequences, padding_token
 
 # A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
 GenerativeModel: TypeAlias = Any
@@ -115,7 +115,7 @@ def decode_loop(
             unfinished = [before and not end for before, end in zip(unfinished, ends, strict=True)]
             finished = not any(unfinished)
         logits = tokens = None  # those of a prefill are large
-        if not goes_on(model, finished, synced_gpus, input_ids.device):
+        if not has_unfinished_sequences(model, finished, synced_gpus, input_ids.device):
             break
         if stops_at_eos and not finished:  # else what a row writes until the last is done is in its text
             going = unfinished if len(rows) == len(input_ids) else [unfinished[row] for row in rows.tolist()]

@@ -33,7 +33,7 @@ from skipdecode.generate.acceptance import accept_chosen, accept_sampled
 from skipdecode.generate.draft_policy import MOST_DRAFTS, PACE_STEPS, DraftLength, LoopKind
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.generate.stopping import Endings
-from skipdecode.internals import allowed_tokens, padding_token
+from skipdecode.internals import padding_token, prefix_allowed_tokens
 from skipdecode.schedule.schedule import SkipSchedule
 
 # Processors that look at no text: all tokens go through them at once.
@@ -122,7 +122,7 @@ class LosslessLoop:
         """A processor; one that calls a function for each row calls it for those alone whose text is looked at."""
         if not isinstance(processor, PrefixConstrainedLogitsProcessor):
             return processor
-        allowed = allowed_tokens(processor)
+        allowed = prefix_allowed_tokens(processor)
         return PrefixConstrainedLogitsProcessor(
             lambda row, text: allowed(row, text) if row in self._asked else [self.pad], num_beams=1
         )

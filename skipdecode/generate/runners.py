@@ -22,10 +22,10 @@ from skipdecode.fastpath.layer import PreparedInputs
 from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.verify_inputs import ColumnsInputs
-from skipdecode.gating import LayerGate, whole_columns
+from skipdecode.gating import LayerGate, all_positions
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.internals import attention_name, is_given_cache, next_arguments
+from skipdecode.internals import arguments_of_next_step, attention_name, is_callers_cache
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -60,7 +60,7 @@ class ForwardRunner(_OfSchedule):
         super().__init__(schedule, model_kwargs)
         self._model = model
         self._gate = gate
-        self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
+        self._plans = {n: all_positions(schedule.num_layers, layers) for n, layers in self._layers.items()}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
@@ -76,9 +76,9 @@ class ForwardRunner(_OfSchedule):
             return self._run(inputs)
 
     def _run(self, inputs: Any) -> torch.Tensor:
-        with self._gate.obeyed():
+        with self._gate.active():
             outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = next_arguments(self._model, outputs, self._kwargs)
+        self._kwargs = arguments_of_next_step(self._model, outputs, self._kwargs)
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
 
@@ -358,7 +358,7 @@ def _why_another_cache(
 ) -> str | None:
     """The reason why a call's cache can't be a planned one; None where it can."""
     kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
-    if is_given_cache(model_kwargs.get("past_key_values")) or generation_config.cache_implementation is not None:
+    if is_callers_cache(model_kwargs.get("past_key_values")) or generation_config.cache_implementation is not None:
         return "a cache was given"
     if kinds - {"full_attention", "sliding_attention"}:
         return f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values

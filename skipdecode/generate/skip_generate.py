@@ -19,7 +19,7 @@ from transformers.utils import logging
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, longest_sequence, unwrap
 from skipdecode.fastpath.model import LeanDecoder
-from skipdecode.gating import check_detached, check_schedule, gated_layers, whole_columns
+from skipdecode.gating import all_positions, check_not_attached, check_schedule, gated_layers
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
 from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, LoopKind, hoped
 from skipdecode.generate.fast_path import FastPath, fast_path
@@ -27,9 +27,9 @@ from skipdecode.generate.lossless_loop import DraftCounts, LosslessLoop
 from skipdecode.generate.runners import make_columns_runner, make_runner, prompt_columns
 from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.generate.stopping import limited_config
-from skipdecode.internals import dropped_by_generate, given_a_tokenizer
+from skipdecode.internals import argument_of_generate, receives_tokenizer
 from skipdecode.kernels.linear import Weights
-from skipdecode.schedule.machine_profile import describe_clock
+from skipdecode.schedule.machine_profile import describe_cost_model
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.schedule.solver import check_speedup
@@ -37,7 +37,7 @@ from skipdecode.schedule.solver import check_speedup
 _WARNED: set[Any] = set()  # targets that can't be reached, with their models: each is told once
 
 
-@given_a_tokenizer
+@receives_tokenizer
 def skip_generate(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -130,7 +130,7 @@ def skip_generate(
     usual = weights or fast.usual_weights(available=not_lean is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     how["strict"] = strict
-    schedule = resolve_schedule(model, schedule, speedup, **how)
+    schedule = resolve_plan(model, schedule, speedup, **how).schedule
     if cuda_graphs not in (None, True, False):
         raise ConfigError(f"cuda_graphs is {cuda_graphs!r}: it must be True, False or None")
     if lossless not in (True, False):
@@ -139,12 +139,12 @@ def skip_generate(
         raise ConfigError("draft_counts is given without lossless=True: there are no drafts to count")
     generation_config = limited_config(generation_config, stopping_criteria)
     check_request(model, input_ids, generation_config, model_kwargs)
-    check_detached(decoder_layers(model))
+    check_not_attached(decoder_layers(model))
     arguments: dict[str, Any] = {
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
         "generation_config": generation_config,
-        "streamer": streamer or dropped_by_generate("streamer"),
+        "streamer": streamer or argument_of_generate("streamer"),
     }
     columns = prompt_columns(input_ids, model_kwargs)
     if lossless:
@@ -168,7 +168,7 @@ def skip_generate(
             return best, length
 
         return LosslessLoop(columns_runner, choose, input_ids, draft_counts=draft_counts, **arguments).run()
-    plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
+    plan = all_positions(schedule.num_layers, schedule.prompt_layers)
     gates = gated_layers(model, schedule, plan, prompt_columns=columns)
     with ExitStack() as entered:
         runner = make_runner(
@@ -188,26 +188,6 @@ def skip_generate(
         return output
 
 
-def resolve_schedule(
-    model: GenerativeModel,
-    schedule: SkipSchedule | Mapping[str, Any] | None,
-    speedup: float | None,
-    *,
-    over: Over | None = None,
-    weights: Weights | None = None,
-    prompts: Sequence[int] | None = None,
-    lossless: bool = False,
-    strict: bool = False,
-) -> SkipSchedule:
-    """The schedule that `skip_generate` decodes a batch with, of its arguments, for `prompts` of so many tokens; or
-    drafts with, of `lossless` texts.
-
-    Raises ConfigError as that says.
-    """
-    how: dict[str, Any] = {"over": over, "weights": weights, "prompts": prompts, "lossless": lossless}
-    return resolve_plan(model, schedule, speedup, strict=strict, **how).schedule
-
-
 def resolve_plan(
     model: GenerativeModel,
     schedule: SkipSchedule | Mapping[str, Any] | None,
@@ -219,7 +199,11 @@ def resolve_plan(
     lossless: bool = False,
     strict: bool = False,
 ) -> SpeedPlan:
-    """`resolve_schedule` with the speed that is expected, and whether that is the target."""
+    """The schedule that `skip_generate` decodes a batch with, or drafts with if `lossless`, and its predicted speedup.
+
+    `prompts` are the lengths of the batch's prompts in tokens (None: the conditions of training); the other arguments,
+    and the errors, are those of `skip_generate`.
+    """
     if strict not in (True, False):
         raise ConfigError(f"strict is {strict!r}: it must be True or False")
     if schedule is not None and speedup is not None:
@@ -245,7 +229,9 @@ def resolve_plan(
     solved = fast.solved()
     if solved.config is None:
         if speedup == 1:
-            return SpeedPlan(SkipSchedule.full_depth(solved.sizes.num_layers), 1.0, 1.0, clock=describe_clock(None))
+            return SpeedPlan(
+                SkipSchedule.full_depth(solved.sizes.num_layers), 1.0, 1.0, predicted_by=describe_cost_model(None)
+            )
         raise ConfigError(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
@@ -357,7 +343,7 @@ def check_mode(generation_config: GenerationConfig) -> None:
     """Raise ConfigError where texts are to be searched for: a schedule decodes greedily or samples."""
     if (generation_config.num_beams or 1) > 1:
         raise ConfigError(f"num_beams is {generation_config.num_beams}: skip_generate decodes greedily or samples")
-    mode = generation_config.get_generation_mode(dropped_by_generate("assistant_model"))
+    mode = generation_config.get_generation_mode(argument_of_generate("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         asked = mode.value.replace("_", " ")
         raise ConfigError(f"{asked} is asked for: skip_generate decodes greedily or samples")

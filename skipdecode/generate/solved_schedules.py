@@ -17,7 +17,7 @@ from skipdecode.generate.draft_policy import PassSeconds, pass_seconds
 from skipdecode.kernels.cpu import kernels
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import CostModel
-from skipdecode.schedule.machine_profile import Profile, profile_name, read_profile, setting_of
+from skipdecode.schedule.machine_profile import Profile, profile_name, profile_setting, read_profile
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import Over, SkipSchedule, check_order
 
@@ -55,7 +55,7 @@ class SolvedSchedules:
         key = (weights, model.device, torch.get_num_threads(), kernels())
         name = self._profile_names.get(key)
         if name is None:
-            name = self._profile_names[key] = profile_name(setting_of(model, self.sizes, weights))
+            name = self._profile_names[key] = profile_name(profile_setting(model, self.sizes, weights))
         return read_profile(name)
 
     def plan(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.internals import linear_of_int8, pack_int8
+from skipdecode.internals import int8_linear_operator, pack_int8
 
 _TINY = 1e-30  # a row of zeros has no largest value to divide by
 _FEW_ROWS = 64  # up to so many, the number of operations counts, beyond it their passes over memory
@@ -71,7 +71,7 @@ def _multiply(
 ) -> torch.Tensor:
     """Products [rows, out] of rows in unsigned bytes, zero at 128, with packed weights."""
     no_post_op: list[Any] = []
-    product: torch.Tensor = linear_of_int8()(
+    product: torch.Tensor = int8_linear_operator()(
         rounded, 1.0, 128, weight, scale, zero_point, None, 1.0, 0, torch.float32, "none", no_post_op, ""
     )
     return product

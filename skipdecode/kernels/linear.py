@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from skipdecode.internals import has_bfloat16_on_cpu, linear_of_packed, pack
+from skipdecode.internals import has_bfloat16_on_cpu, pack, packed_linear_operator
 from skipdecode.kernels.cpu import NativeLinear, kernels
 from skipdecode.kernels.int8 import Int8Linear
 
@@ -47,7 +47,7 @@ def packed_linear(projection: Any) -> Linear:
         return plain_linear(projection)  # oneDNN has no layout for it there; the kernels read the model's own weights
     # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
     weight = pack(weight_of(projection).contiguous(), rows=8)
-    bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]
+    bias, run, no_scalars = projection.bias, packed_linear_operator(), []  # type: ignore[var-annotated]
     return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
 
 

@@ -44,7 +44,7 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
     _log_to_stderr()
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     LOG.info(
-        f"serving {settings.name} at {settings.speedup:g}x (planned {plan.planned:.2f}x by {plan.clock}: "
+        f"serving {settings.name} at {settings.speedup:g}x (planned {plan.planned:.2f}x by {plan.predicted_by}: "
         f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers per token) by default, "
         f"on {address}/v1; web page: {address}/"
     )

@@ -19,7 +19,7 @@ from skipdecode.generate.skip_generate import skip_generate
 from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import CostModel, MeasuredCost
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from skipdecode.schedule.schedule import PromptPolicy, SkipSchedule
 from skipdecode.timing.interleave import Ratio, order_of_turn
 from skipdecode.timing.step_clock import generate_timed
@@ -306,7 +306,7 @@ def measure_profile(
     ]
     sizes = CostModel.of(inner)
     today = datetime.date.today().isoformat()
-    profile = Profile(setting_of(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
+    profile = Profile(profile_setting(inner, sizes, weights), sizes.num_layers, tuple(batches), today)
     spreads = (Spread(*size, _spread(each, num_layers)) for size, each in zip(sized, timed, strict=True))
     return Calibration(profile, tuple(spreads))
 

@@ -26,7 +26,7 @@ from eval.systems.base import System
 from eval.systems.threshold import CLOSE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -123,7 +123,7 @@ def test_thresholds_for_targets_give_no_more_layers_than_the_schedules_on_valida
     config = SkipConfig.load(full)
     assert config is not None
     for row in report.rows[1:]:
-        schedule = config.schedule_for(_cost(full), row.speedup_target or 0)
+        schedule = config.plan_for(_cost(full), row.speedup_target or 0).schedule
         assert row.schedule is None
         assert row.threshold is not None
         assert row.threshold.prompts == 6
@@ -183,7 +183,9 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
     for text in (printed, written):
         assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
         assert "over this row's at batch 1, of decoding and of the whole" in text.replace("\n", " ")
-        assert "Targets are of decoding, solved for each batch size by bytes and " in " ".join(text.split())
+        assert "Targets are of decoding, solved for each batch size by the analytical cost model" in " ".join(
+            text.split()
+        )
 
 
 def test_texts_that_never_end_are_counted_and_said(full: Path, tmp_path: Path) -> None:
@@ -216,9 +218,9 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
         expected = {
-            size: config.schedule_for(
+            size: config.plan_for(
                 _cost(folder), 1.8, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
-            ).to_dict()
+            ).schedule.to_dict()
             for size in (1, 4, 32)
         }
         row = report.rows[1]
@@ -234,7 +236,7 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
 def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Path, tmp_path: Path) -> None:
     model, _ = load(str(full))
     times = TimedBatch(4, 20, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
-    setting = setting_of(model, CostModel.of(model), "packed")
+    setting = profile_setting(model, CostModel.of(model), "packed")
     profile = Profile(setting, 6, (times,), "2026-01-02")
     path = profile.save()
     try:
@@ -245,8 +247,8 @@ def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Pat
     assert (
         report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
     )
-    assert report.clock == "this machine's clock, measured 2026-01-02"
-    assert "by this machine's clock, measured 2026-01-02." in report.to_markdown()
+    assert report.clock == "the calibrated profile of 2026-01-02"
+    assert "by the calibrated profile of 2026-01-02." in report.to_markdown()
 
 
 def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the_test_set(
@@ -324,7 +326,7 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--reference", "BEAMS"], "the generation_config.json of BEAMS: num_beams is 2"),
         (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
-        (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
+        (["--reference", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--calm-threshold", "0.5"], "--calm-threshold is for --system calm"),
         (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
         (["--system", "calm", "--calm-threshold", "nan"], "--calm-threshold is [nan]"),
@@ -338,8 +340,8 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
         (["--over", "all", "--speedup", "40"], "speedup is 40: with warmup_layers"),
-        (["--checkpoint", "E2E"], "'E2E' is no checkpoint: it has no config.json"),
-        (["--checkpoint", "./nowhere"], "is no checkpoint: it is not a folder"),
+        (["--checkpoint", "E2E"], "'E2E' isn't a checkpoint: it has no config.json"),
+        (["--checkpoint", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--task", "e2ee"], "unknown task 'e2ee'"),
         (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
         (["--task-option", "test_size=few"], "test_size is 'few'"),

@@ -279,7 +279,7 @@ def test_both_speeds_stand_beside_what_was_asked_and_the_page_says_which_one_tha
         assert [header for header in headers_of(html, caption) if header in speeds] == speeds
     assert f"quality against measured speed of {shown}" in html
     assert f"measured speed of {shown}, times full depth" in html  # the axis
-    assert f"Targets are of {shown}, solved for each batch size by bytes and operations." in "".join(page.text)
+    assert f"Targets are of {shown}, solved for each batch size by the analytical cost model." in "".join(page.text)
     assert values["over"] == over
     points = values["lines"][0]["points"]
     assert {row.label for row in report.rows} == {point["label"] for point in points}

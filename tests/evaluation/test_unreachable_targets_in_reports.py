@@ -20,7 +20,7 @@ from eval.score.registry import short
 from eval.systems.base import Checkpoint
 from skipdecode import CostModel, SkipSchedule, load
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.timing.calibrate import Calibration, Spread
 
@@ -46,7 +46,7 @@ def profile(trained: Path) -> Iterator[Profile]:
     """A clock on which one layer is 2.5 times as fast as all, and the fastest trained schedule 1.7 times at best."""
     model, _ = load(str(trained))
     times = TimedBatch(3, 20, 20, {1: 1.0, 6: 2.5}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
-    found = Profile(setting_of(model, CostModel.of(model), "packed"), 6, (times,), "2026-01-02")
+    found = Profile(profile_setting(model, CostModel.of(model), "packed"), 6, (times,), "2026-01-02")
     path = found.save()
     yield found
     path.unlink()
@@ -71,7 +71,7 @@ def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
     words = ["--checkpoint", str(trained), "--speedup", "1.5", "3", "--lossless", "3", "--schedule", str(own), *SMALL]
     assert eval.cli.main([*words, "--output", str(tmp_path / "strict"), "--strict"]) == 2
     error = capsys.readouterr().err
-    assert "error: speedup is 3: this checkpoint reaches 2.50 at most by this machine's clock, measured 2026" in error
+    assert "error: speedup is 3: this checkpoint reaches at most 2.50 by the calibrated profile of 2026" in error
     assert not (tmp_path / "strict").exists() or not list((tmp_path / "strict").glob("*.json*"))
     assert eval.cli.main([*words, "--output", str(output)]) == 0
     mark = f"3x (planned {planned(profile):.2f}x)"
@@ -87,7 +87,7 @@ def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
     markdown = (output / "report.md").read_text()
     assert markdown.count(mark) == 2, "in the table, and in that by batch size"
     assert (
-        "Targets that can't be reached by this machine's clock, measured 2026-01-02, in place of which the fastest "
+        "Targets that can't be reached by the calibrated profile of 2026-01-02, in place of which the fastest "
         f"schedule that the checkpoint was trained for decoded: 3x: planned {planned(profile):.2f}x at batch 3; "
         f"lossless-3x: planned {planned(profile):.2f}x at batch 3."
     ) in markdown
@@ -118,7 +118,7 @@ def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_
     monkeypatch.setattr(eval.search.trials, "LEAST", 5)
     words = ["--checkpoint", str(trained), "--speedup", "3", "--trials", "3", *SMALL]
     assert eval.search.cli.main([*words, "--output", str(tmp_path / "strict"), "--strict"]) == 2
-    assert "speedup is 3: this checkpoint reaches 2.50 at most" in capsys.readouterr().err
+    assert "speedup is 3: this checkpoint reaches at most 2.50" in capsys.readouterr().err
     assert eval.search.cli.main([*words, "--output", str(tmp_path / "found")]) == 0
     assert "warning: speedup 3 can't be reached: the fastest schedule that this" in capsys.readouterr().err
     report = json.loads((tmp_path / "found" / "search.json").read_text())

@@ -26,10 +26,10 @@ from skipdecode import (
     solve_schedule,
 )
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.lengths import Lengths
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, find_profile, profile_setting, profiles_folder
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile, relative_times
 from skipdecode.timing.step_clock import StepClock
@@ -210,7 +210,7 @@ TIMED = [
 
 def profile(model: Any, weights: Weights) -> Profile:
     sizes = CostModel.of(model)
-    return Profile(setting_of(model, sizes, weights), sizes.num_layers, tuple(TIMED), "2026-01-02")
+    return Profile(profile_setting(model, sizes, weights), sizes.num_layers, tuple(TIMED), "2026-01-02")
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
     request |= {"custom_generate": skip_generate, "eos_token_id": None, "weights": "model"}
 
     def solved(over: Any) -> tuple[SkipSchedule, torch.Tensor]:
-        found = resolve_schedule(model, None, 1.5, over=over, weights="model", prompts=[6, 6, 6])
+        found = resolve_plan(model, None, 1.5, over=over, weights="model", prompts=[6, 6, 6]).schedule
         text = model.generate(**request, speedup=1.5, over=over)
         assert torch.equal(text, model.generate(**request, schedule=found))
         return found, text
@@ -389,7 +389,7 @@ def test_a_profile_is_measured_of_every_batch_and_kept(kept: None) -> None:
     assert all(seconds >= 0 for b in timed.batches for seconds in b.start.values())
     assert not profiles_folder().exists()
     timed.save()
-    assert find_profile(setting_of(model, CostModel.of(model), "model")) == timed
+    assert find_profile(profile_setting(model, CostModel.of(model), "model")) == timed
 
 
 def test_a_models_own_generation_config_has_no_part_in_what_is_timed() -> None:
@@ -414,7 +414,7 @@ def test_a_home_that_cannot_be_read_holds_no_profile_and_keeps_none(
     for name in ("is_dir", "mkdir"):
         monkeypatch.setattr(Path, name, refuse)
     assert find_profile(timed.setting) is None
-    with pytest.raises(ConfigError, match=r"the profile can't be kept: .*XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"the profile can't be saved: .*XDG_CACHE_HOME"):
         timed.save()
 
 

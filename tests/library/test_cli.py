@@ -22,7 +22,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.cli.process import quick_imports, run_command
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, profiles_folder, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting, profiles_folder
 from skipdecode.timing.compare import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
@@ -101,8 +101,10 @@ def test_json_output_has_the_number_of_tokens_and_mean_layers(
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 3
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 3)
+        .schedule
     )  # type: ignore[union-attr]
     for line in found:
         steps = line["tokens"] - 1
@@ -192,8 +194,10 @@ def test_info_shows_what_each_speedup_costs(checkpoint: Path, capsys: Any) -> No
     assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
     assert "on the task departures" in out
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 2.5
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 2.5)
+        .schedule
     )  # type: ignore[union-attr]
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
     assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
@@ -202,7 +206,7 @@ def test_info_shows_what_each_speedup_costs(checkpoint: Path, capsys: Any) -> No
     decoding, end_to_end = (float(speed.rstrip("x")) for speed in fast[8:10])
     assert decoding >= 2.5
     assert 1 < end_to_end < decoding, "the prompt runs every layer"
-    assert "targets refer to decoding; speedups over full depth, by " in out[-1]
+    assert "targets refer to decoding; speedups over full depth, by the analytical cost model" in out[-1]
     assert main(["info", str(checkpoint), "--speedup", "2.5", "--new-tokens", "16", "--over", "all"]) == 0
     assert "targets refer to prefill and decoding together" in output(capsys)[0][-1]
 
@@ -227,7 +231,7 @@ def test_after_calibration_speedups_are_solved_for_the_measured_times(checkpoint
         out, _ = output(capsys)
         (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
         assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
-        assert f"measured {Profile.load(path).date}" in out[-1]
+        assert "speeds by the calibrated profile of " in out[-1]
     finally:
         path.unlink()
 
@@ -241,7 +245,7 @@ def test_info_marks_trained_targets_that_this_machine_cannot_reach(
     model, _ = skipdecode.load(trained)
     sizes, times = skipdecode.CostModel.of(model), {1: 1.0, 6: 3.0}
     batch = TimedBatch(1, 64, 72, times, times, dict.fromkeys(times, 0.0))
-    path = Profile(setting_of(model, sizes, fast_path(model).usual_weights()), 6, (batch,), "2026-01-02").save()
+    path = Profile(profile_setting(model, sizes, fast_path(model).usual_weights()), 6, (batch,), "2026-01-02").save()
     try:
         assert main(["info", trained]) == 0
         out, _ = output(capsys)
@@ -252,7 +256,7 @@ def test_info_marks_trained_targets_that_this_machine_cannot_reach(
         assert "the fastest schedule that the checkpoint was trained for runs in its place" in out[-1]
         assert main(["info", trained, "--speedup", "4", "--strict"]) == 2
         last = output(capsys)[1].splitlines()[-1]
-        assert "speedup is 4: this checkpoint reaches 3.00 at most by this machine's clock, measured 2026-01-02" in last
+        assert "speedup is 4: this checkpoint reaches at most 3.00 by the calibrated profile of 2026-01-02" in last
     finally:
         path.unlink()
 
@@ -425,7 +429,7 @@ def refused(capsys: Any, message: str) -> None:
             "--prompt-length is 109: it must be at most 108",
         ),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
-        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
+        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' isn't a checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
         (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
         (["compare", "CHECKPOINT", "a", "--speedup", "2", "nan"], "--speedup is nan"),

@@ -13,7 +13,7 @@ from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_genera
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, DraftRecord, hoped, pass_seconds
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.generate.skip_generate import choose_draft, resolve_plan, resolve_schedule
+from skipdecode.generate.skip_generate import choose_draft, resolve_plan
 from skipdecode.kernels.cpu import kernels
 from skipdecode.schedule.machine_profile import Profile, TimedBatch
 from skipdecode.timing.compare import Decoder
@@ -272,8 +272,8 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
         solver={"horizon": 4, "prompt": "max", "lengths": [[4, 1]], "prompt_lengths": [[24, 1]], "over": "all"}
     )
     model.config.skipdecode = config.to_dict()
-    expected = resolve_schedule(model, None, 1.5, over="decode", prompts=[24])
-    assert resolve_schedule(model, None, 1.5, prompts=[24]) != expected, "else the two can't be told apart"
+    expected = resolve_plan(model, None, 1.5, over="decode", prompts=[24]).schedule
+    assert resolve_plan(model, None, 1.5, prompts=[24]).schedule != expected, "else the two can't be told apart"
     drafted: list[SkipSchedule] = []
 
     def note(*args: Any, **how: Any) -> Any:
@@ -290,4 +290,7 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
     with Engine(model) as engine:
         engine.submit(ids[0].tolist(), max_new_tokens=4, lossless=True, speedup=1.5, eos_token_id=None)
     assert drafted == [expected] * 3
-    assert resolve_schedule(model, None, 1.5, prompts=[24]) == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule  # type: ignore[arg-type]
+    assert (
+        resolve_plan(model, None, 1.5, prompts=[24]).schedule
+        == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule
+    )  # type: ignore[arg-type]

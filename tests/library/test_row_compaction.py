@@ -211,7 +211,7 @@ def test_the_cache_keeps_its_buffers_and_layers_that_run_no_more_are_not_moved()
 @given(st.lists(st.booleans(), min_size=1, max_size=40).filter(any), st.booleans())
 def test_all_unfinished_rows_are_kept_and_few_move(unfinished: list[bool], powers_of_two: bool) -> None:
     kept = rows_to_keep(unfinished, powers_of_two=powers_of_two)
-    going = {row for row, goes_on in enumerate(unfinished) if goes_on}
+    going = {row for row, has_unfinished_sequences in enumerate(unfinished) if has_unfinished_sequences}
     if kept is None:
         return
     assert len(kept) == len(set(kept)) < len(unfinished)

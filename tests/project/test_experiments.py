@@ -72,7 +72,7 @@ def test_a_rival_trains_and_its_checkpoint_decodes(
     assert config is not None
     assert dict(config.schedules) == dict(zip(sampler.speedups, sampler.schedules, strict=True))
     target = 1.0 if name.startswith("shallow") else 2.0
-    schedule = config.schedule_for(CostModel.of(model), target)
+    schedule = config.plan_for(CostModel.of(model), target).schedule
     ids, mask = ragged_prompts([4, 6], seed=0)
     made = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": 3, "do_sample": False}
     assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6
@@ -171,7 +171,7 @@ def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monke
         terminate(process)
         told.set()
 
-    def write_whole(path: Path, text: str) -> None:
+    def write_atomically(path: Path, text: str) -> None:
         if path.name.startswith("second"):
             told.wait(20)
 
@@ -182,7 +182,7 @@ def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monke
         yield from concurrent.futures.as_completed(started)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", terminated)
-    monkeypatch.setattr(runner, "write_whole", write_whole)
+    monkeypatch.setattr(runner, "write_atomically", write_atomically)
     monkeypatch.setattr(runner, "as_completed", ask)
     with pytest.raises(SystemExit):
         run_unfinished({folder: ["-c", code, str(folder)] for folder in folders}, "mark", 2)

@@ -89,7 +89,7 @@ def test_schedules_from_files_are_solved_for_other_batches_as_they_are(tmp_path:
     config, cost = prepared.skip_config, prepared.cost
     speeds = sorted(config.schedules)
     for speedup in (*speeds[1:], sum(speeds[1:]) / 2):  # those of files, and one between
-        schedule = config.schedule_for(cost, speedup, prompts=[[30]])
+        schedule = config.plan_for(cost, speedup, prompts=[[30]]).schedule
         assert (schedule.placement, schedule.prompt, schedule.warmup_layers) == ("bottom", "full", 2)
 
 

@@ -21,7 +21,7 @@ from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from train.checkpoints import last_complete_checkpoint, resume_advice, set_damaged_aside
 from train.stops import RunStopped
 
@@ -45,8 +45,8 @@ def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
     kept = sorted(path.name for path in cut.glob("checkpoint-*"))
     assert kept == ["checkpoint-6", "checkpoint-9"]
     for name in kept:
-        sealed = json.loads((cut / name / SEAL).read_text())
-        assert set(sealed) == {path.name for path in (cut / name).iterdir()} - {SEAL}
+        listed = json.loads((cut / name / CHECKSUMS_FILE).read_text())
+        assert set(listed) == {path.name for path in (cut / name).iterdir()} - {CHECKSUMS_FILE}
     assert chosen(cut) == ("checkpoint-9", "")
 
 
@@ -55,8 +55,8 @@ def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
     [
         (lambda c: (c / "optimizer.pt").write_bytes((c / "optimizer.pt").read_bytes()[:-100]), "optimizer.pt has"),
         (lambda c: (c / "scheduler.pt").unlink(), "scheduler.pt is missing"),
-        (lambda c: (c / SEAL).unlink(), f"it has no {SEAL}"),
-        (lambda c: (c / SEAL).write_text("{"), f"its {SEAL} can't be read"),
+        (lambda c: (c / CHECKSUMS_FILE).unlink(), f"it has no {CHECKSUMS_FILE}"),
+        (lambda c: (c / CHECKSUMS_FILE).write_text("{"), f"its {CHECKSUMS_FILE} can't be read"),
         (lambda c: flip(c / "model.safetensors"), "model.safetensors has changed since it was written"),
     ],
 )

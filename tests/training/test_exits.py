@@ -180,9 +180,9 @@ def test_the_checkpoint_decodes_other_targets_by_a_fixed_exit(finished: Path) ->
     model = AutoModelForCausalLM.from_pretrained(finished)
     cost = CostModel.of(model)
     assert set(config.schedules) == {1.0}
-    assert config.schedule_for(cost, 1).min_layers == 8
+    assert config.plan_for(cost, 1).schedule.min_layers == 8
     for speedup in (2, 3, 4):
-        schedule = config.schedule_for(cost, speedup)
+        schedule = config.plan_for(cost, speedup).schedule
         assert (schedule.decay, schedule.placement) == ("constant", "bottom")
         assert {schedule.layers_at(i) for i in range(100)} == {tuple(range(schedule.max_layers))}
         assert cost.at().speedup(schedule) >= speedup > cost.at().speedup(one_layer_more(schedule))

@@ -82,7 +82,10 @@ def test_an_order_may_be_written_out_or_stand_in_a_file(given: str, tmp_path: Pa
         (["optim.teacher=somewhere"], 'optim.teacher is "somewhere" and optim.distillation is 0'),
         ([*ORDERED, "schedule.order=nowhere.json"], "schedule.order: order file 'nowhere.json' can't be read"),
         ([*ORDERED, "schedule.order=[0,1]"], "schedule.order: order has 2 layers"),
-        (["optim.teacher=nowhere/at/all", "optim.distillation=1"], "optim.teacher: 'nowhere/at/all' is no checkpoint"),
+        (
+            ["optim.teacher=nowhere/at/all", "optim.distillation=1"],
+            "optim.teacher: 'nowhere/at/all' isn't a checkpoint",
+        ),
     ],
 )
 def test_what_is_no_order_or_teacher_is_refused_before_anything_is_trained(

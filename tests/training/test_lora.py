@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval.cli
 import train.finish
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.checkpoint.checksums import SEAL, seal
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, write_checksums
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.adapters import add_adapters
@@ -88,14 +88,14 @@ def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
     assert model.config.num_hidden_layers == (3 if "layers" in change else 8)
     assert not (run / "adapter").exists()
     unfinished = run / "checkpoint-1"
-    with pytest.raises(ConfigError, match=r"names no model that its adapters are for .*; load the finished run"):
+    with pytest.raises(ConfigError, match=r"doesn't name the base model of its adapters .*; load the finished run"):
         load_model(str(unfinished))
     # As versions before this one wrote it.
     file = unfinished / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
-    (unfinished / SEAL).unlink()
+    (unfinished / CHECKSUMS_FILE).unlink()
     if "layers" in change:
-        with pytest.raises(ConfigError, match=r"lacks \d+ of its weights, .* perhaps of some of its layers"):
+        with pytest.raises(ConfigError, match=r"lacks \d+ of its weights, .* perhaps for some of its layers"):
             load_model(str(unfinished))
 
 
@@ -133,11 +133,11 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
     save_file({f"x.{name}": value for name, value in good.items()}, weights)
     with pytest.raises(ConfigError, match=r"is damaged: adapter_model.safetensors has"):
         load_model(str(folder))
-    (folder / SEAL).unlink()
+    (folder / CHECKSUMS_FILE).unlink()
     with pytest.raises(ConfigError, match=r"lacks [0-9]+ of its weights, such as .*lora_A"):
         load_model(str(folder))
     save_file({name: value + float("nan") for name, value in good.items()}, weights)
-    with pytest.raises(ConfigError, match=r"numbers in .*lora_A.* that are infinite or none at all"):
+    with pytest.raises(ConfigError, match=r"values in .*lora_A.* that aren't finite"):
         load_model(str(folder))
     save_file(good, weights)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -180,12 +180,12 @@ def test_adapters_of_a_repository_keep_their_schedules(
     where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
     own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the model that they adapt has others
     own.save(snapshot)
-    seal(snapshot)
+    write_checksums(snapshot)
     assert SkipConfig.of(load_model("me/adapters", **where).config) == own
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     assert SkipConfig.load("me/adapters") == own
-    with pytest.raises(ConfigError, match="'me/others' is no folder, there is no copy of it in the cache"):
+    with pytest.raises(ConfigError, match="'me/others' is not a folder, there is no copy of it in the cache"):
         SkipConfig.load("me/others")
     flip(snapshot / "skipdecode.json")
     with pytest.raises(ConfigError, match=r"skipdecode\.json has changed"):

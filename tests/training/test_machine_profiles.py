@@ -13,7 +13,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.cost import MACHINES, CostModel, PredictedCost
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from train.build import build_task
 from train.prepare import Prepared, make_arguments, prepare
 from train.recipe import load_recipe
@@ -31,7 +31,7 @@ def a_profile(model: object) -> Profile:
     """Of a machine that takes a second a layer, and one for the rest, whatever the batch."""
     seconds = {1: 2.0, 4: 5.0, DEPTH: 1.0 + DEPTH}
     batches = tuple(TimedBatch(rows, 40, 50, seconds, seconds, dict.fromkeys(seconds, 0.0)) for rows in (1, 8))
-    setting = setting_of(model, CostModel.of(model), "model")  # type: ignore[arg-type]
+    setting = profile_setting(model, CostModel.of(model), "model")  # type: ignore[arg-type]
     return Profile(setting, DEPTH, batches, "2030-01-01")
 
 
@@ -81,7 +81,9 @@ def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, mon
     assert SkipConfig.from_dict(without.skip_config.to_dict()).cost_for(without.cost) == cpu, "as it decodes later"
 
     weights = fast_path(without.model).usual_weights()
-    profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))
+    profile = replace(
+        a_profile(without.model), setting=profile_setting(without.model, CostModel.of(without.model), weights)
+    )
     profile.save()
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
     (tmp_path / "begun").mkdir()
@@ -112,7 +114,7 @@ def test_calibrate_writes_a_file_that_a_training_reads(
     assert f"written to {file}" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
     profile = Profile.load(file)
-    assert profile.setting == setting_of(
+    assert profile.setting == profile_setting(
         load_model(str(folder)), CostModel.of(load_model(str(folder))), profile.setting["weights"]
     )
     assert main([*words, "--output", str(file)]) == 2

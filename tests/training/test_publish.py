@@ -23,7 +23,7 @@ import skipdecode
 from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
-from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from skipdecode.checkpoint.remote_code import custom_generate_files
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.publish.leaks import find_path, find_secret
@@ -34,7 +34,7 @@ from train.recipe import load_recipe
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
-    *("tokenizer.json", "tokenizer_config.json", SEAL),
+    *("tokenizer.json", "tokenizer_config.json", CHECKSUMS_FILE),
     *(f"custom_generate/{name}" for name in custom_generate_files()),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 }
@@ -326,7 +326,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     (run / "eval" / "report.md").write_text(Report.load(run / "eval" / "report.json").to_markdown())
     config = json.loads((run / "config.json").read_text()) | {"_name_or_path": str(home / "base")}
     (run / "config.json").write_text(json.dumps(config))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
     monkeypatch.chdir(home)
     contents = pack(run, NAME).contents
     for name, content in contents.items():
@@ -337,7 +337,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     for name, content in contents.items():
         (sent / name).parent.mkdir(parents=True, exist_ok=True)
         (sent / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    skipdecode.load(str(sent))  # its seal is of what was sent
+    skipdecode.load(str(sent))  # its checksums are of what was sent
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).output.dir == "outputs/run"
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).data.path == "e2e"
     assert Report.load(sent / "eval" / "report.json").checkpoint == "outputs/run"
@@ -405,7 +405,7 @@ def without_schedules(run: Path) -> None:
     values = json.loads((run / "config.json").read_text())
     del values["skipdecode"]
     (run / "config.json").write_text(json.dumps(values))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def link(run: Path, name: str) -> None:
@@ -416,7 +416,7 @@ def link(run: Path, name: str) -> None:
 def put_metadata(run: Path, metadata: dict[str, str]) -> None:
     file = run / "model.safetensors"
     save_file(load_file(file), file, {"format": "pt", **metadata})
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def add(run: Path, name: str, text: str) -> None:

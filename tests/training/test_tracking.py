@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from eval.results import Report
 from eval.score.predictions import write_predictions
-from skipdecode.checkpoint.checksums import DECISIVE
+from skipdecode.checkpoint.checksums import CHECKED_PATTERNS
 from skipdecode.files import read_lines
 from train.weights_and_biases import _ARTIFACT, Tracker
 
@@ -156,8 +156,8 @@ def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
     entries = {entry.path for entry in artifact.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
     assert {"custom_generate/generate.py", "custom_generate/schedule_solver.py", "README.md"} <= entries
-    sealed = [pattern.replace("*", "a") for pattern in DECISIVE]
-    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), "else it looks damaged"
+    checked = [pattern.replace("*", "a") for pattern in CHECKED_PATTERNS]
+    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in checked), "else it looks damaged"
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 

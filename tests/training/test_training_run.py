@@ -88,15 +88,17 @@ def test_the_checkpoint_remembers_the_schedules_that_trained_it(finished: Path) 
     assert set(config.schedules) == {1, 2, 3, 4}
     cost = CostModel.of(AutoModelForCausalLM.from_pretrained(finished))
     for speedup, schedule in config.schedules.items():
-        assert config.schedule_for(cost, speedup) == schedule
+        assert config.plan_for(cost, speedup).schedule == schedule
         assert cost.at(**config.conditions).speedup(schedule) >= speedup
     rows = trained_rows(finished, train_size=60, validation_size=4, test_size=12)
     assert Lengths.read(config.solver["lengths"]) == Lengths.of(map(len, rows["completion_ids"]))
     assert Lengths.read(config.solver["prompt_lengths"]) == Lengths.of(map(len, rows["prompt_ids"]))
-    assert config.schedule_for(cost, 2.5).horizon >= config.solver["horizon"] == config.schedules[1.0].horizon
-    assert config.texts is not None
-    assert sum(n for _, texts in config.texts.groups for _, n in texts.counts) == len(rows), "fewer than schedule.texts"
-    assert config.texts.groups[-1][0] == max(map(len, rows["prompt_ids"]))
+    assert config.plan_for(cost, 2.5).schedule.horizon >= config.solver["horizon"] == config.schedules[1.0].horizon
+    assert config.lengths_by_prompt is not None
+    assert sum(n for _, texts in config.lengths_by_prompt.groups for _, n in texts.counts) == len(rows), (
+        "fewer than schedule.texts"
+    )
+    assert config.lengths_by_prompt.groups[-1][0] == max(map(len, rows["prompt_ids"]))
     assert load_recipe(str(finished / "recipe.yaml")).to_yaml() == (finished / "recipe.yaml").read_text()
 
 
@@ -151,7 +153,7 @@ def test_the_logged_speed_is_that_of_the_steps_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(train.trainer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     takes(train.trainer.SkipTrainer, "training_step", 1)
     takes(train.trainer.SkipTrainer, "prediction_step", 100)
-    takes(train.checkpoints, "seal", 100)
+    takes(train.checkpoints, "write_checksums", 100)
     overrides = ["train.max_steps=6", "train.save_steps=2", "train.logging_steps=3", "train.validate_rows=8"]
     folder = train_small(tmp_path / "run", *overrides, "data.options={train_size: 2, validation_size: 4, test_size: 4}")
     rows = trained_rows(folder, train_size=2, validation_size=4, test_size=4)
@@ -247,7 +249,7 @@ def test_evaluation_writes_report_predictions_and_picture(finished: Path, tmp_pa
     for row in report["rows"]:
         assert all(key in row for key in [*keys, "wall_clock_speedup"])
         assert {"bleu", "rouge1", "rouge2", "rougeL"} <= set(row["scores"])
-        solved = config.schedule_for(cost, row["speedup_target"], prompts=batches)
+        solved = config.plan_for(cost, row["speedup_target"], prompts=batches).schedule
         assert SkipSchedule.from_dict(row["schedule"]) == solved
         assert row["decode_seconds"] > 0
         assert row["prefill_seconds"] > 0

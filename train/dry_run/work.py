@@ -20,7 +20,7 @@ def step_work(
         frozen_teacher: whether another model teaches, which is then run forward in every step.
     """
     prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
-    passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
+    passes = sum(draw.schedule.computed_share(prompt, columns) for draw in draws)
     full_depth = any(not draw.schedule.skips for draw in draws)
     teacher = FORWARD_SHARE if distils and (frozen_teacher or not full_depth) else 0.0
     return (passes + teacher) * columns

@@ -14,7 +14,7 @@ from configs.files import read_yaml
 from eval.card import CARD, MARK, write_card
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
-from skipdecode.checkpoint.checksums import SEAL, decisive_files, seal_text
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, checked_files, checksums_text
 from skipdecode.checkpoint.loading import load
 from skipdecode.checkpoint.remote_code import FOLDER as CUSTOM_GENERATE
 from skipdecode.checkpoint.remote_code import write_custom_generate
@@ -43,7 +43,7 @@ class Parcel:
         folder: the checkpoint's.
         repository: where to.
         contents: name there -> the content, or of weights the file. Not all is as the folder has it: paths of this
-            machine are relative, and the seal is of what is sent.
+            machine are relative, and the checksums are of what is sent.
     """
 
     folder: Path
@@ -99,8 +99,8 @@ def pack(folder: Path, repository: str) -> Parcel:
     if unsent:
         raise ConfigError(f"{folder / unsent[0]} has no name that is sent (model-*.safetensors): take it away")
     contents: dict[str, bytes | Path] = {name: _content(folder, name) for name in files}
-    sealed = {name: content for name, content in contents.items() if (folder / name) in decisive_files(folder)}
-    contents[SEAL] = seal_text(sealed).encode()
+    checked = {name: content for name, content in contents.items() if (folder / name) in checked_files(folder)}
+    contents[CHECKSUMS_FILE] = checksums_text(checked).encode()
     return Parcel(folder, repository, contents)
 
 
