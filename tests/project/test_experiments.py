@@ -59,7 +59,7 @@ LONG += ("shallow-4x",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.release if name in LONG else ()) for name in RIVALS]
 )
-def test_a_rival_trains_and_its_checkpoint_decodes(
+def test_a_baseline_trains_and_its_checkpoint_decodes(
     name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
@@ -78,7 +78,7 @@ def test_a_rival_trains_and_its_checkpoint_decodes(
     assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6
 
 
-def test_their_names_and_settings_are_those_of_the_documentation() -> None:
+def test_the_documentation_lists_the_baselines_and_their_settings() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8")
     for name, rival in RIVALS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
@@ -88,7 +88,7 @@ def test_their_names_and_settings_are_those_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("over", ["all", "decode"])
-def test_a_shallow_model_has_the_layers_whose_own_cost_is_nearest_to_the_target(over: str) -> None:
+def test_a_shallow_model_has_the_number_of_layers_whose_cost_is_nearest_to_the_target(over: str) -> None:
     """Not those of a token under a falling budget: a batch runs on, at small ones, until its longest text has ended."""
     falling = ("schedule.decay=linear", "schedule.batch_size=32")
     variants = Variants("quickstart", (*SETTINGS, f"schedule.over={over}", *falling))
@@ -105,12 +105,12 @@ def test_a_shallow_model_has_the_layers_whose_own_cost_is_nearest_to_the_target(
         assert Rival("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
 
 
-def test_a_target_out_of_reach_is_refused_before_anything_runs(variants: Variants) -> None:
+def test_an_unreachable_target_is_refused_before_anything_runs(variants: Variants) -> None:
     with pytest.raises(ConfigError, match="reaches at most"):
         Rival("", as_fast_as=50).resolve(variants)
 
 
-def test_work_counts_the_layers_that_columns_pass(variants: Variants) -> None:
+def test_work_counts_the_layers_run_at_each_position(variants: Variants) -> None:
     full = variants.work(RIVALS["full-depth"].overrides)
     shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
     assert variants.work(shallow) == pytest.approx(full * 2 / 8)
@@ -128,7 +128,7 @@ def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
     return {folder / name: ["-c", code, str(folder / name), str(status)] for name, status in statuses.items()}
 
 
-def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_no_further_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(started: Any) -> None:
         raise KeyboardInterrupt
 
@@ -138,7 +138,9 @@ def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "third").exists()
 
 
-def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_stops_the_running_command_and_starts_no_further_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training that is asked to end leaves a checkpoint: it must neither go on alone nor be killed."""
     code = "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
     code += "def end(*_): (folder / 'ended').touch(); sys.exit(143)\n"
@@ -161,7 +163,7 @@ def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypa
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_also_stops_a_command_that_is_just_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one's process starts after the first one's has been told."""
     code = "import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(20); os.mkdir(sys.argv[1] + '.end')"
     folders = [tmp_path / name for name in ("first", "second")]
@@ -195,7 +197,9 @@ def start(experiment: ModuleType, *words: str) -> int:
         return int(experiment.main())
 
 
-def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_was_finished_with_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_python(command: list[str], log: Path, seconds: Path) -> int:
         folder = Path(command[-1].removeprefix("output.dir="))
         if command[0] == "train.py":
@@ -220,7 +224,7 @@ def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeyp
     assert start(settings, *words, str(moved), "--limit", "3") == 0
 
 
-def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_is_trained_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[str]] = []
 
     def run_python(command: list[str], log: Path, seconds: Path) -> int:
@@ -233,14 +237,14 @@ def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest
     assert [[word.rpartition("=")[2] for word in words[-2:]] for words in found] == [["1", "1"], ["2", "2"]]
 
 
-def test_overrides_that_a_setting_takes_for_its_own_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_overrides_after_the_option_settings_are_refused_before_training(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path), "--seeds", "0", "--settings", "optim.warmup_steps=1", "schedule.speedups=null"]
     with pytest.raises(ConfigError, match="needs exactly one of speedups"):
         start(settings, *words)
     assert not list(tmp_path.iterdir())
 
 
-def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> None:
+def test_the_table_lists_all_schedules_that_differ_between_seeds(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 2.0))
     other = SkipSchedule(8, 5, 3, horizon=16, prompt="max").to_dict()
     beside = replace(report, rows=[report.rows[0], replace(report.rows[1], schedule=other)])
@@ -248,7 +252,7 @@ def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> No
     assert [line[:3] for line in lines] == [["1x", "8", "8 to 8"], ["2x", "8, 5", "4 to 4, 5 to 3"]]
 
 
-def test_where_one_start_fails_what_does_not_need_it_is_trained(
+def test_if_one_start_fails_variants_that_do_not_need_it_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
@@ -263,7 +267,7 @@ def test_where_one_start_fails_what_does_not_need_it_is_trained(
     assert "linear-0.5-seed-1" in names
 
 
-def test_a_task_without_the_metrics_of_the_table_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_task_without_the_tables_metrics_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no slot_error_rate"):
         start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="--rate is 0: it must be above 0"):
@@ -271,7 +275,7 @@ def test_a_task_without_the_metrics_of_the_table_is_refused_before_anything_is_t
     assert not (tmp_path / "out").exists()
 
 
-def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_an_experiment_agree_with_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """36 rows: five steps of 8 in an epoch, and in objectives 3 epochs of two parts a step."""
     epochs = ("train.max_steps=null", "train.epochs=1.5")
     assert Variants("quickstart", (*SETTINGS, *epochs)).prepared.steps == 8
@@ -287,12 +291,12 @@ def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[-1] == f"train.max_steps={round(3 * 36 / 16)}"
 
 
-def test_a_target_between_two_has_its_place_in_one_table(tmp_path: Path) -> None:
+def test_a_target_between_two_tables_is_listed_in_exactly_one(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 3.5))
     assert "\n".join(rivals.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
 
 
-def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_others_go_on(
+def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_others_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "finished").mkdir()
@@ -321,7 +325,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
         ),
     ],
 )
-def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and_a_picture(
+def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_a_picture(
     experiment: ModuleType, words: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[str] = []
@@ -351,7 +355,7 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
     assert not (tmp_path / "out" / ".lock").exists()
 
 
-def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_layers(
+def test_variants_that_start_from_a_trained_model_have_their_share_of_steps_and_their_layers(
     variants: Variants, tmp_path: Path
 ) -> None:
     run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
@@ -371,7 +375,7 @@ def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_lay
         assert (weight - start[name]).abs().max() < 0.01
 
 
-def test_the_time_of_an_experiment_is_that_of_its_commands_cut_off_ones_too(tmp_path: Path) -> None:
+def test_the_time_of_an_experiment_includes_interrupted_commands(tmp_path: Path) -> None:
     code = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nsys.exit(1)"
     for _ in range(2):
         assert not run_unfinished({tmp_path / "run": ["-c", code]}, "mark", 1)
@@ -379,7 +383,7 @@ def test_the_time_of_an_experiment_is_that_of_its_commands_cut_off_ones_too(tmp_
     assert 0.6 <= core <= clock + 0.1
 
 
-def test_a_variant_whose_name_is_an_override_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_accepts_a_variant_whose_name_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
     monkeypatch.setattr(
         runner, "run_unfinished", lambda commands, *_: not trained.extend(each.name for each in commands)
@@ -391,7 +395,7 @@ def test_a_variant_whose_name_is_an_override_can_be_named(tmp_path: Path, monkey
     assert trained == ["schedule.spread=0-seed-1"]
 
 
-def test_what_cannot_be_trained_is_left_out_unless_it_is_named(
+def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
     variants: Variants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"small": lambda _: ["model.layers=6"], "large": lambda _: ["model.layers=99"]}
@@ -403,7 +407,7 @@ def test_what_cannot_be_trained_is_left_out_unless_it_is_named(
             resolve(experiment, variants, [name])
 
 
-def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_experiments_cannot_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.output, "PATIENCE", 0.1)
     monkeypatch.setattr(
         sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS]
@@ -412,7 +416,7 @@ def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatc
         settings.main()
 
 
-def test_data_that_only_trainings_would_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_path_as_an_override_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--recipe", "e2e-tiny", "--output", str(tmp_path / "out"), *SPREADS, "data.path=somewhere"]
     monkeypatch.setattr(sys, "argv", ["script", *given])
     with pytest.raises(ConfigError, match="--data-dir"):
@@ -420,14 +424,14 @@ def test_data_that_only_trainings_would_read_is_refused(tmp_path: Path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_losses_of_a_run_are_those_of_its_last_validation(tmp_path: Path) -> None:
+def test_the_losses_of_a_run_come_from_its_last_validation(tmp_path: Path) -> None:
     assert settings.last_losses(tmp_path) == {}
     lines = [{"step": 1, "eval_loss": 3.0, "eval_loss_1x": 2.5}, {"step": 2, "eval_loss_1x": 1.25, "eval_loss_4x": 1.5}]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert settings.last_losses(tmp_path) == {"1x": "1.250", "4x": "1.500"}
 
 
-def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
+def test_a_long_prompt_ends_with_the_record_to_describe() -> None:
     pairs = [(f"name[{n}]", f"text {n}") for n in range(9)]
     prompt = long_prompts.with_records("name[new]", pairs, 3, random.Random(0)).splitlines()
     assert prompt[-1] == "name[new]"
@@ -437,9 +441,7 @@ def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
     assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
 
 
-def test_long_prompts_of_more_records_than_there_are_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_need_enough_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in long_prompts.SPLITS.values():
         (tmp_path / name).write_text("mr,ref\nname[a],A place.\nname[b],Another.\n")
     output = tmp_path / "long"
@@ -449,9 +451,7 @@ def test_long_prompts_of_more_records_than_there_are_are_refused(
     assert not output.exists()
 
 
-def test_a_trained_model_of_each_seed_takes_the_place_of_the_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_seeds_trained_model_replaces_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe itself needs a model as well: there is none where every override with a seed is left out of it."""
     found: list[list[str]] = []
     monkeypatch.setattr(runner, "run_python", lambda command, *_: found.append(list(command)) or 1)

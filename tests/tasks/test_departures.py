@@ -88,7 +88,7 @@ def examples(splits: dict[Split, list[Example]]) -> list[Example]:
     return [example for split in SPLITS for example in splits[split]]
 
 
-def test_a_process_with_another_hash_seed_generates_the_same_text(splits: dict[Split, list[Example]]) -> None:
+def test_a_process_with_another_hash_seed_generates_the_same_examples(splits: dict[Split, list[Example]]) -> None:
     # Starting Python and its imports is what takes time here, so this process is one of the two that are compared.
     script = (
         "from data.departures import Departures; task = Departures(train_size=TRAIN_SIZE)\n"
@@ -105,7 +105,7 @@ def test_a_process_with_another_hash_seed_generates_the_same_text(splits: dict[S
     assert printed.startswith(repr([splits[split] for split in SPLITS]))
 
 
-def test_a_longer_split_starts_with_the_shorter_one(splits: dict[Split, list[Example]]) -> None:
+def test_a_longer_split_begins_with_the_shorter_one(splits: dict[Split, list[Example]]) -> None:
     for size in (1, 70):
         task = Departures(train_size=size, validation_size=size, test_size=size)
         for split in SPLITS:
@@ -118,7 +118,7 @@ def test_another_seed_gives_other_examples(splits: dict[Split, list[Example]]) -
     assert len(shared) < 10
 
 
-def test_no_meaning_is_in_two_splits(splits: dict[Split, list[Example]]) -> None:
+def test_splits_share_no_meaning(splits: dict[Split, list[Example]]) -> None:
     train, validation, test = ({example.prompt for example in splits[split]} for split in SPLITS)
     assert not train & validation | train & test | validation & test
     # So few meanings out of so many would hardly meet by chance: each split must own what it holds.
@@ -126,14 +126,14 @@ def test_no_meaning_is_in_two_splits(splits: dict[Split, list[Example]]) -> None
         assert {split_of(example.prompt) for example in splits[split]} == {split}
 
 
-def test_splits_of_different_seeds_are_disjoint_too(splits: dict[Split, list[Example]]) -> None:
+def test_splits_of_different_seeds_share_no_meaning(splits: dict[Split, list[Example]]) -> None:
     train = {
         example.prompt for seed in (1, 2) for example in Departures(seed=seed, train_size=TRAIN_SIZE).load("train")
     }
     assert train.isdisjoint(example.prompt for example in splits["test"])
 
 
-def test_a_split_has_its_size_its_ids_its_reference_count_and_no_meaning_twice() -> None:
+def test_a_split_has_the_requested_size_its_number_of_references_and_distinct_meanings() -> None:
     task = Departures()
     for split, size, count in (("train", 3000, 3), ("validation", 200, 6), ("test", 200, 6)):
         loaded = task.load(split)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_references_of_one_meaning_differ_from_each_other(examples: list[Example
         assert len(set(example.references)) == len(example.references), example
 
 
-def test_prompts_end_with_a_newline_and_parse_back_to_slots_in_one_order(examples: list[Example]) -> None:
+def test_prompts_end_with_a_newline_and_list_their_slots_in_a_fixed_order(examples: list[Example]) -> None:
     for example in examples:
         assert example.prompt.endswith("\n")
         assert example.prompt.count("\n") == 1
@@ -162,12 +162,12 @@ def test_prompts_end_with_a_newline_and_parse_back_to_slots_in_one_order(example
         assert "stop" not in slots or f"| {STOP_KEYS[slots['vehicle']]}: " in example.prompt
 
 
-def test_every_slot_holds_each_of_its_values_somewhere_in_train(splits: dict[Split, list[Example]]) -> None:
+def test_every_value_of_every_slot_occurs_in_the_training_split(splits: dict[Split, list[Example]]) -> None:
     for slot, values in PATTERNS.items():
         assert {parse(example.prompt).get(slot) for example in splits["train"]} - {None} == set(values)
 
 
-def test_every_reference_states_each_slot_and_nothing_that_the_prompt_lacks(examples: list[Example]) -> None:
+def test_every_reference_states_exactly_the_slots_of_its_prompt(examples: list[Example]) -> None:
     for example in examples:
         wanted = {slot: [value] for slot, value in parse(example.prompt).items()}
         for text in example.references:
@@ -175,7 +175,7 @@ def test_every_reference_states_each_slot_and_nothing_that_the_prompt_lacks(exam
 
 
 @pytest.mark.parametrize("slot", ORDER)
-def test_the_check_of_references_notices_a_value_that_was_erased(slot: str, examples: list[Example]) -> None:
+def test_the_reference_check_detects_a_removed_value(slot: str, examples: list[Example]) -> None:
     tried = 0
     for example in examples[::10]:
         slots = parse(example.prompt)
@@ -187,7 +187,7 @@ def test_the_check_of_references_notices_a_value_that_was_erased(slot: str, exam
 
 
 @pytest.mark.parametrize("slot", ["line", "to", "leaves", "stop", "duration", "price"])
-def test_the_check_of_references_notices_a_value_that_was_replaced(slot: str, examples: list[Example]) -> None:
+def test_the_reference_check_detects_a_replaced_value(slot: str, examples: list[Example]) -> None:
     tried = 0
     for example in examples[::10]:
         slots = parse(example.prompt)
@@ -201,7 +201,7 @@ def test_the_check_of_references_notices_a_value_that_was_replaced(slot: str, ex
     assert tried > 30
 
 
-def test_swapping_origin_and_destination_in_a_text_is_noticed(examples: list[Example]) -> None:
+def test_the_reference_check_detects_swapped_origin_and_destination(examples: list[Example]) -> None:
     for example in examples[::10]:
         slots = parse(example.prompt)
         origin, destination = slots.get("from"), slots["to"]
@@ -228,7 +228,7 @@ def test_articles_agree_with_what_follows(examples: list[Example]) -> None:
     assert not [word for article, word in following if article == "a" and re.match(r"[AEIOUaeiou8]|hour", word)]
 
 
-def test_nothing_but_its_status_is_said_of_the_trip_that_is_cancelled(examples: list[Example]) -> None:
+def test_references_of_a_cancelled_trip_state_only_its_status(examples: list[Example]) -> None:
     cancelled = [parse(e.prompt) for e in examples if "status: cancelled" in e.prompt]
     assert len(cancelled) > 30
     for slots in cancelled:
@@ -252,6 +252,6 @@ def test_an_unknown_split_is_refused_with_the_nearest_one(task: Departures) -> N
         ("test_size", -3),
     ],
 )
-def test_a_bad_argument_is_refused_by_field_value_and_range(field: str, value: object) -> None:
+def test_the_error_for_a_bad_argument_names_the_field_the_value_and_the_range(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{field} is {value!r}: it must be an integer from \d+ to \d+"):
         Departures(**{field: value})  # type: ignore[arg-type]

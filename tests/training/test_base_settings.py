@@ -102,7 +102,7 @@ def decodes(folder: Path, most: int = 4) -> None:
 
 @settings(max_examples=50)
 @given(drawn=base_settings())
-def test_any_settings_of_a_base_are_refused_by_file_and_key_or_its_checkpoint_decodes(
+def test_any_base_settings_are_refused_by_file_and_key_or_the_checkpoint_decodes(
     base: Path, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[str, dict[str, Any]]
 ) -> None:
     file, values = drawn
@@ -149,14 +149,14 @@ def trained(base: Path, folder: Path, *changes: str) -> Path:
     return train_small(folder, *start, *evaluation, *changes)
 
 
-def test_settings_that_do_no_harm_are_left_out_with_one_warning_and_the_checkpoint_decodes(
+def test_harmless_base_settings_are_omitted_with_one_warning_and_the_checkpoint_decodes(
     base: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = with_settings(base, tmp_path / "base", GENERATION_FILE, HARMLESS)
     config = json.loads((own / MODEL_FILE).read_text())
     (own / MODEL_FILE).write_text(json.dumps({**config, "return_dict": False}))
     folder = trained(own, tmp_path / "run")
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "omits these settings" in line]
     for key in HARMLESS.keys() - {"length_penalty"}:  # which asks for nothing without beams
         assert f"{key} in generation_config.json of '{own}' is {HARMLESS[key]!r}" in warning
     assert f"return_dict in config.json of '{own}' is False" in warning
@@ -168,12 +168,12 @@ def test_settings_that_do_no_harm_are_left_out_with_one_warning_and_the_checkpoi
     assert json.loads((folder / "eval" / "report.json").read_text())["rows"]
 
 
-def test_old_settings_of_a_config_file_are_left_out_also_where_adapters_are_merged(
+def test_generation_settings_in_config_json_are_omitted_when_adapters_are_merged(
     base: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = with_settings(base, tmp_path / "base", MODEL_FILE, {"num_beams": 4, "use_cache": False})
     folder = trained(own, tmp_path / "run", "lora.r=2")
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "omits these settings" in line]
     assert "num_beams in config.json" in warning
     assert "use_cache in config.json" in warning
     decodes(folder, json.loads((folder / GENERATION_FILE).read_text())["max_new_tokens"])
@@ -182,7 +182,7 @@ def test_old_settings_of_a_config_file_are_left_out_also_where_adapters_are_merg
     assert not (tmp_path / "apart").exists()
 
 
-def test_what_a_recipe_says_of_the_same_is_left_out_too(tmp_path: Path, capsys: Any) -> None:
+def test_generation_settings_in_a_recipe_are_omitted_too(tmp_path: Path, capsys: Any) -> None:
     changes = ["use_cache=false", "return_dict=false", "output_hidden_states=true", f"num_hidden_layers={LAYERS}"]
     folder = train_small(
         tmp_path / "run",
@@ -190,7 +190,7 @@ def test_what_a_recipe_says_of_the_same_is_left_out_too(tmp_path: Path, capsys: 
         "schedule.speedups=[1,2]",
         *(f"model.config.{change}" for change in changes),
     )
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "omits these settings" in line]
     assert {"model.config.use_cache is False", "model.config.return_dict is False"} <= set(
         warning.partition(": ")[2].split("; ")
     )
@@ -207,7 +207,7 @@ def test_what_a_recipe_says_of_the_same_is_left_out_too(tmp_path: Path, capsys: 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_ways_of_decoding_are_refused_before_the_first_step(
+def test_settings_of_other_decoding_methods_are_refused_before_the_first_step(
     base: Path, tmp_path: Path, capsys: Any, file: str, values: dict[str, Any], key: str, *, dry: bool
 ) -> None:
     own = with_settings(base, tmp_path / "base", file, values)
@@ -219,14 +219,14 @@ def test_other_ways_of_decoding_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_file_is_refused_in_place_of_being_passed_over(base: Path, tmp_path: Path) -> None:
+def test_a_damaged_generation_config_is_refused(base: Path, tmp_path: Path) -> None:
     own = with_settings(base, tmp_path / "base", GENERATION_FILE, {})
     (own / GENERATION_FILE).write_text('{"num_beams": ')
     with pytest.raises(ConfigError, match=r"generation_config\.json of .* is damaged"):
         build_model(recipe_of(own), [])
 
 
-def test_a_foreign_model_whose_config_says_return_dict_false_decodes(base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_with_return_dict_false_in_its_config_decodes(base: Path, tmp_path: Path, capsys: Any) -> None:
     own = with_settings(base, tmp_path / "base", MODEL_FILE, {"return_dict": False})
     assert skipdecode.cli.options.main(["generate", str(own), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
     decodes_of = capsys.readouterr().out

@@ -41,7 +41,7 @@ def chosen(folder: Path) -> tuple[str | None, str]:
     return (Path(found).name if found is not None else None), console.export_text()
 
 
-def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
+def test_the_newest_checkpoints_are_kept_with_checksums_of_all_files(cut: Path) -> None:
     kept = sorted(path.name for path in cut.glob("checkpoint-*"))
     assert kept == ["checkpoint-6", "checkpoint-9"]
     for name in kept:
@@ -60,7 +60,7 @@ def test_the_last_checkpoints_are_kept_and_each_is_sealed(cut: Path) -> None:
         (lambda c: flip(c / "model.safetensors"), "model.safetensors has changed since it was written"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     damage: Any, reason: str, cut: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(cut, tmp_path / "run")
@@ -77,7 +77,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_run_cut_off_after_its_last_step_ends_as_it_would_have(damaged: bool, cut: Path, tmp_path: Path) -> None:
+def test_a_run_interrupted_after_its_last_step_finishes_with_the_same_weights(
+    damaged: bool, cut: Path, tmp_path: Path
+) -> None:
     """From the checkpoint of that step, which leaves no step to take, or where it is damaged from the one before."""
     folder = shutil.copytree(cut, tmp_path / "run")
     # The recipe names its own folder.
@@ -95,7 +97,7 @@ def test_a_run_cut_off_after_its_last_step_ends_as_it_would_have(damaged: bool, 
     assert chosen(folder) == ("checkpoint-9", "")
 
 
-def test_a_run_that_continues_warns_of_no_tied_weight(
+def test_a_resumed_run_does_not_warn_of_tied_weights(
     cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint holds the embedding, which is the LM head too."""
@@ -107,7 +109,7 @@ def test_a_run_that_continues_warns_of_no_tied_weight(
     assert not [line for line in said if "keys" in line]
 
 
-def test_a_run_cut_off_before_its_card_writes_it(tmp_path: Path) -> None:
+def test_a_run_interrupted_before_its_model_card_writes_it_when_restarted(tmp_path: Path) -> None:
     folder = train_small(tmp_path / "run", "train.max_steps=3")
     card = (folder / "README.md").read_text()
     (folder / "README.md").unlink()
@@ -141,7 +143,7 @@ def signalled(folder: Path, signum: signal.Signals, step: int, *overrides: str) 
     return run.exitcode, log.read_text()
 
 
-def test_sigterm_ends_a_run_with_a_checkpoint_of_the_step(tmp_path: Path) -> None:
+def test_sigterm_stops_a_run_after_saving_a_checkpoint_of_the_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     status, said = signalled(folder, signal.SIGTERM, 1, "train.max_steps=5000", "train.save_steps=5000")
     assert status == 143
@@ -153,7 +155,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint_of_the_step(tmp_path: Path) -> Non
     assert chosen(folder)[0] == f"checkpoint-{step}"
 
 
-def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     """The second checkpoint can't be written: every file of the process is limited to less than it needs."""
     folder = tmp_path / "run"
     code = (
@@ -175,7 +177,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before_and_one_line(tmp_path:
     assert not (folder / "unfinished").exists()
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(
+def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import train.objective
@@ -192,17 +194,17 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     overrides = ["train.max_steps=9", "train.logging_steps=100", "schedule.speedups=[1]", f"output.dir={folder}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("stopped: the loss or its gradient was infinite or no number before step 6")
+    assert error.startswith("stopped: the loss or its gradient was infinite or NaN before step 6")
     assert f"the last good checkpoint is {folder}/checkpoint-3" in error
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3"]
     # Where it is logged, it stops there and then.
     poisoned.calls = 3  # type: ignore[attr-defined]
     other = [*overrides[:-1], "train.logging_steps=1", f"output.dir={tmp_path / 'other'}"]
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *other]) == 1
-    assert "stopped: loss is nan at step 2: no checkpoint had been written" in capsys.readouterr().err
+    assert "stopped: loss is nan at step 2: no checkpoint was written yet" in capsys.readouterr().err
 
 
-def test_weights_of_a_gradient_that_is_no_number_are_not_saved(
+def test_weights_after_an_infinite_gradient_are_not_saved(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import train.objective
@@ -220,12 +222,12 @@ def test_weights_of_a_gradient_that_is_no_number_are_not_saved(
     overrides.append(f"output.dir={folder}")
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *overrides]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "its gradient was infinite or no number before step 1: no checkpoint had been written" in error
-    assert "start anew with output.dir=FOLDER and a lower optim.learning_rate" in error
+    assert "its gradient was infinite or NaN before step 1: no checkpoint was written yet" in error
+    assert "start a new run with output.dir=FOLDER and a lower optim.learning_rate" in error
     assert not list(folder.glob("checkpoint-*"))
 
 
-def test_the_best_checkpoint_is_kept_and_can_finish_the_run(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path: Path) -> None:
     """The learning rate is so high that the first checkpoint is the best."""
     folder = train_small(
         tmp_path / "run",
@@ -264,7 +266,7 @@ def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
     patch.setattr(train.run.MetricsFile, event, told)
 
 
-def test_a_stopped_run_keeps_its_checkpoint_beside_the_best_and_a_damaged_best_does_not_finish_it(
+def test_a_stopped_run_keeps_its_newest_and_best_checkpoints_and_a_damaged_best_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a limit of one checkpoint, and a learning rate so high that the first is the best."""
@@ -281,7 +283,7 @@ def test_a_stopped_run_keeps_its_checkpoint_beside_the_best_and_a_damaged_best_d
     assert not (folder / "config.json").exists()
 
 
-def test_sigterm_in_the_last_step_ends_a_run_with_its_finished_checkpoint(
+def test_sigterm_during_the_last_step_stops_a_run_after_its_finished_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its evaluation, which the same command goes on with; and the last step's figures are logged."""
@@ -289,7 +291,7 @@ def test_sigterm_in_the_last_step_ends_a_run_with_its_finished_checkpoint(
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         send_sigterm(patch, "on_step_end", 3)
-        with pytest.raises(RunStopped, match=r"SIGTERM in the last step: .*holds the trained checkpoint"):
+        with pytest.raises(RunStopped, match=r"SIGTERM during the last step: .*holds the trained checkpoint"):
             train_small(folder, *overrides)
     assert [line["step"] for line in metrics(folder)] == [2, 3]
     assert (folder / "config.json").exists()
@@ -300,7 +302,7 @@ def test_sigterm_in_the_last_step_ends_a_run_with_its_finished_checkpoint(
     assert command == f"python -m eval --checkpoint {folder} {options}"
 
 
-def test_a_run_does_not_go_on_under_other_schedules(tmp_path: Path) -> None:
+def test_a_run_does_not_continue_under_other_schedules(tmp_path: Path) -> None:
     file, folder = tmp_path / "own.json", tmp_path / "run"
     overrides = ["schedule.speedups=null", f"schedule.files=[{file}]", "train.max_steps=3"]
     file.write_text(SkipSchedule(8, 5, 2, horizon=12).to_json())
@@ -311,7 +313,7 @@ def test_a_run_does_not_go_on_under_other_schedules(tmp_path: Path) -> None:
         train_small(folder, *overrides)
 
 
-def test_a_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
+def test_a_run_does_not_continue_on_other_rows(tmp_path: Path) -> None:
     """Whose tokenizer, trained on them, may be another one, too."""
     data, folder = tmp_path / "data", tmp_path / "run"
     data.mkdir()
@@ -321,11 +323,13 @@ def test_a_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
     train_small_on(section, folder, "train.max_steps=3", "schedule.texts=0")
     (folder / "config.json").unlink()
     (data / "train.csv").write_text("q,a\n" + "".join(rows[:-1]) + "question 29,another answer\n")
-    with pytest.raises(ConfigError, match=r"checkpoint-3 was trained on other rows: bring back the data"):
+    with pytest.raises(ConfigError, match=r"checkpoint-3 was trained on other rows: restore the original data"):
         train_small_on(section, folder, "train.max_steps=3", "schedule.texts=0")
 
 
-def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(cut: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_a_random_moment_ends_with_the_weights_of_an_uninterrupted_one(
+    cut: Path, tmp_path: Path
+) -> None:
     """What scripts/kill_and_resume.py does twenty times; here once, in any step or beside it."""
     folder = tmp_path / "run"
     status, _ = signalled(folder, signal.SIGKILL, random.randint(1, 7), "train.max_steps=9")
@@ -338,7 +342,7 @@ def test_a_run_killed_at_a_random_moment_ends_as_the_uninterrupted_one(cut: Path
     ]
 
 
-def test_a_run_cut_off_in_its_third_epoch_finds_the_order_of_its_rows_again(
+def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, whose draws come from the same generator as the order; 12 rows are 3 steps an epoch."""

@@ -39,7 +39,7 @@ def steps(order: DataOrder, layout: tuple[int, int, int], done: int = 0) -> list
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [450, 96, 37, 3])  # more than a megabatch of 50 steps; all steps full; not so; not one
-def test_a_step_has_the_same_rows_in_every_layout_and_epoch(rows: int, layout: tuple[int, int, int]) -> None:
+def test_a_step_has_the_same_rows_however_they_are_divided(rows: int, layout: tuple[int, int, int]) -> None:
     mine, alone = (DataOrder(lengths_of(rows), ROWS_A_STEP, seed=5) for _ in range(2))
     epoch = len(alone) // ROWS_A_STEP
     orders = []
@@ -57,7 +57,7 @@ def test_a_step_has_the_same_rows_in_every_layout_and_epoch(rows: int, layout: t
 
 
 @pytest.mark.parametrize("rows", [450, 37, 3])
-def test_an_epoch_has_every_row_and_fills_its_last_step_with_some_again(rows: int) -> None:
+def test_an_epoch_has_every_row_and_fills_its_last_step_with_repeated_rows(rows: int) -> None:
     order = DataOrder(lengths_of(rows), ROWS_A_STEP, seed=0)
     counts = Counter(order)
     assert set(counts) == set(range(rows))
@@ -65,7 +65,7 @@ def test_an_epoch_has_every_row_and_fills_its_last_step_with_some_again(rows: in
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_rows_of_a_step_are_of_like_length_and_another_seed_draws_others() -> None:
+def test_rows_of_a_step_have_similar_lengths_and_depend_on_the_seed() -> None:
     lengths = lengths_of(800)
     order = DataOrder(lengths, ROWS_A_STEP, seed=0)
     spreads = [
@@ -80,7 +80,7 @@ def divided(batch: int, parts: int, processes: int) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_may_continue_with_its_steps_divided_in_another_way(layout: tuple[int, int, int], tmp_path: Any) -> None:
+def test_a_run_may_continue_with_its_steps_divided_differently(layout: tuple[int, int, int], tmp_path: Any) -> None:
     DataOrder([1], ROWS_A_STEP, seed=0).save(tmp_path)
     check_rows_a_step(str(tmp_path), divided(*layout))
 
@@ -88,13 +88,13 @@ def test_a_run_may_continue_with_its_steps_divided_in_another_way(layout: tuple[
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ((4, 1, 1), "with 8 rows a step, and there are 4 .* set train.gradient_accumulation_steps=2, or"),
+        ((4, 1, 1), "with 8 rows per step, but now there are 4 .* set train.gradient_accumulation_steps=2, or"),
         ((2, 2, 1), "size 2 x train.gradient_accumulation_steps 2 x processes 1.: set .*_steps=4, or"),
-        ((3, 1, 2), "there are 6 .* let the product of these be 8, or start anew"),
-        ((16, 1, 1), "there are 16 .* let the product of these be 8, or start anew"),
+        ((3, 1, 2), "there are 6 .* choose them so that their product is 8, or start a new run"),
+        ((16, 1, 1), "there are 16 .* choose them so that their product is 8, or start a new run"),
     ],
 )
-def test_a_run_that_would_continue_with_other_steps_is_refused(
+def test_continuing_with_another_number_of_rows_per_step_is_refused(
     layout: tuple[int, int, int], message: str, tmp_path: Any
 ) -> None:
     DataOrder([1], ROWS_A_STEP, seed=0).save(tmp_path)
@@ -102,6 +102,6 @@ def test_a_run_that_would_continue_with_other_steps_is_refused(
         check_rows_a_step(str(tmp_path), divided(*layout))
 
 
-def test_a_checkpoint_that_does_not_say_its_rows_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="by a version that drew rows in another order: start anew"):
+def test_a_checkpoint_without_its_number_of_rows_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="by a version with another data order: start a new run"):
         check_rows_a_step(str(tmp_path), divided(8, 1, 1))

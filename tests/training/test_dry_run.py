@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler
 
 import train.cli
 import train.dry_run.rehearsal
-from data.columns import ROW
+from data.batches import ROW_COLUMNS
 from skipdecode import SkipSchedule
 from train.build import build_task
 from train.data_order import DataOrder
@@ -34,7 +34,7 @@ SMALL = [*small_runs.SMALL, "model.config.dropout=0.1", "train.max_steps=3", "tr
 SMALL += ["data.options={train_size: 20, validation_size: 4, test_size: 4}"]
 
 
-def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
+def test_a_dry_run_prints_its_estimates_and_writes_nothing(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary, folder = tmp_path / "temporary", tmp_path / "out"
@@ -50,19 +50,19 @@ def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
         r"rows +60",
         r"effective batch size +8 rows",
         r"steps +3",
-        r"schedule +target 4x: (\d) to 1 of 8 layers over \d+ tokens, \1 for prompts, predicted 4\.\d+x",
-        r"widest batch +\d+ columns of prompts, \d+ of completions",
+        r"schedule +target 4x: (\d) to 1 of 8 layers over \d+ tokens, \1 for prompts, predicted speedup 4\.\d+x",
+        r"largest batch +\d+ prompt tokens, \d+ completion tokens per row",
         r"memory, estimated +0\.\d\d GiB",
         r"  weights +0\.00 GiB",
         r"  gradients, activations +0\.\d\d GiB",
-        r"seconds a step +\d+\.\d{3}, the widest; \d+\.\d{3} to \d+\.\d{3} on average",
-        r"tokens a second +[\d,]+ of completions",
+        r"seconds per step +\d+\.\d{3} at most; \d+\.\d{3} to \d+\.\d{3} on average",
+        r"tokens per second +[\d,]+ of completions",
         r"training +0:00:\d\d to 0:0\d:\d\d \(h:mm:ss\), without checkpoints",
     ):
         assert re.search(f"^{line}", printed, re.MULTILINE), line
 
 
-def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_path: Path) -> None:
+def test_the_largest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, f"output.dir={tmp_path / 'out'}"])
     found = dry_run(recipe)
     rows = prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path)).encoded.rows
@@ -74,14 +74,14 @@ def test_the_widest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_
     assert found.rows == 60
 
 
-def test_a_run_that_validates_is_rehearsed_without_its_validation_rows(tmp_path: Path) -> None:
+def test_a_dry_run_does_not_validate(tmp_path: Path) -> None:
     validates = ["train.validate_rows=4", "train.finish_with=best", "train.save_steps=1"]
     found = dry_run(load_recipe("quickstart", [*SMALL, *validates, f"output.dir={tmp_path / 'out'}"]))
     assert (found.rows, found.steps) == (60, 3)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_after_a_dry_run_trains_as_if_it_had_not_been_for_as_many_steps_as_it_said(tmp_path: Path) -> None:
+def test_a_dry_run_predicts_the_number_of_steps_and_does_not_change_the_run_after_it(tmp_path: Path) -> None:
     changes = ["train.max_steps=null", "train.epochs=1.5", "train.gradient_accumulation_steps=3", "tracking.wandb=off"]
     metrics, found = [], []
     for name in ("with", "without"):
@@ -97,10 +97,10 @@ def test_a_run_after_a_dry_run_trains_as_if_it_had_not_been_for_as_many_steps_as
     assert [step for step, *_ in metrics[0]] == list(range(1, found[0].steps + 1))
 
 
-def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: Any) -> None:
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for change, message in (
-        (f"output.dir={tmp_path}", "holds files that are no run's"),
+        (f"output.dir={tmp_path}", "isn't empty and holds no run"),
         ("schedule.speedups=[1,90]", "this model reaches at most"),
         ("publish.tag=v1", 'publish.tag is "v1" and publish.repository is null'),
         ("optim.learning_rte=1", "did you mean 'optim.learning_rate'"),
@@ -128,7 +128,7 @@ def naive_layer_columns(draw: Draw, prompt_columns: int, new_tokens: int) -> int
     ],
     ids=["epochs", "sandwich in parts", "taught by full depth"],
 )
-def test_the_estimate_is_the_sum_over_the_steps_that_the_run_takes(
+def test_the_estimated_time_is_the_time_that_the_run_takes(
     changes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock on which a batch takes a time for its layers, its logits and whatever it holds."""
@@ -166,7 +166,7 @@ def test_the_estimate_is_the_sum_over_the_steps_that_the_run_takes(
     distils=st.booleans(),
     teacher=st.sampled_from([None, "a frozen model"]),
 )
-def test_the_plan_is_that_of_the_slowest_process_in_each_step(
+def test_the_planned_work_of_a_step_is_that_of_its_slowest_process(
     lengths: list[tuple[int, int]],
     batch: int,
     parts: int,
@@ -176,7 +176,7 @@ def test_the_plan_is_that_of_the_slowest_process_in_each_step(
     teacher: str | None,
 ) -> None:
     """Against accelerate's own dealing of batches, and columns that are counted one by one."""
-    rows = Dataset.from_dict({name: [[0] * each[n] for each in lengths] for n, name in enumerate(ROW[:2])})
+    rows = Dataset.from_dict({name: [[0] * each[n] for each in lengths] for n, name in enumerate(ROW_COLUMNS[:2])})
     skipping = (SkipSchedule(6, 5, 2, horizon=4), SkipSchedule(6, 3, 1, horizon=3, prompt="max"))
     sampler = ScheduleSampler((1.0, 2.0, 3.0), (SkipSchedule.full_depth(6), *skipping), (1.0, 1.0, 1.0), seed=3)
     arguments = SimpleNamespace(train_batch_size=batch, world_size=processes, seed=5)
@@ -212,7 +212,9 @@ def test_the_plan_is_that_of_the_slowest_process_in_each_step(
 
 @settings(max_examples=50, deadline=None)
 @given(work=st.lists(st.floats(1, 1e6), min_size=1, max_size=60), times=st.integers(1, 9), more=st.floats(0, 1e6))
-def test_where_time_is_work_the_estimate_is_their_sum(work: list[float], times: int, more: float) -> None:
+def test_if_time_is_proportional_to_work_the_estimate_is_exact_up_to_its_margin(
+    work: list[float], times: int, more: float
+) -> None:
     plan = [PlannedStep((), (), each) for each in work]
     timed = choose_timed(plan, times * len(plan))
     found = estimate_seconds(timed, [[2 * each.step.work, 3 * each.step.work] for each in timed], more)

@@ -134,7 +134,7 @@ def default_of(key: str) -> Any:
 
 
 @EVERY
-def test_a_setting_without_effect_is_refused_wherever_it_is_set(
+def test_a_setting_without_effect_is_refused_in_the_file_and_in_overrides(
     key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     both = {**values, key: value}
@@ -147,13 +147,15 @@ def test_a_setting_without_effect_is_refused_wherever_it_is_set(
 
 
 @EVERY
-def test_its_default_is_not_refused(key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_the_default_of_a_setting_without_effect_is_accepted(
+    key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     load(tmp_path, {**values, key: default_of(key)})
     load(tmp_path, values, {key: default_of(key)})
 
 
 @EVERY
-def test_an_override_drops_what_the_file_says_to_no_effect(
+def test_an_override_resets_settings_of_the_file_that_it_leaves_without_effect(
     key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     """So `train.max_steps=100` does for every recipe, and what is written down of the run can be read back."""
@@ -167,7 +169,7 @@ def test_an_override_drops_what_the_file_says_to_no_effect(
 
 
 @EVERY
-def test_the_recipe_of_a_run_from_before_is_read(
+def test_the_saved_recipe_of_a_run_may_have_settings_without_effect(
     key: str, value: Any, other: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     """It was trained, and is published with what had no effect then."""
@@ -176,7 +178,7 @@ def test_the_recipe_of_a_run_from_before_is_read(
     assert get(load_recipe(str(tmp_path / "mine.yaml"), of_a_run=True), key) == default_of(key)
 
 
-def test_every_key_was_thought_of_and_every_rule_is_tried(tmp_path: Path) -> None:
+def test_every_recipe_key_and_every_rule_is_covered_by_a_case(tmp_path: Path) -> None:
     sections = load(tmp_path, {}).model_dump()
     keys = {f"{section}.{key}" for section, values in sections.items() for key in values}
     always = {f"{section}.{name}" for section, names in ALWAYS.items() for name in names}
@@ -186,7 +188,7 @@ def test_every_key_was_thought_of_and_every_rule_is_tried(tmp_path: Path) -> Non
 
 
 @given(name=st.sampled_from(recipe_names()), data=st.data())
-def test_of_a_shipped_recipe_no_other_setting_has_to_be_changed(name: str, data: st.DataObject) -> None:
+def test_shipped_recipes_accept_common_overrides_without_further_changes(name: str, data: st.DataObject) -> None:
     """Whatever the one override is that leaves something without effect."""
     overrides = st.sampled_from(
         [
@@ -200,7 +202,7 @@ def test_of_a_shipped_recipe_no_other_setting_has_to_be_changed(name: str, data:
     load_recipe(name, ["model.shape=null", "model.config=null", "model.tokenizer=null", "model.name_or_path=gpt2"])
 
 
-def test_what_has_an_effect_beside_the_same_setting_is_let_be(tmp_path: Path) -> None:
+def test_settings_with_an_effect_are_accepted(tmp_path: Path) -> None:
     for values in (
         {**EXITS, "optim.distillation": 1.0, "optim.depth_weight_power": 1.0, "optim.label_smoothing": 0.1},
         {**EXITS, "schedule.placement": "bottom", "schedule.decay": "constant", "schedule.spread": 0},
@@ -218,11 +220,17 @@ def test_what_has_an_effect_beside_the_same_setting_is_let_be(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optim.distillation": 0.5, "schedule.speedups": None, "schedule.files": ["full.json"]}, "they skip no layer"),
-        ({"schedule.prompt": "max", "schedule.prompt_stop": 12}, "prompts run [0-9]+ layers at most, so none stops"),
+        (
+            {"optim.distillation": 0.5, "schedule.speedups": None, "schedule.files": ["full.json"]},
+            "no schedule in schedule.files .* skips a layer",
+        ),
+        (
+            {"schedule.prompt": "max", "schedule.prompt_stop": 12},
+            "prompts run at most [0-9]+ layers, so they never stop early",
+        ),
     ],
 )
-def test_what_only_the_schedules_tell_is_refused_before_training(
+def test_settings_without_effect_under_the_given_schedules_are_refused_before_training(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     full = tmp_path / "full.json"

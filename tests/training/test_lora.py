@@ -118,7 +118,7 @@ def test_a_run_killed_while_its_texts_are_measured_can_be_finished(
 
     short = ("train.max_steps=1", "schedule.texts=1")
     with monkeypatch.context() as patch:
-        patch.setattr(train.finish, "measure_texts", killed)
+        patch.setattr(train.finish, "measure_lengths", killed)
         with pytest.raises(KeyboardInterrupt):
             tuned(base, tmp_path / "run", *short)
     assert (tuned(base, tmp_path / "run", *short) / "config.json").exists()
@@ -152,7 +152,7 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
 def test_adapters_of_shared_weights_are_kept_apart(base: Path, target: str) -> None:
     """Merged into what the embedding and the head share, they would change what they were not trained on."""
     targets = ["q_proj", target]
-    with pytest.raises(ConfigError, match="embedding and its head share their weights"):
+    with pytest.raises(ConfigError, match="embedding and LM head share their weights"):
         add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets))
     add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets, merge=False))
     untied = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)

@@ -34,7 +34,7 @@ def a_profile(model: object) -> Profile:
     return Profile(setting, DEPTH, batches, "2030-01-01")
 
 
-def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) -> None:
+def test_targets_are_solved_by_the_given_profile(tmp_path: Path) -> None:
     without = prepared(tmp_path / "one")
     profile = a_profile(without.model)
     profile.save(tmp_path / "machine.json")
@@ -52,7 +52,7 @@ def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) 
     assert found.sampler.schedules != without.sampler.schedules, "the analytical cost model says otherwise"
 
 
-def test_a_run_keeps_its_profile_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_profile(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     a_profile(prepared(tmp_path / "one").model).save(file)
     settings = ["train.max_steps=1", "schedule.texts=0", f"schedule.profile={file}"]
@@ -68,7 +68,9 @@ def test_a_run_keeps_its_profile_and_goes_on_with_it(tmp_path: Path) -> None:
     assert prepared(tmp_path / "new", f"schedule.profile={file}").skip_config.schedules == config.schedules
 
 
-def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_auto_uses_this_machines_profile_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     without = prepared(tmp_path / "one", "schedule.profile=auto")
     assert without.profile is None
@@ -81,7 +83,7 @@ def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, mon
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
 
 
-def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_an_unusable_profile_is_refused(tmp_path: Path) -> None:
     profile = a_profile(prepared(tmp_path / "one").model)
     with pytest.raises(ConfigError, match=r"schedule\.profile 'nowhere\.json': no such file"):
         prepared(tmp_path / "one", "schedule.profile=nowhere.json")
@@ -93,7 +95,7 @@ def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'other.json'}")
 
 
-def test_calibrate_writes_a_file_that_a_training_reads(
+def test_training_reads_the_file_that_calibrate_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -11,18 +11,18 @@ from train.recipe import RECIPES, load_recipe, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_resolves_and_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+def test_every_recipe_reloads_unchanged_from_its_resolved_form(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert recipe.output.dir == f"outputs/{name}"
     (tmp_path / "again.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     assert load_recipe(str(tmp_path / "again.yaml")) == recipe
 
 
-def test_the_named_recipes_are_there() -> None:
+def test_the_documented_recipes_exist() -> None:
     assert {"quickstart", "e2e-tiny"} <= set(recipe_names())
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_path_expands_to_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell leaves it as it is behind a key, and a folder of that name is dangerous to remove."""
     monkeypatch.setenv("HOME", "/home/me")
     recipe = load_recipe("quickstart", ["output.dir=~/run", "data.cache_dir=~/rows", "model.name_or_path=~/opt"])
@@ -30,7 +30,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe.model.name_or_path == "/home/me/opt"
 
 
-def test_overrides_are_typed_and_dotted() -> None:
+def test_overrides_use_dotted_keys_and_yaml_types() -> None:
     recipe = load_recipe(
         "e2e-tiny",
         [
@@ -82,7 +82,9 @@ def test_overrides_are_typed_and_dotted() -> None:
         ("a" * 300, [], "no such file"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(name: str, overrides: list[str], message: str) -> None:
+def test_a_mistake_in_a_recipe_gives_a_one_line_error_that_names_it(
+    name: str, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_recipe(name, overrides)
     assert "\n" not in str(caught.value)
@@ -100,13 +102,13 @@ def test_a_mistake_is_one_line_that_names_it(name: str, overrides: list[str], me
         ("model: {}\nmodel: {}", "can't be read"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_recipe_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):
         load_recipe(str(tmp_path / "bad.yaml"))
 
 
-def test_a_mistyped_key_waits_for_no_heavy_import() -> None:
+def test_a_mistyped_key_is_reported_without_heavy_imports() -> None:
     mistyped = ["--recipe", "quickstart", "train.max_stepz=1"]
     code = f"import sys, train.cli; train.cli.main({mistyped}); print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=RECIPES.parent)

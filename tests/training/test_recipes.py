@@ -19,7 +19,7 @@ from train.recipe import RECIPES, load_recipe, recipe_names
 TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
 
 
-def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
+def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
     named = {
         f"{t}-opt-{s}{k}"
         for t in ("e2e", "webnlg", "viggo", "tldr", "cnndm")
@@ -33,7 +33,7 @@ def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
+def test_every_recipes_model_can_reach_its_targets(name: str) -> None:
     recipe = load_recipe(name)
     cost = CostModel.of(model_config(recipe), getattr(torch, recipe.model.dtype))
     task = build_task(recipe)
@@ -54,7 +54,7 @@ def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_settings_of_a_recipe_agree_with_each_other(name: str) -> None:
+def test_settings_of_each_recipe_are_consistent(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.deepspeed.config in (None, "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
     assert (recipe.lora.r is not None) == name.endswith("-lora")
@@ -63,7 +63,7 @@ def test_settings_of_a_recipe_agree_with_each_other(name: str) -> None:
     assert longest <= model_config(recipe).max_position_embeddings
 
 
-def test_the_shapes_of_opt_are_those_of_the_published_models() -> None:
+def test_the_opt_shapes_have_the_parameter_counts_of_the_published_models() -> None:
     """Parameters with tied embeddings, of a vocabulary of 50,272: 125 M, 1.3 B and 6.7 B."""
     for size, expected in (("125m", 125_239_296), ("1.3b", 1_315_758_080), ("6.7b", 6_658_473_984)):
         recipe = load_recipe("e2e-opt-1.3b", [f"model.name_or_path=facebook/opt-{size}"])
@@ -75,7 +75,7 @@ def test_the_shapes_of_opt_are_those_of_the_published_models() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_is_in_the_table(name: str) -> None:
+def test_every_recipe_is_in_the_readmes_table(name: str) -> None:
     recipe = load_recipe(name)
     (line,) = re.findall(rf"^\| \[`{re.escape(name)}`\]\({re.escape(name)}\.yaml\).*$", TABLE, re.MULTILINE)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -86,7 +86,7 @@ def test_every_recipe_is_in_the_table(name: str) -> None:
     assert last < first or recipe.deepspeed.config is None
 
 
-def test_the_table_is_what_the_command_beside_it_prints(tmp_path: Path) -> None:
+def test_the_readmes_table_is_the_output_of_its_command(tmp_path: Path) -> None:
     assert run_python(["scripts/recipe_memory.py", "--recipe", "quickstart"], tmp_path / "log.txt") == 0
     printed = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("|")]
     assert printed
@@ -124,7 +124,7 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         *(pytest.param(each, "all", marks=pytest.mark.release) for each in CONFIGS),
     ],
 )
-def test_recipes_train_and_evaluate_on_a_shrunken_shape(
+def test_recipes_train_and_evaluate_with_a_small_model(
     deepspeed: str | None, which: str, shrunken: Path, shared_data: Path, tmp_path: Path
 ) -> None:
     """Two steps with the real tokenizer, task, precision, adapters and DeepSpeed config of each; then the evaluation

@@ -86,7 +86,7 @@ def history(written: list[Record]) -> list[dict[str, Any]]:
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
 
 
-def test_every_logged_step_is_there_with_the_figures_of_metrics_jsonl(tracked: Path, written: list[Record]) -> None:
+def test_wandb_has_every_logged_step_with_the_metrics_of_metrics_jsonl(tracked: Path, written: list[Record]) -> None:
     logged = [row for row in history(written) if "train/loss" in row]
     lines = metrics(tracked)
     assert len(logged) == len(lines) == 4
@@ -100,7 +100,7 @@ def test_every_logged_step_is_there_with_the_figures_of_metrics_jsonl(tracked: P
                 assert row[f"train/{key}"] == pytest.approx(value), key
 
 
-def test_the_resolved_recipe_is_the_config(written: list[Record]) -> None:
+def test_the_config_in_wandb_is_the_resolved_recipe(written: list[Record]) -> None:
     run = next(record.run for record in written if record.WhichOneof("record_type") == "run")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert run.display_name == "by-hand"
@@ -108,7 +108,7 @@ def test_the_resolved_recipe_is_the_config(written: list[Record]) -> None:
     assert config["schedule"]["speedups"] == [1, 2, 3, 4]
 
 
-def test_pictures_and_tables_are_there(tracked: Path, run_folder: Path, written: list[Record]) -> None:
+def test_wandb_has_the_pictures_and_tables(tracked: Path, run_folder: Path, written: list[Record]) -> None:
     rows = history(written)
     media = run_folder / "files"
     for name in ("schedules", "frontier_picture"):
@@ -127,7 +127,7 @@ def test_pictures_and_tables_are_there(tracked: Path, run_folder: Path, written:
     assert [cells[3] for cells in table["data"]] == [json.loads(line)["prediction"] for line in predictions][:8]
 
 
-def test_samples_may_hold_any_character_that_ends_a_line(tracked: Path, tmp_path: Path) -> None:
+def test_samples_may_contain_any_line_separator(tracked: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tracked / "eval", tmp_path / "eval")
     text = "a\vb\fc\x1cd\x1de\x1ef\x85g\u2028h\u2029i\r\nj"
     for file in (folder / "predictions").glob("*.jsonl"):
@@ -140,13 +140,13 @@ def test_samples_may_hold_any_character_that_ends_a_line(tracked: Path, tmp_path
 
 
 @given(st.lists(st.dictionaries(st.text(), st.text() | st.sampled_from(["\u2028", "\u2029", "\x85", "\r"]))))
-def test_json_lines_are_read_back_as_they_were_written(values: list[dict[str, str]]) -> None:
+def test_json_lines_are_read_back_unchanged(values: list[dict[str, str]]) -> None:
     with TemporaryDirectory() as folder:
         write_predictions(Path(folder, "lines.jsonl"), values)
         assert [json.loads(line) for line in read_lines(Path(folder, "lines.jsonl"))] == values
 
 
-def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
+def test_wandb_has_the_checkpoint_as_an_artifact(written: list[Record]) -> None:
     artifacts = [
         record.request.log_artifact.artifact
         for record in written
@@ -161,7 +161,7 @@ def test_the_checkpoint_is_an_artifact(written: list[Record]) -> None:
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 
-def test_without_wandb_nothing_is_lost(tracked: Path, tmp_path: Path) -> None:
+def test_without_wandb_all_metrics_are_in_the_output_folder(tracked: Path, tmp_path: Path) -> None:
     assert (tracked / "schedules.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (tracked / "validation.jsonl").read_text().splitlines()] == [3, 4]
     folder = train_small(

@@ -19,7 +19,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import train.prepare
 from eval.console import make_console
-from train.progress import ROWS, TrainingProgress
+from train.progress import MAX_ROWS, TrainingProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = {"loss": 12.3456, "grad_norm": 0.9, "layers_per_token": 6.5, "tokens_per_second": 123456.7, "epoch": 1.0}
@@ -62,7 +62,7 @@ def take_steps(progress: TrainingProgress, folder: Path, *, first: int = 0, last
 @pytest.mark.parametrize(
     ("warmup", "steps", "epochs", "said"), [(50, 20, 1, True), (50, -1, 3, False), (60, -1, 3, True)]
 )
-def test_a_warmup_as_long_as_the_run_is_said(
+def test_a_warm_up_as_long_as_the_run_gives_a_warning(
     warmup: int, steps: int, epochs: float, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.prepare, "describe_schedules", lambda prepared: [])
@@ -74,16 +74,16 @@ def test_a_warmup_as_long_as_the_run_is_said(
     prepared = train.prepare.Prepared(torch.nn.Linear(2, 2), *others)
     console = plain()
     train.prepare.introduce(console, "a recipe", prepared)
-    assert (f"optim.warmup_steps is {warmup} and the run has" in written(console)) == said
+    assert (f"optim.warmup_steps is {warmup}, but the run has only" in written(console)) == said
 
 
-def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_some_dozens(tmp_path: Path) -> None:
+def test_without_a_terminal_progress_is_a_limited_number_of_plain_rows_of_80_characters(tmp_path: Path) -> None:
     console = plain()
     with TrainingProgress(console) as progress:
         take_steps(progress, tmp_path, last=4_000, steps=4_000)
     heads, *rows, validation = written(console).splitlines()
-    assert heads.split() == ["step", "loss", "grad", "norm", "layers/token", "tokens/s", "to", "go"]
-    assert ROWS <= len(rows) <= ROWS + 1
+    assert heads.split() == ["step", "loss", "grad", "norm", "layers/token", "tokens/s", "time", "left"]
+    assert MAX_ROWS <= len(rows) <= MAX_ROWS + 1
     assert rows[0].split() == ["1/4000", "12.346", "0.9", "6.50", "123,457", "?"]
     assert rows[-1].split()[0] == "4000/4000"
     assert validation == "validation after step 4000: loss 1.500 at 1x to 2.500 at 4x"
@@ -91,7 +91,7 @@ def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_som
     assert "\x1b" not in written(console)
 
 
-def test_on_a_terminal_a_bar_says_loss_speed_and_time_to_go_and_goes_on_from_where_the_run_does(tmp_path: Path) -> None:
+def test_on_a_terminal_a_bar_shows_loss_speed_and_time_left_and_continues_in_a_resumed_run(tmp_path: Path) -> None:
     console = terminal()
     with TrainingProgress(console) as progress:
         take_steps(progress, tmp_path, first=400, last=600, steps=750)
@@ -101,7 +101,7 @@ def test_on_a_terminal_a_bar_says_loss_speed_and_time_to_go_and_goes_on_from_whe
     assert max(map(len, lines)) <= 80
 
 
-def test_an_error_closes_the_bar(tmp_path: Path) -> None:
+def test_an_error_closes_the_progress_bar(tmp_path: Path) -> None:
     console = terminal()
 
     def interrupt() -> None:
@@ -115,13 +115,13 @@ def test_an_error_closes_the_bar(tmp_path: Path) -> None:
     assert "3/9 loss" in lines_of(written(console))[-1]
 
 
-def test_other_processes_show_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_process_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingProgress(make_console(stderr=True, quiet=True)) as progress:
         take_steps(progress, tmp_path, last=3, steps=3)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_no_dictionaries_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = train_small(tmp_path / "run", "train.max_steps=3", "train.validate_rows=8")
     out, err = capsys.readouterr()
     assert "{" not in out + err
@@ -130,7 +130,7 @@ def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pyte
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line_with_what_is_left(
+def test_a_terminal_shows_one_bar_and_after_ctrl_c_one_line_that_names_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     """The command in a terminal, with DeepSpeed installed and not used."""

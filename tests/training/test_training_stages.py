@@ -81,12 +81,12 @@ def trained(evaluated: Path, tmp_path: Path) -> Path:
     [*((stage, ConfigError("no")) for stage in STAGES), ("the results in W&B", RuntimeError("a fault of the code"))],
     ids=str,
 )
-def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
+def test_a_run_that_failed_after_training_lists_its_remaining_stages_and_continues_with_them(
     stage: str, error: Exception, trained: Path, evaluated: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages, number = Stages(monkeypatch, evaluated), STAGES.index(stage)  # type: ignore[arg-type]
     stages.failing = {stage: error}
-    advice = f"no; {trained} is trained, and the same command goes on with {stage}"
+    advice = f"no; {trained} is trained, and the same command continues with {stage}"
     with pytest.raises(type(error)) as raised:
         train_small(trained, *EVERY_STAGE)
     assert str(raised.value) == (advice if isinstance(error, ConfigError) else str(error))
@@ -95,7 +95,7 @@ def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
     capsys.readouterr()
     stages.done, stages.failing = [], {}
     assert train_small(trained, *EVERY_STAGE) == trained
-    assert f"is trained; its last start ended before it was done with: {', '.join(STAGES[number:])}" in " ".join(
+    assert f"is trained; these stages remain to be done: {', '.join(STAGES[number:])}" in " ".join(
         capsys.readouterr().err.split()
     )
     assert tuple(stages.done) == STAGES[number:]
@@ -105,7 +105,7 @@ def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
         train_small(trained, *EVERY_STAGE)
 
 
-def test_a_stage_that_is_asked_for_no_longer_is_left_out(
+def test_a_stage_removed_from_the_recipe_is_skipped(
     trained: Path, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = Stages(monkeypatch, evaluated)
@@ -117,7 +117,7 @@ def test_a_stage_that_is_asked_for_no_longer_is_left_out(
     assert stages.done == ["the checkpoint in W&B"]
 
 
-def test_an_evaluation_that_is_asked_for_later_is_done_and_all_that_follows_it(
+def test_an_evaluation_added_later_is_done_with_the_stages_after_it(
     trained: Path, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train_small(trained, "train.max_steps=1") == trained
@@ -128,7 +128,7 @@ def test_an_evaluation_that_is_asked_for_later_is_done_and_all_that_follows_it(
     assert tuple(stages.done) == STAGES
 
 
-def test_a_folder_that_names_no_stage_is_refused(trained: Path) -> None:
+def test_a_folder_with_an_unknown_next_stage_is_refused(trained: Path) -> None:
     (trained / NEXT_STAGE_FILE).write_text("thesis\n")
     with pytest.raises(ConfigError, match=r"next_stage holds 'thesis': expected one of the evaluation, "):
         train_small(trained, "train.max_steps=1")
