@@ -78,8 +78,8 @@ def in_order(files: Sequence[Path]) -> tuple[Path, ...]:
     if len(numbered) < total:
         missing = next(number for number in count(first) if number not in numbered)
         raise ConfigError(
-            f"{next(iter(numbered.values()))} is one of {total} shards, but {total - len(numbered)} of them are "
-            f"missing, the first of which is number {missing:05d}: add them"
+            f"{next(iter(numbered.values()))} is one of {total} shards; missing shards: {total - len(numbered)}, the "
+            f"first is number {missing:05d}; add them"
         )
     return tuple(numbered[number] for number in sorted(numbered))
 

@@ -191,7 +191,7 @@ def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
         (["--task", "departure"], "did you mean 'departures'"),
         (["--task", "departures", "--rows", "0"], "--rows is 0: it must be at least 1"),
         (["--task", "departures", "--shortlist", "0"], "--shortlist is 0"),
-        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 fit"),
+        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 are allowed"),
         (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists: name a new file"),
         (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is no folder"),
     ],

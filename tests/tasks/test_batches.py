@@ -60,7 +60,7 @@ def test_a_completion_has_one_end_token_and_a_target_with_an_earlier_one_is_refu
 
     assert completion("It says 3.</s>") == completion("It says 3.</s></s>") == completion("It says 3.")
     assert completion("</s>") == completion("") == [tokenizer.eos_token_id]
-    with pytest.raises(ConfigError, match=r"a target of 7 has the tokenizer's end token, '</s>', before its end"):
+    with pytest.raises(ConfigError, match=r"a target of 7 contains the tokenizer's end token, '</s>', before its end"):
         completion("It says 3.</s> Or 4.")
     chat = encode_prompts(tokenizer, [Example("7", "hello</s>there", ())], 64, "")  # turns of a chat end in it, too
     assert tokenizer.eos_token_id in chat[0].ids
@@ -71,7 +71,7 @@ def test_long_completions_are_truncated_and_counted_and_long_prompts_are_refused
     columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
     assert sum(columns["completion_cut"]) == 40
     assert {len(ids) for ids in columns["completion_ids"]} == {4}
-    with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 fit: do this"):
+    with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 are allowed: do this"):
         encode_prompts(tokenizer, EXAMPLES[:1], 2, "do this")
 
 

@@ -138,26 +138,31 @@ def test_single_shards_may_be_empty_but_not_all_of_them(tmp_path: Path) -> None:
         write(tmp_path / f"train-0000{n}-of-00003.parquet", pairs)
     assert pairs_of(read(tmp_path)) == [("question", "answer")]
     write(tmp_path / "train-00001-of-00003.parquet", [])
-    with pytest.raises(ConfigError, match=r"train-00000-of-00003\.parquet has no rows, nor has a shard behind it"):
+    with pytest.raises(
+        ConfigError, match=r"train-00000-of-00003\.parquet has no rows, and neither do the other shards"
+    ):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["train-00000-of-00002.csv"], r"train-00000-of-00002\.csv is one of 2 shards, but 1 aren't.*00001: add"),
-        (["train-00001-of-00003.csv"], r"is one of 3 shards, but 2 aren't there, the first being number 00000"),
-        (["train-00000-of-00003.csv", "train-00002-of-00003.csv"], "of which 1 aren't there.*number 00001"),
-        (["train-00000-of-99999999999999.csv"], "of which 99999999999998 aren't there"),
+        (["train-00000-of-00002.csv"], r"train-00000-of-00002\.csv is one of 2 shards; missing shards: 1,.*00001; add"),
+        (["train-00001-of-00003.csv"], r"is one of 3 shards; missing shards: 2, the first is number 00000"),
+        (["train-00000-of-00003.csv", "train-00002-of-00003.csv"], "missing shards: 1, .*number 00001"),
+        (["train-00000-of-99999999999999.csv"], "missing shards: 99999999999998,"),
         (["train-00003-of-00002.csv"], "3 isn't a valid number of one of 2 shards"),
         (["train-00000-of-00000.csv"], "0 isn't a valid number of one of 0 shards"),
-        (["train-00000-of-00002.csv", "train-00001-of-00003.csv"], "two files in .*-of-00002.csv and .*-of-00003.csv"),
-        (["train-00000-of-00002.csv", "train-00000-of-00002.tsv"], "two files in"),
-        (["train-00000-of-00002.csv", "train-0-of-00002.csv"], "two files in"),
-        (["train.csv", "train-00000-of-00001.csv"], "two files in"),
-        (["train.csv", "train.csv.gz"], r"train\.csv and train\.csv\.gz: keep one; shards of one data set are named"),
+        (
+            ["train-00000-of-00002.csv", "train-00001-of-00003.csv"],
+            "two files for one split, .*-of-00002.csv and .*-of-00003.csv",
+        ),
+        (["train-00000-of-00002.csv", "train-00000-of-00002.tsv"], "two files for one split"),
+        (["train-00000-of-00002.csv", "train-0-of-00002.csv"], "two files for one split"),
+        (["train.csv", "train-00000-of-00001.csv"], "two files for one split"),
+        (["train.csv", "train.csv.gz"], r"train\.csv and train\.csv\.gz: keep one; shards must be named"),
         (["train_1.csv", "train_2.csv"], r"train_1\.csv and train_2\.csv: keep one; shards"),
-        (["train.csv", "train-00000-of-00001.csv", "train-00001-of-00002.csv"], "two files in"),
+        (["train.csv", "train-00000-of-00001.csv", "train-00001-of-00002.csv"], "two files for one split"),
     ],
 )
 def test_missing_duplicate_and_unrelated_shards_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
@@ -216,7 +221,7 @@ def test_a_field_longer_than_the_csv_modules_limit_is_read(tmp_path: Path) -> No
             "train.xlsx",
             b"q,a\n",
             {},
-            r"no file in .* and ends in \.csv, \.tsv, \.jsonl, \.json .also with \.gz behind it. or \.parquet",
+            r"no file in .* and ends in \.csv, \.tsv, \.jsonl, \.json .also followed by \.gz. or \.parquet",
         ),
         ("train.parquet.gz", b"", {}, r"has no file in .*\.parquet"),
         ("train.csv", b"q,a\n", {"encoding": "utf-99"}, "encoding is 'utf-99': it must be an encoding that Python"),
@@ -237,5 +242,5 @@ def test_an_unreadable_file_gives_a_one_line_error(
 
 
 def test_an_encoding_without_local_files_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"encoding is 'cp1252'.*data\.path names no folder"):
+    with pytest.raises(ConfigError, match=r"encoding is 'cp1252'.*data\.path isn't set"):
         load_task("cnndm", encoding="cp1252")

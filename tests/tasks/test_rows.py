@@ -96,7 +96,7 @@ def test_a_prompt_without_instruction_is_never_truncated() -> None:
     example = Example("x", "a long prompt\n", ("",))
     length = len(TRAINED(example.prompt)["input_ids"])
     assert encode_prompts(TRAINED, [example], length, "", cut_to=2)[0].ids == TRAINED(example.prompt)["input_ids"]
-    with pytest.raises(ConfigError, match=f"has {length} tokens, at most {length - 1} fit: shorten it"):
+    with pytest.raises(ConfigError, match=f"has {length} tokens, at most {length - 1} are allowed: shorten it"):
         encode_prompts(TRAINED, [example], length - 1, "shorten it")
     with pytest.raises(ValueError, match="must end in its instruction"):
         Example("x", "a prompt", ("",), instruction="another")
@@ -209,7 +209,7 @@ def test_two_processes_make_the_same_rows_as_one(folder: Path, tokenizer: Any) -
 @pytest.mark.release  # its processes import everything: 10 s
 def test_an_error_in_a_tokenising_process_is_reported_and_caches_nothing(folder: Path, tokenizer: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 fit: raise data\.max_prompt"
+        ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 are allowed: raise data\.max_prompt"
     ):
         encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2, max_prompt_tokens=5)
     assert list((folder / "other" / "skipdecode").iterdir()) == []
@@ -246,5 +246,5 @@ def test_a_tokenizer_trained_on_a_stream_equals_one_trained_on_a_list(tmp_path: 
 
 def test_a_cache_folder_that_cannot_be_created_is_refused(folder: Path, tokenizer: Any) -> None:
     (folder / "cache").write_text("a file")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir is '.*cache': no folder can be made there"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir is '.*cache': a folder can't be created there"):
         encode(folder, tokenizer)

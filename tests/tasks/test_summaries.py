@@ -183,7 +183,7 @@ def test_missing_splits_duplicate_files_and_bad_options_are_refused(tmp_path: Pa
     assert "holdout" in missing
     for split in ("train", "validation", "test"):
         assert "holdout is 3: " in message(split, holdout=3)
-        assert "has 6 rows, too few to hold 6 out" in message(split, holdout=3)
+        assert "has only 6 rows, too few to hold out 6" in message(split, holdout=3)
     assert "holdout is -1: it must be an integer of 0 or more" in message("train", holdout=-1)
     assert "holdout is True" in message("train", holdout=True)
     assert "unknown split 'dev'" in message("dev")

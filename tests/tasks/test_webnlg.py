@@ -146,7 +146,7 @@ def test_targets_are_the_texts_that_omit_the_fewest_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("subjects", "objects"), [(1, 65), (27, 1)])
 def test_more_names_than_placeholders_are_refused(subjects: int, objects: int) -> None:
     triples = [(f"s{n % subjects}", "property", f"o{n % objects}") for n in range(max(subjects, objects))]
-    with pytest.raises(ConfigError, match=f"an entry has {max(subjects, objects)} .*, at most (64|26) fit"):
+    with pytest.raises(ConfigError, match=f"an entry has {max(subjects, objects)} .*, at most (64|26) are allowed"):
         letters_of(triples)
 
 

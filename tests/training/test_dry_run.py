@@ -1,4 +1,4 @@
-"""A dry run says what a run takes, and leaves no trace of itself."""
+"""A dry run estimates the time and memory of a run, and leaves no trace."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from train.run import run
 from train.sampling import Draw, ScheduleSampler
 from train.trainer import SkipTrainer
 
-# With dropout, whose numbers a dry run may not draw from the run's.
+# With dropout, because a dry run must not change the run's random numbers.
 SMALL = [*small_runs.SMALL, "model.config.dropout=0.1", "train.max_steps=3", "tracking.wandb=offline"]
 SMALL += ["data.options={train_size: 20, validation_size: 4, test_size: 4}"]
 
@@ -40,7 +40,8 @@ def test_a_dry_run_prints_its_estimates_and_writes_nothing(
     temporary, folder = tmp_path / "temporary", tmp_path / "out"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    assert train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", "--dry-run"]) == 0
+    validation = ["train.validate_rows=4", "train.finish_with=best", "train.save_steps=1"]  # a dry run does without
+    assert train.cli.main(["--recipe", "quickstart", *SMALL, *validation, f"output.dir={folder}", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert not folder.exists()
     assert not list(temporary.iterdir())
@@ -69,20 +70,14 @@ def test_the_largest_batch_has_the_longest_prompt_and_the_longest_completion(tmp
     longest = tuple(max(map(len, rows[name])) for name in ("prompt_ids", "completion_ids"))
     assert (found.prompt_columns, found.new_tokens) == longest
     recipe = load_recipe("quickstart", [*SMALL, "train.per_device_batch_size=1", f"output.dir={tmp_path / 'out'}"])
-    alone = dry_run(recipe)
-    assert alone.prompt_columns + alone.new_tokens == max(rows["length"]) > longest[0]
+    single = dry_run(recipe)
+    assert single.prompt_columns + single.new_tokens == max(rows["length"]) > longest[0]
     assert found.rows == 60
-
-
-def test_a_dry_run_does_not_validate(tmp_path: Path) -> None:
-    validates = ["train.validate_rows=4", "train.finish_with=best", "train.save_steps=1"]
-    found = dry_run(load_recipe("quickstart", [*SMALL, *validates, f"output.dir={tmp_path / 'out'}"]))
-    assert (found.rows, found.steps) == (60, 3)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_predicts_the_number_of_steps_and_does_not_change_the_run_after_it(tmp_path: Path) -> None:
     changes = ["train.max_steps=null", "train.epochs=1.5", "train.gradient_accumulation_steps=3", "tracking.wandb=off"]
+    changes += ["schedule.texts=0"]
     metrics, found = [], []
     for name in ("with", "without"):
         folder = tmp_path / name
@@ -113,8 +108,8 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: Any
 SANDWICH = ["schedule.sampling=sandwich", "schedule.speedups=[1,2,4]"]
 
 
-def naive_layer_columns(draw: Draw, prompt_columns: int, new_tokens: int) -> int:
-    """The columns of a batch that pass a layer under a schedule, over all layers."""
+def naive_positions(draw: Draw, prompt_columns: int, new_tokens: int) -> int:
+    """The number of positions that each layer runs under a schedule, summed over layers."""
     generated = sum(draw.schedule.budget(token) for token in range(new_tokens))
     return prompt_columns * len(draw.schedule.prompt_layers) + generated
 
@@ -122,30 +117,31 @@ def naive_layer_columns(draw: Draw, prompt_columns: int, new_tokens: int) -> int
 @pytest.mark.parametrize(
     "changes",
     [
-        ["train.epochs=2.0"],  # of 22.5 steps
-        ["train.max_steps=20", "train.per_device_batch_size=2", "train.gradient_accumulation_steps=3", *SANDWICH],
-        ["train.max_steps=40", "schedule.speedups=[2,4]", "optim.distillation=0.5", "train.per_device_batch_size=2"],
+        ["train.epochs=2.0", "train.per_device_batch_size=16"],  # of 11.25 steps
+        ["train.max_steps=10", "train.per_device_batch_size=2", "train.gradient_accumulation_steps=3", *SANDWICH],
+        ["train.max_steps=20", "schedule.speedups=[2,4]", "optim.distillation=0.5", "train.per_device_batch_size=2"],
     ],
-    ids=["epochs", "sandwich in parts", "taught by full depth"],
+    ids=["epochs", "sandwich with gradient accumulation", "distillation"],
 )
 def test_the_estimated_time_is_the_time_that_the_run_takes(
     changes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock on which a batch takes a time for its layers, its logits and whatever it holds."""
+    """A simulated clock advances by a constant, by the layers that run and by the logits."""
     clock = [0.0]
     step = SkipTrainer.training_step
 
     def timed(self: SkipTrainer, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        rows, columns = inputs["input_ids"].shape
+        rows, positions = inputs["input_ids"].shape
         prompt, draws = inputs["prompt_columns"], self.sampler.at(self.state.global_step)
-        passed = float(sum(naive_layer_columns(draw, prompt, columns - prompt) for draw in draws))
+        passed = float(sum(naive_positions(draw, prompt, positions - prompt) for draw in draws))
         if self.objective.distillation and all(draw.schedule.skips for draw in draws):
-            passed += 8 * columns / 3  # forward alone
-        clock[0] += 0.05 + 1e-4 * rows * passed + 1e-4 * rows * (columns - prompt) * len(draws)
+            passed += 8 * positions / 3  # a forward pass at full depth
+        clock[0] += 0.05 + 1e-4 * rows * passed + 1e-4 * rows * (positions - prompt) * len(draws)
         return step(self, model, inputs, num_items_in_batch)
 
     monkeypatch.setattr(SkipTrainer, "training_step", timed)
     monkeypatch.setattr(train.dry_run.rehearsal, "_now", lambda: clock[0])
+    monkeypatch.setattr(train.dry_run.rehearsal, "ROUNDS", 1)  # a second round on this clock would measure the same
     long = ["data.options={train_size: 60, validation_size: 4, test_size: 4}", "train.max_steps=null"]
     quick = ["schedule.texts=0", "train.logging_steps=100", "train.save_steps=1000", "tracking.wandb=off"]
     recipe = load_recipe("quickstart", [*SMALL, *long, *quick, *changes, f"output.dir={tmp_path / 'out'}"])
@@ -175,7 +171,7 @@ def test_the_planned_work_of_a_step_is_that_of_its_slowest_process(
     distils: bool,
     teacher: str | None,
 ) -> None:
-    """Against accelerate's own dealing of batches, and columns that are counted one by one."""
+    """Compared with accelerate's division of batches, and positions that are counted one by one."""
     rows = Dataset.from_dict({name: [[0] * each[n] for each in lengths] for n, name in enumerate(ROW_COLUMNS[:2])})
     skipping = (SkipSchedule(6, 5, 2, horizon=4), SkipSchedule(6, 3, 1, horizon=3, prompt="max"))
     sampler = ScheduleSampler((1.0, 2.0, 3.0), (SkipSchedule.full_depth(6), *skipping), (1.0, 1.0, 1.0), seed=3)
@@ -187,26 +183,26 @@ def test_the_planned_work_of_a_step_is_that_of_its_slowest_process(
     )
     plan = plan_steps(prepared, distils)
 
-    dealt: list[list[list[int]]] = [[] for _ in range(processes)]
+    batches_of: list[list[list[int]]] = [[] for _ in range(processes)]
     order = DataOrder([sum(each) for each in lengths], rows_a_step, 5)
-    for epoch in range(steps):  # as many as there can be
+    for epoch in range(steps):  # at most one epoch per step
         order.epoch = epoch
         batches = BatchSampler(list(order), batch, drop_last=False)
         for process in range(processes):
-            dealt[process] += BatchSamplerShard(batches, processes, process)
+            batches_of[process] += BatchSamplerShard(batches, processes, process)
     assert len(plan) == steps
     for step, planned in enumerate(plan):
         work = []
         for process in range(processes):
             work.append(0.0)
-            for mine in dealt[process][step * parts : (step + 1) * parts]:
-                widths = max(lengths[row][0] for row in mine), max(lengths[row][1] for row in mine)
-                passed = sum(naive_layer_columns(draw, *widths) for draw in sampler.at(step))
+            for in_batch in batches_of[process][step * parts : (step + 1) * parts]:
+                longest = max(lengths[row][0] for row in in_batch), max(lengths[row][1] for row in in_batch)
+                passed = sum(naive_positions(draw, *longest) for draw in sampler.at(step))
                 taught = distils and (teacher is not None or all(draw.schedule.skips for draw in sampler.at(step)))
-                work[-1] += len(mine) * (passed / 6 + taught * sum(widths) / 3)
+                work[-1] += len(in_batch) * (passed / 6 + taught * sum(longest) / 3)
         assert planned.work == pytest.approx(max(work))
         assert planned.draws == sampler.at(step)
-        taken = [mine for n in range(parts) for process in dealt for mine in process[step * parts + n]]
+        taken = [row for n in range(parts) for process in batches_of for row in process[step * parts + n]]
         assert list(planned.rows) == taken
 
 

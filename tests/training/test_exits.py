@@ -1,4 +1,4 @@
-"""Multi-layer early exit: the loss of one pass is that of as many models, each cut off after a layer."""
+"""Multi-layer early exit: the loss of one pass equals that of separate models, each truncated after a layer."""
 
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ def a_batch() -> dict[str, Any]:
 
 
 def objective_loss(model: PreTrainedModel, objective: Objective, batch: dict[str, Any], **kwargs: Any) -> torch.Tensor:
-    """As the trainer takes it."""
-    _, columns, labels = unpack_batch(batch)
+    """The loss as the trainer computes it."""
+    _, arguments, labels = unpack_batch(batch)
 
     def run(schedule: SkipSchedule) -> Any:
-        return run_exits(model, lambda: model(**{**columns, "logits_to_keep": 1}), labels.shape[1])
+        return run_exits(model, lambda: model(**{**arguments, "logits_to_keep": 1}), labels.shape[1])
 
     full = SkipSchedule.full_depth(LAYERS)
     unused: Any = None
@@ -47,14 +47,14 @@ def objective_loss(model: PreTrainedModel, objective: Objective, batch: dict[str
 
 
 def naive_loss(model: PreTrainedModel, batch: dict[str, Any], power: float, smoothing: float, share: float) -> Any:
-    """A model for each exit, cut off by a schedule; weights, means and divergences written out."""
-    prompt, columns, labels = unpack_batch(batch)
+    """One model for each exit, truncated by a schedule, with explicit weights, means and divergences."""
+    prompt, arguments, labels = unpack_batch(batch)
     tokens = (labels != IGNORED).sum()
     logits = []
     for k in range(1, LAYERS + 1):
         cut = SkipSchedule(LAYERS, k, k, decay="constant", placement="bottom", prompt="max")
         with skip_layers(model, cut, prompt_columns=prompt):
-            logits.append(model(**columns).logits[:, :-1])
+            logits.append(model(**arguments).logits[:, :-1])
     total: Any = 0.0
     for k, given in enumerate(logits, start=1):
         loss = functional.cross_entropy(
@@ -109,12 +109,12 @@ def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_batch() -> None:
 
 def test_each_exit_is_logged_in_the_band_of_its_depth() -> None:
     model, batch, bands = fresh("gpt2"), a_batch(), DepthBands(LAYERS)
-    objective_loss(model, Objective(exits=True), batch, bands=bands).backward()  # which computes the exits again
-    prompt, columns, labels = unpack_batch(batch)
+    objective_loss(model, Objective(exits=True), batch, bands=bands).backward()  # recomputes the exits
+    prompt, arguments, labels = unpack_batch(batch)
     losses: dict[str, list[float]] = {}
     for k in range(1, LAYERS + 1):
         with skip_layers(model, SkipSchedule(LAYERS, k, k, placement="bottom", prompt="max"), prompt_columns=prompt):
-            given = model(**columns).logits[:, :-1]
+            given = model(**arguments).logits[:, :-1]
         loss = functional.cross_entropy(given.transpose(1, 2), labels, ignore_index=IGNORED)
         losses.setdefault(bands.name(bands.band(k)), []).append(float(loss))
     assert bands.take() == {name: pytest.approx(sum(v) / len(v), rel=1e-5) for name, v in losses.items()}

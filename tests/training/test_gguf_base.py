@@ -139,8 +139,8 @@ def test_the_config_comes_from_the_gguf_file_even_if_its_folder_is_named_like_a_
     [
         (["model.gguf_file=absent.gguf"], "gguf_file 'absent.gguf': there is no such file in"),
         (["model.gguf_file=''"], "gguf_file is ''"),
-        (["model.name_or_path=null"], 'model.gguf_file is "tiny.gguf" and model.name_or_path is null: name the folder'),
-        (["model.name_or_path=null", "model.shape=opt-tiny"], "model.name_or_path is null: name the folder"),
+        (["model.name_or_path=null"], 'model.gguf_file is "tiny.gguf" and model.name_or_path is null: set the folder'),
+        (["model.name_or_path=null", "model.shape=opt-tiny"], "model.name_or_path is null: set the folder"),
         (["model.name_or_path=/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
         (["lora.r=2", "lora.merge=false"], "model.gguf_file is 'tiny.gguf' with lora.merge=false"),
         (["model.gguf_fil=x"], "did you mean 'model.gguf_file'"),

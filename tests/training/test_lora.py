@@ -1,4 +1,4 @@
-"""LoRA: adapters trained under the schedule; merged or apart, the same tokens."""
+"""LoRA: adapters that are trained under a schedule give the same tokens merged and unmerged."""
 
 import json
 import shutil
@@ -27,12 +27,13 @@ LORA = (
     "optim.learning_rate=0.03",
     "train.max_steps=4",
     "train.gradient_checkpointing=true",
+    "schedule.texts=0",
 )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("base") / "run", "train.max_steps=2")
+    return train_small(tmp_path_factory.mktemp("base") / "run", "train.max_steps=2", "schedule.texts=0")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
 def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
     base: Path, change: str, tmp_path: Path
 ) -> None:
-    """Those of a changed model, loaded onto the one of that name, would lack layers, or decode other texts."""
+    """Loaded onto the unchanged base model, such adapters would not fit or would give other outputs."""
     run = tuned(base, tmp_path / "run", change, "schedule.speedups=[1]", "train.max_steps=2", "train.save_steps=1")
     model = load_model(str(run))
     assert model.config.num_hidden_layers == (3 if "layers" in change else 8)
@@ -90,7 +91,7 @@ def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
     unfinished = run / "checkpoint-1"
     with pytest.raises(ConfigError, match=r"names no model that its adapters are for .*; load the finished run"):
         load_model(str(unfinished))
-    # As versions before this one wrote it.
+    # Earlier versions saved the base model's name.
     file = unfinished / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
     (unfinished / SEAL).unlink()
@@ -100,7 +101,7 @@ def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
 
 
 def test_a_shallow_run_with_adapters_goes_on_where_it_was(base: Path, tmp_path: Path) -> None:
-    shallow = ("model.layers=3", "schedule.speedups=[1]", "train.save_steps=2", "schedule.texts=0")
+    shallow = ("model.layers=3", "schedule.speedups=[1]", "train.save_steps=2")
     straight, cut = (tuned(base, tmp_path / name, *shallow) for name in ("straight", "cut"))
     for path in cut.iterdir():
         if path.name not in ("recipe.yaml", "checkpoint-2", "metrics.jsonl"):
@@ -150,7 +151,7 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_adapters_of_shared_weights_are_kept_apart(base: Path, target: str) -> None:
-    """Merged into what the embedding and the head share, they would change what they were not trained on."""
+    """Merging an adapter of the embedding would change the LM head too, and the reverse."""
     targets = ["q_proj", target]
     with pytest.raises(ConfigError, match="embedding and LM head share their weights"):
         add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets))
@@ -166,8 +167,8 @@ def test_a_layer_that_is_not_there_is_named(base: Path) -> None:
 
 @pytest.mark.parametrize("merge", ["true", "false"])
 def test_nothing_is_trained_from_adapters_apart(apart: Path, merge: str, tmp_path: Path) -> None:
-    """Adapters of what they make of the model would be taken for adapters of the model."""
-    with pytest.raises(ConfigError, match=r"run' holds adapters apart, from which nothing can be trained: merge them"):
+    """New adapters would be saved as adapters of the base model, without the old ones."""
+    with pytest.raises(ConfigError, match=r"run' holds unmerged adapters, which can't be trained further: merge them"):
         tuned(apart, tmp_path / "run", f"lora.merge={merge}")
     assert not (tmp_path / "run").exists()
 
@@ -193,7 +194,7 @@ def test_adapters_of_a_repository_keep_their_schedules(
 
 
 def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
-    """What peft merges by its own means is the base and the adapters' product, layer by layer."""
+    """The weights merged by peft are those of the base plus the product of the adapters."""
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     adapters = load_file(apart / "adapter_model.safetensors")
     import peft

@@ -91,7 +91,7 @@ def test_an_unusable_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the profile .*damaged\.json can't be read"):
         prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'damaged.json'}")
     replace(profile, setting={**profile.setting, "layer_parameters": 7}).save(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match=r"is of another model: its layer_parameters is 7, and this model's \d+"):
+    with pytest.raises(ConfigError, match=r"is for another model: its layer_parameters is 7, but this model's is \d+"):
         prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'other.json'}")
 
 

@@ -102,7 +102,7 @@ POST = "SUBREDDIT: r/cats\n\nTITLE: My cat ate a moth\n\nPOST: It was a large on
 
 @pytest.fixture(scope="module")
 def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of OPT's kind with random weights and OPT's real tokenizer, and rows of TL;DR in its format."""
+    """An OPT checkpoint with random weights and OPT's real tokenizer, and rows in the format of TL;DR."""
     folder = tmp_path_factory.mktemp("shrunken")
     torch.manual_seed(0)
     OPTForCausalLM(OPTConfig(**SHRUNKEN, pad_token_id=1, bos_token_id=2, eos_token_id=2)).save_pretrained(
@@ -127,9 +127,10 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_recipes_train_and_evaluate_with_a_small_model(
     deepspeed: str | None, which: str, shrunken: Path, shared_data: Path, tmp_path: Path
 ) -> None:
-    """Two steps with the real tokenizer, task, precision, adapters and DeepSpeed config of each; then the evaluation
-    of one. Before a release all of them, and the evaluation of one of each task; else of those that differ by numbers
-    one, the smaller model, and one with DeepSpeed.
+    """Two steps with each recipe's tokenizer, task, precision, adapters and DeepSpeed config, and an evaluation of one.
+
+    Before a release this runs all recipes, and evaluates one of each task; otherwise it runs one of each task without
+    DeepSpeed, and one with it.
     """
     paths = {name: shared_data / name for name in ("e2e", "webnlg", "viggo", "cnndm")} | {"tldr": shrunken / "tldr"}
     runs: dict[str, list[str]] = {}
@@ -146,7 +147,7 @@ def test_recipes_train_and_evaluate_with_a_small_model(
         overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
         overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
         overrides += ["train.logging_steps=1", "evaluation.max_new_tokens=4"]
-        overrides += ["data.max_completion_tokens=16"]
+        overrides += ["data.max_completion_tokens=16", "schedule.texts=4"]
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
         if evaluated.setdefault(kind if which == "all" else "first", name) != name:
             overrides.append("evaluation.speedups=null")
@@ -161,7 +162,7 @@ def test_recipes_train_and_evaluate_with_a_small_model(
         else:
             overrides.append(f"model.name_or_path={shrunken / 'opt'}")
         runs[name] = ["--recipe", name, *overrides]
-    # One process without the pictures, a quarter of the time; another one for each DeepSpeed config.
+    # One process trains all recipes of a DeepSpeed config, without pictures, which saves three quarters of the time.
     code = "import json, sys, train.cli, train.run; train.run.draw_schedules = lambda *given: None;"
     code += "sys.exit(max(train.cli.main(run) for run in json.loads(sys.argv[1])))"
     log = tmp_path / "log.txt"

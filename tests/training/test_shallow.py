@@ -1,4 +1,4 @@
-"""A shallow model is the whole model with the same layers skipped, and a plain checkpoint."""
+"""A shallow model computes the same as the full model that skips its layers, and is a plain checkpoint."""
 
 import json
 from itertools import pairwise
@@ -18,7 +18,7 @@ from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import decoder_layers
 from skipdecode.schedule.schedule import Placement
-from train.build import build_model, model_config
+from train.build import build_model, build_task, model_config
 from train.recipe import load_recipe
 from train.shallow import kept_layers, shrink_model
 
@@ -53,7 +53,7 @@ def test_a_shallow_models_logits_equal_those_of_a_naive_model_of_its_layers(
     family: str, placement: Placement | None, kept: tuple[int, ...]
 ) -> None:
     class Kept:
-        """As much of a schedule as the reference asks of one: every column runs the layers that are kept."""
+        """The part of a schedule that the reference needs: every position runs the kept layers."""
 
         num_layers, prompt_layers, prompt_stop = LAYERS, kept, None
 
@@ -106,7 +106,7 @@ def test_a_shallow_model_reloads_and_generates_the_same_in_plain_transformers(fa
 
 
 def test_kept_layers_keep_their_own_attention_type(tmp_path: Path) -> None:
-    """Qwen2's upper layers attend to a window."""
+    """Qwen2's upper layers use sliding-window attention."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "num_key_value_heads": 2}
     special = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
@@ -124,31 +124,31 @@ def test_kept_layers_keep_their_own_attention_type(tmp_path: Path) -> None:
             torch.testing.assert_close(one(ids, attention_mask=mask).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_shallow_model_keeps_the_pretrained_weights_of_its_layers(tmp_path: Path) -> None:
-    whole = train_small(tmp_path / "whole", "train.max_steps=1")
-    start = ["model.shape=null", f"model.name_or_path={whole}", "model.config=null"]
+def test_a_shallow_model_keeps_the_pretrained_weights_of_its_layers(trained: Path) -> None:
+    start = ["model.shape=null", f"model.name_or_path={trained}", "model.config=null"]
     recipe = small_recipe(*start, "model.layers=3", "model.dtype=float32")
     shallow, _ = build_model(recipe, [])
     assert model_config(recipe).num_hidden_layers == shallow.config.num_hidden_layers == 3
-    original = AutoModelForCausalLM.from_pretrained(whole)
+    original = AutoModelForCausalLM.from_pretrained(trained)
     for name, value in shallow.state_dict().items():
         old = name
         for number, layer in enumerate((0, 3, 7)):
             old = old.replace(f"layers.{number}.", f"layers.old{layer}.")
         assert torch.equal(value, original.state_dict()[old.replace("old", "")]), name
-    apart = small_recipe(*start, "model.layers=3", "lora.r=2", "lora.merge=false")
+    unmerged = small_recipe(*start, "model.layers=3", "lora.r=2", "lora.merge=false")
     with pytest.raises(ConfigError, match=r"model\.layers is 3 with lora\.merge=false"):
-        build_model(apart, [])
+        build_model(unmerged, [])
     changed = ["model.config={activation_function: gelu}", "lora.r=2", "lora.merge=false"]
     with pytest.raises(ConfigError, match=r"model\.config is .*gelu.* with lora\.merge=false"):
         build_model(small_recipe(*start, *changed), [])
 
 
-def test_a_shallow_shape_trains_to_a_checkpoint_with_its_number_of_layers(tmp_path: Path) -> None:
-    folder = train_small(tmp_path / "run", "model.layers=3", "schedule.speedups=[1]", "train.max_steps=2")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_a_shallow_shape_is_saved_with_its_number_of_layers(tmp_path: Path) -> None:
+    recipe = small_recipe("model.layers=3", "schedule.speedups=[1]")
+    build_model(recipe, build_task(recipe).load("train"))[0].save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.num_hidden_layers == len(decoder_layers(model)) == 3
-    assert model_config(load_recipe("quickstart", [*SMALL, "model.layers=3"])).num_hidden_layers == 3
+    assert model_config(recipe).num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_every_method_can_start_from_a_trained_model(
     changes: tuple[str, ...], layers: int, trained: Path, tmp_path: Path
 ) -> None:
     start = ["model.shape=null", f"model.name_or_path={trained}", "model.config=null", "train.max_steps=1"]
-    # A rate so small that what was loaded is what is saved.
+    # The learning rate is so small that the loaded weights are the saved ones.
     folder = train_small(tmp_path / "run", *start, "optim.learning_rate=1.0e-12", "schedule.texts=0", *changes)
     found, before = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, trained))
     kept = decoder_layers(before)
@@ -182,7 +182,6 @@ def test_every_method_can_start_from_a_trained_model(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
     return train_small(tmp_path_factory.mktemp("trained") / "run", "train.max_steps=1", "schedule.texts=0")
 
 

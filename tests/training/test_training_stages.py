@@ -1,4 +1,4 @@
-"""A run whose training is done and whose end is not: started again it says what is left, and does it."""
+"""A run that was interrupted after its training lists its remaining stages when it is restarted, and does them."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ TRACKED = {"evaluation": STAGES[1], "checkpoint": STAGES[4]}
 
 
 class Stages:
-    """What a run does after its training, in order, and where that fails.
+    """Replaces the stages of a run, records them and makes one fail.
 
     Attributes:
-        done: the stages that were begun.
-        failing: the one that fails, and how.
+        done: the stages that were started, in order.
+        failing: the stage that fails, with its error.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, evaluated: Path) -> None:
@@ -69,7 +69,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(evaluated: Path, tmp_path: Path) -> Path:
-    """A run that was killed as its evaluation began."""
+    """A run that was killed at the start of its evaluation."""
     folder = shutil.copytree(evaluated, tmp_path / "run")
     shutil.rmtree(folder / "eval")
     (folder / "README.md").unlink()
@@ -121,6 +121,8 @@ def test_an_evaluation_added_later_is_done_with_the_stages_after_it(
     trained: Path, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train_small(trained, "train.max_steps=1") == trained
+    assert "## Limits" in (trained / "README.md").read_text(), "the missing model card is written"
+    assert len(metrics(trained)) == 1
     with pytest.raises(ConfigError, match="already holds a finished run"):
         train_small(trained, "train.max_steps=1")
     stages = Stages(monkeypatch, evaluated)
