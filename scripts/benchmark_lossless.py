@@ -1,14 +1,14 @@
-"""Lossless decoding of a shape with random weights: what drafts and verifications cost, and the speed that follows.
+"""Measure lossless decoding with random weights: the cost of drafts and verification, and the resulting speedup.
 
     python scripts/benchmark_lossless.py --shape opt-1.3b --dtype bfloat16 --weights packed int8 --speedup 4
 
-Random weights say nothing of how often drafts are taken, so that is SIMULATED: a draft is taken with a probability of
---acceptance, whatever full depth says; the passes are all run. In each repeat every acceptance takes turns with full
-depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
+Random weights have no meaningful acceptance rate, so it is SIMULATED: each draft is accepted with the probability
+--acceptance, whatever full depth predicts. All passes are run. In each repeat every acceptance rate takes turns with
+full depth; ratios are medians over repeats [quartiles]. A profile is measured first, as by skipdecode calibrate.
 
-c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is what
-they and the acceptance a promise texts without an end, with the best number of drafts g (Leviathan et al. 2023, theorem
-3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
+c is the cost of a draft step and V(k) the cost of verifying k positions, in units of a full-depth step. The predicted
+speedup follows from these and the acceptance rate a for endless sequences with the best draft depth g (Leviathan et al.
+2023, theorem 3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
 """
 
 import argparse
@@ -49,7 +49,7 @@ COLUMNS = (1, 2, 3, 4, 6, 8, 13)
 
 
 class Drafted(SkipDecode):
-    """`skip_generate(lossless=True)`, whose drafts are taken with a probability."""
+    """`skip_generate(lossless=True)` with a simulated acceptance rate."""
 
     def __init__(self, model: torch.nn.Module, schedule: SkipSchedule, weights: Weights, acceptance: float) -> None:
         super().__init__(model, schedule, weights, f"lossless at {acceptance:g}")

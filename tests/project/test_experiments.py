@@ -1,4 +1,4 @@
-"""Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
+"""Experiments train, evaluate and show their variants; every baseline trains and decodes."""
 
 import concurrent.futures
 import json
@@ -28,9 +28,9 @@ import eval.output
 import train.run
 from data.departures import Departures
 from eval.output import only_writer
-from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings
-from scripts.experiments.from_trained import Way
-from scripts.experiments.rivals import RIVALS, Rival
+from scripts.experiments import baselines, from_trained, long_prompts, objectives, runner, settings
+from scripts.experiments.baselines import BASELINES, Baseline
+from scripts.experiments.from_trained import Method
 from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
@@ -38,7 +38,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from train.recipe import load_recipe
 from train.run import run
 
-# As e2e-tiny trains, on a shape that has room for three layers that always run.
+# The objective of e2e-tiny, on a shape with enough layers for three warm-up layers.
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
@@ -51,19 +51,20 @@ def variants() -> Variants:
     return Variants("quickstart", tuple(SETTINGS))
 
 
-# Before a release: those that differ from another one by a number, or by a decay that test_schedule.py tests.
+# Tested before a release: baselines that differ from another one by a number, or by a decay that test_schedule.py
+# tests.
 LONG = ("skipdecode-power", "skipdecode-exponential", "skipdecode-cosine", "skipdecode-step", "warmup-3", "shallow-3x")
 LONG += ("shallow-4x",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.release if name in LONG else ()) for name in RIVALS]
+    "name", [pytest.param(name, marks=pytest.mark.release if name in LONG else ()) for name in BASELINES]
 )
 def test_a_baseline_trains_and_its_checkpoint_decodes(
     name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
-    overrides = RIVALS[name].resolve(variants)
+    overrides = BASELINES[name].resolve(variants)
     sampler = variants.sampler(overrides)
     run(variants.recipe([*overrides, f"output.dir={tmp_path / name}"]), name)
     assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2]
@@ -80,16 +81,16 @@ def test_a_baseline_trains_and_its_checkpoint_decodes(
 
 def test_the_documentation_lists_the_baselines_and_their_settings() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8")
-    for name, rival in RIVALS.items():
+    for name, baseline in BASELINES.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-        for override in rival.overrides:
-            if override not in rivals.FULL_DEPTH:
+        for override in baseline.overrides:
+            if override not in baselines.FULL_DEPTH:
                 assert f"`{override}`" in line, override
 
 
 @pytest.mark.parametrize("over", ["all", "decode"])
 def test_a_shallow_model_has_the_number_of_layers_whose_cost_is_nearest_to_the_target(over: str) -> None:
-    """Not those of a token under a falling budget: a batch runs on, at small ones, until its longest text has ended."""
+    """The cost is that of whole batches, which run until their longest sequence has ended."""
     falling = ("schedule.decay=linear", "schedule.batch_size=32")
     variants = Variants("quickstart", (*SETTINGS, f"schedule.over={over}", *falling))
     config = variants.prepared.skip_config
@@ -102,28 +103,28 @@ def test_a_shallow_model_has_the_number_of_layers_whose_cost_is_nearest_to_the_t
     whole = seconds(variants.layers())
     for target in (1.0, 1.3, 1.6, 2.0, 3.0, 4.0):
         found = [abs(math.log(whole / seconds(layers) / target)) for layers in range(1, variants.layers() + 1)]
-        assert Rival("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
+        assert Baseline("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
 
 
 def test_an_unreachable_target_is_refused_before_anything_runs(variants: Variants) -> None:
     with pytest.raises(ConfigError, match="reaches at most"):
-        Rival("", as_fast_as=50).resolve(variants)
+        Baseline("", as_fast_as=50).resolve(variants)
 
 
 def test_work_counts_the_layers_run_at_each_position(variants: Variants) -> None:
-    full = variants.work(RIVALS["full-depth"].overrides)
-    shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
+    full = variants.work(BASELINES["full-depth"].overrides)
+    shallow = [*BASELINES["full-depth"].overrides, "model.layers=2"]
     assert variants.work(shallow) == pytest.approx(full * 2 / 8)
-    assert variants.work([*RIVALS["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
+    assert variants.work([*BASELINES["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
         shallow
     )
-    assert variants.work(RIVALS["early-exit"].overrides) == pytest.approx(full)
+    assert variants.work(BASELINES["early-exit"].overrides) == pytest.approx(full)
     # A sandwich of full depth and one schedule that skips.
     assert full < variants.work() < 2 * full
 
 
 def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
-    """Commands that make their folder, which must not be there, and end with a status."""
+    """Commands that create their folder, which must not exist, and exit with a given status."""
     code = "import os, sys; os.mkdir(sys.argv[1]); sys.exit(int(sys.argv[2]))"
     return {folder / name: ["-c", code, str(folder / name), str(status)] for name, status in statuses.items()}
 
@@ -141,7 +142,7 @@ def test_after_ctrl_c_no_further_command_starts(tmp_path: Path, monkeypatch: pyt
 def test_sigterm_stops_the_running_command_and_starts_no_further_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training that is asked to end leaves a checkpoint: it must neither go on alone nor be killed."""
+    """A training saves a checkpoint on SIGTERM, so it must neither continue alone nor be killed."""
     code = "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
     code += "def end(*_): (folder / 'ended').touch(); sys.exit(143)\n"
     code += "signal.signal(signal.SIGTERM, end); folder.mkdir(); time.sleep(300)"
@@ -164,7 +165,7 @@ def test_sigterm_stops_the_running_command_and_starts_no_further_one(
 
 
 def test_sigterm_also_stops_a_command_that_is_just_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one's process starts after the first one's has been told."""
+    """The second process starts after the first one got SIGTERM."""
     code = "import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(20); os.mkdir(sys.argv[1] + '.end')"
     folders = [tmp_path / name for name in ("first", "second")]
     terminate, told = subprocess.Popen.terminate, threading.Event()
@@ -276,7 +277,7 @@ def test_a_task_without_the_tables_metrics_is_refused_before_training(tmp_path: 
 
 
 def test_steps_of_an_experiment_agree_with_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """36 rows: five steps of 8 in an epoch, and in objectives 3 epochs of two parts a step."""
+    """There are 36 rows, in five steps of 8; objectives trains 3 epochs with two accumulated batches per step."""
     epochs = ("train.max_steps=null", "train.epochs=1.5")
     assert Variants("quickstart", (*SETTINGS, *epochs)).prepared.steps == 8
     found: list[str] = []
@@ -293,7 +294,7 @@ def test_steps_of_an_experiment_agree_with_the_trainers(tmp_path: Path, monkeypa
 
 def test_a_target_between_two_tables_is_listed_in_exactly_one(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 3.5))
-    assert "\n".join(rivals.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
+    assert "\n".join(baselines.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
 
 
 def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_others_continue(
@@ -311,7 +312,7 @@ def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_oth
 @pytest.mark.parametrize(
     ("experiment", "words", "labels"),
     [
-        (rivals, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
+        (baselines, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
         pytest.param(objectives, ["--epochs", "1"], list(objectives.OBJECTIVES), marks=pytest.mark.release),
         (
             settings,
@@ -351,7 +352,7 @@ def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
     assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
-    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
+    assert len(trained) == {"baselines": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
     assert not (tmp_path / "out" / ".lock").exists()
 
 
@@ -359,7 +360,7 @@ def test_variants_that_start_from_a_trained_model_have_their_share_of_steps_and_
     variants: Variants, tmp_path: Path
 ) -> None:
     run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
-    for way in (Way("shallow-top", 1.0, 2.0), Way("early-termination", 0.5)):
+    for way in (Method("shallow-top", 1.0, 2.0), Method("early-termination", 0.5)):
         overrides = way.overrides(tmp_path / "base", None, variants)
         recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
         run(recipe, way.name)
@@ -401,7 +402,7 @@ def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
     sizes = {"small": lambda _: ["model.layers=6"], "large": lambda _: ["model.layers=99"]}
     experiment = Experiment("sizes", "sizes", sizes, lambda variants, reports: [])
     assert list(resolve(experiment, variants, [])) == ["small"]
-    assert "large is left out: model.layers is 99" in capsys.readouterr().err
+    assert "large is skipped: model.layers is 99" in capsys.readouterr().err
     for name, message in (("large", "model.layers is 99"), ("smal", "did you mean 'small'")):
         with pytest.raises(ConfigError, match=message):
             resolve(experiment, variants, [name])
@@ -452,7 +453,7 @@ def test_long_prompts_need_enough_records(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_each_seeds_trained_model_replaces_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe itself needs a model as well: there is none where every override with a seed is left out of it."""
+    """The recipe itself also needs a model, which must come from an override with a seed."""
     found: list[list[str]] = []
     monkeypatch.setattr(runner, "run_python", lambda command, *_: found.append(list(command)) or 1)
     for seed in (0, 1):

@@ -65,7 +65,7 @@ def parse(prompt: str) -> dict[str, str]:
 
 
 def stated(text: str) -> dict[str, list[str]]:
-    """Every slot that the text speaks of, with each of its values that can be read there."""
+    """Every slot that a text mentions, with all of its values that the text may state."""
     found = {
         slot: [value for value, pattern in values.items() if re.search(pattern, text)]
         for slot, values in PATTERNS.items()

@@ -31,7 +31,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def texts(encoding: str = "utf-8") -> st.SearchStrategy[str]:
-    """Texts that an encoding can write, with much of what ends a line, a field or a text somewhere."""
+    """Text that an encoding can represent, with many characters that end lines, fields or texts."""
     common = [sign for sign in f" \"',;\\[{{#\ufeff{SEPARATORS}" if sign.encode(encoding, "ignore")]
     signs = st.sampled_from(common) | st.characters(codec=encoding, exclude_characters="\0")
     return st.text(signs, max_size=8).filter(str.strip)
@@ -76,7 +76,7 @@ def test_text_is_read_exactly_as_it_was_written(ending: str, encoding: str, data
 
 @cache
 def tokenizers() -> list[PreTrainedTokenizerBase]:
-    """Of bytes, as GPT-2, OPT and Qwen have it, and of a blank put first, as Llama 2 and Mistral have it."""
+    """Byte-level tokenizers, as in GPT-2, OPT and Qwen, and one that prepends a space, as in Llama 2 and Mistral."""
     vocabulary = ["<unk>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({word: n for n, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
     blanks = Tokenizer(model)

@@ -40,7 +40,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many examples each batch that was tokenised had."""
+    """The number of examples in each tokenised batch."""
     counts: list[int] = []
 
     def counting(tokenizer: Any, examples: Any, **limits: Any) -> Any:
@@ -81,7 +81,7 @@ def test_a_truncated_prompt_is_the_start_of_its_body_and_its_whole_instruction(
 
 
 def test_a_prompt_has_the_same_tokens_in_training_and_decoding() -> None:
-    """Llama 3's and Qwen's tokenizers join a full stop to the line breaks behind it, across the instruction's start."""
+    """Llama 3's and Qwen's tokenizers join a full stop with the following line breaks, where the instruction starts."""
     example = Example("x", "It rains.\n\nTL;DR:", ("",), instruction="\n\nTL;DR:")
     tokens = ["?", "It", "rains", "TL", "DR", " ", ".\n\n", ".", "\n\n", ";", ":"]
     joined = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, "?"))
@@ -216,7 +216,7 @@ def test_an_error_in_a_tokenising_process_is_reported_and_caches_nothing(folder:
 
 
 class Bottomless(Task):
-    """Fails as soon as more than three examples are asked for."""
+    """A task that fails when more than three examples are read."""
 
     name: ClassVar[str] = "bottomless"
 

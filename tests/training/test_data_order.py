@@ -25,7 +25,7 @@ def lengths_of(rows: int) -> list[int]:
 
 
 def steps(order: DataOrder, layout: tuple[int, int, int], done: int = 0) -> list[list[int]]:
-    """The rows of each step of an epoch after those that are done, dealt out to the processes by accelerate."""
+    """The rows of each remaining step of an epoch, as accelerate divides them among the processes."""
     batch, parts, processes = layout
     taken: list[list[int]] = [[] for _ in range(len(order) // ROWS_A_STEP - done)]
     for rank in range(processes):

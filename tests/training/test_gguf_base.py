@@ -47,7 +47,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def without_a_trace(run: Path) -> bool:
-    """Whether the recipe alone says where the run started. A report lists packages, and code is the library's own."""
+    """Whether only the recipe mentions the GGUF file (reports list packages, and code is the library's own)."""
     code = {run / "eval", run / "custom_generate"}
     files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.parent not in code}
     said = {file for file, content in files.items() if b"gguf" in content.lower() or TITLE.encode() in content}
@@ -97,7 +97,7 @@ def test_an_interrupted_run_from_gguf_ends_with_the_same_weights(
 def test_adapters_of_a_gguf_base_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = train_small(tmp_path / "run", *named(folder), *STEPS, "lora.r=2", "optim.learning_rate=0.03")
     assert without_a_trace(run)
-    assert not (run / "adapter").exists()  # which could name the folder alone as what they adapt
+    assert not (run / "adapter").exists()  # adapters can't name a GGUF file as their base model
     written, start = (load_file(run / "model.safetensors"), skipdecode.load(str(folder), gguf_file=NAME)[0])
     changed = {name for name, value in start.state_dict().items() if name in written and not value.equal(written[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}

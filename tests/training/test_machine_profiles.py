@@ -27,7 +27,7 @@ def prepared(folder: Path, *changes: str) -> Prepared:
 
 
 def a_profile(model: object) -> Profile:
-    """Of a machine that takes a second a layer, and one for the rest, whatever the batch."""
+    """The profile of a machine that takes one second per layer and one for the rest, for any batch."""
     seconds = {1: 2.0, 4: 5.0, DEPTH: 1.0 + DEPTH}
     batches = tuple(TimedBatch(rows, 40, 50, seconds, seconds, dict.fromkeys(seconds, 0.0)) for rows in (1, 8))
     setting = setting_of(model, CostModel.of(model), "model")  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_targets_are_solved_by_the_given_profile(tmp_path: Path) -> None:
     for speedup, schedule in zip(found.sampler.speedups, found.sampler.schedules, strict=True):
         if speedup == 1:
             continue
-        # The most layers that are fast enough for 3 % beyond the target.
+        # The largest number of layers that is fast enough with a margin of 3 %.
         expected = max(n for n in range(1, DEPTH + 1) if (1 + DEPTH) / (1 + n) >= speedup * 1.03)
         assert schedule.max_layers == schedule.min_layers == expected
         one_more = SkipSchedule(DEPTH, expected + 1, expected + 1, decay="constant", prompt="max")

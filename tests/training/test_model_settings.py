@@ -1,4 +1,4 @@
-"""Settings of the model that can't be are one line, before anything is built or read."""
+"""Impossible model settings give a one-line error before anything is built or read."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(*overrides: str) -> str:
-    """What is said of a recipe; no example is read before it."""
+    """The error message for a recipe; no example may be read before it."""
     with pytest.raises(ConfigError) as caught:
         build_model(load_recipe("quickstart", [*SMALL, *overrides]), iter(lambda: pytest.fail("data was read"), None))
     assert "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_weighted_by_depth(power: fl
 
 @pytest.mark.parametrize("power", [0.0, 1.0, -0.5])
 def test_losses_of_parts_divided_by_the_batchs_totals_add_up_to_its_loss(power: float) -> None:
-    """Whose rows are of different lengths, so that the parts' mean weights differ."""
+    """Rows have different lengths, so that the parts' mean weights differ."""
     logits, labels = batch()
     objective = Objective(power, label_smoothing=0.1, distillation=0.3)
     full, faster = SkipSchedule(8, 8, 8), SCHEDULE

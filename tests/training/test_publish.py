@@ -84,7 +84,10 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(
 
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert publish() == 2
-    assert capsys.readouterr().err == "error: nobody is there to ask: say --yes to send it\n"
+    assert (
+        capsys.readouterr().err
+        == "error: there is no terminal to ask for confirmation: pass --yes to send without it\n"
+    )
     assert not hub.repositories
     assert publish("--yes") == 0
     printed = capsys.readouterr().out

@@ -23,7 +23,7 @@ def test_the_documented_recipes_exist() -> None:
 
 
 def test_a_tilde_in_a_path_expands_to_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves it as it is behind a key, and a folder of that name is dangerous to remove."""
+    """A shell doesn't expand it after a key, and a folder with that name would be dangerous to delete."""
     monkeypatch.setenv("HOME", "/home/me")
     recipe = load_recipe("quickstart", ["output.dir=~/run", "data.cache_dir=~/rows", "model.name_or_path=~/opt"])
     assert (recipe.output.dir, recipe.data.cache_dir) == ("/home/me/run", "/home/me/rows")

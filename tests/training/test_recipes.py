@@ -1,4 +1,4 @@
-"""Every recipe is a run that could start: its schedules, its DeepSpeed config, its line in the table."""
+"""Every recipe is consistent: its schedules, its DeepSpeed config and its row in the README's table."""
 
 import json
 import re
@@ -44,8 +44,8 @@ def test_every_recipes_model_can_reach_its_targets(name: str) -> None:
         found = cost.at(**conditions).speedup(schedule, over=section.over)
         assert speedup <= found
         if schedule.max_layers > schedule.min_layers or schedule.max_layers == schedule.num_layers:
-            assert found < speedup * 1.35, "the nearest that layers allow"
-        else:  # a budget that stays comes in whole layers
+            assert found < speedup * 1.35, "the nearest that whole layers allow"
+        else:  # a constant schedule has a whole number of layers
             deeper = replace(schedule, max_layers=schedule.max_layers + 1, min_layers=schedule.min_layers + 1)
             assert cost.at(**conditions).speedup(deeper, over=section.over) < speedup
         assert schedule.horizon == task.horizon
@@ -64,7 +64,7 @@ def test_settings_of_each_recipe_are_consistent(name: str) -> None:
 
 
 def test_the_opt_shapes_have_the_parameter_counts_of_the_published_models() -> None:
-    """Parameters with tied embeddings, of a vocabulary of 50,272: 125 M, 1.3 B and 6.7 B."""
+    """With tied embeddings and a vocabulary of 50,272 tokens."""
     for size, expected in (("125m", 125_239_296), ("1.3b", 1_315_758_080), ("6.7b", 6_658_473_984)):
         recipe = load_recipe("e2e-opt-1.3b", [f"model.name_or_path=facebook/opt-{size}"])
         cost = CostModel.of(model_config(recipe))
@@ -93,7 +93,7 @@ def test_the_readmes_table_is_the_output_of_its_command(tmp_path: Path) -> None:
     assert set(printed) <= set(TABLE.splitlines())
 
 
-# OPT's vocabulary on a hidden size of 16, with layers that are wide enough for the targets to be within reach.
+# OPT's vocabulary with a hidden size of 16, and layers that are large enough to reach the targets.
 SHRUNKEN = {"num_hidden_layers": 12, "hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
 SHRUNKEN |= {"ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048}
 CONFIGS = (None, "zero2", "zero3")

@@ -1,4 +1,4 @@
-"""Every rank and every resumed run draws the same schedules."""
+"""Every rank and every resumed run samples the same schedules."""
 
 import os
 import subprocess

@@ -26,7 +26,7 @@ HEADER = 7
 
 
 def records(file: Path) -> list[Record]:
-    """Every record of a `.wandb` file: a header of 7 bytes, then blocks of chunks (checksum 4, length 2, kind 1).
+    """Read every record of a `.wandb` file: a header of 7 bytes, then blocks of chunks (checksum 4, length 2, kind 1).
 
     A file that is still being written may end within a record, which isn't there yet.
     """
@@ -73,7 +73,7 @@ def run_folder(tracked: Path) -> Path:
 @pytest.fixture(scope="module")
 def written(run_folder: Path) -> list[Record]:
     (file,) = run_folder.glob("run-*.wandb")
-    # W&B's own process writes it, and in one that has had runs before may go on for a moment after the run is finished.
+    # W&B's own process writes the file, possibly for a moment after the run has finished.
     deadline = time.monotonic() + 60
     while not any(record.WhichOneof("record_type") == "exit" for record in records(file)):
         assert time.monotonic() < deadline, "no end of the run is written"
