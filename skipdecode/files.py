@@ -1,6 +1,7 @@
 """Files that are there whole or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,31 @@ def replaced(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Give a new folder beside `path`, to be filled; it takes the place of `path`, and of all that is in it, when the
+    context ends well.
+
+    Raises OSError, naming `path`, where the disk is full.
+    """
+    path = path.resolve()  # a link stays one
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # of this writer alone
+    old = partial.with_suffix(".old")
+    try:
+        partial.mkdir()
+        yield partial
+        if path.exists():
+            os.replace(path, old)
+        os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        for folder in (partial, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_lines(path: Path) -> list[str]:

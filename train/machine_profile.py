@@ -9,6 +9,7 @@ from skipdecode import ConfigError, CostModel
 from skipdecode.fastpath.model import usual_weights
 from skipdecode.schedule.machine_profile import Profile, find_profile, has_profiles, setting_of
 from train.distributed import on_first_process
+from train.output import RECIPE_FILE
 from train.recipe import Recipe
 
 PROFILE_FILE = "profile.json"  # in the folder of a run whose targets were solved by a profile
@@ -28,7 +29,7 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
 
     Returns:
         None, which stands for the analytical cost model, where the recipe gives no profile, and with `auto` where this
-        machine has none for such a model.
+        machine has none for such a model, or had none when the run began.
 
     Raises:
         ConfigError: for a file that can't be read, or whose profile is for a model of another shape.
@@ -36,11 +37,14 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
     named = recipe.schedule.profile
     if named is None:
         return None
+    resumed = (folder / RECIPE_FILE).exists()
 
     def find() -> Profile | None:
         if (folder / PROFILE_FILE).exists():
             return Profile.load(folder / PROFILE_FILE)
         if named == AUTO:
+            if resumed:  # a run that began without a profile continues without one
+                return None
             weights = usual_weights(model) if device.type == "cpu" else "model"
             return find_profile(setting_of(model, sizes, weights, device)) if has_profiles() else None
         if not Path(named).is_file():

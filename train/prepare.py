@@ -128,7 +128,10 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     layer_order = measured_order(recipe, model, encoded.rows, folder) if measure_order else None
     order = None if layer_order is None else layer_order.order
     profile = run_profile(recipe, model, sizes, folder, arguments.device)
-    sampler, skip_config = recipe_sampler(recipe, task, sizes, encoded.rows, order=order, profile=profile)
+    machine = "cpu" if recipe.schedule.profile == AUTO and arguments.device.type == "cpu" else None
+    sampler, skip_config = recipe_sampler(
+        recipe, task, sizes, encoded.rows, order=order, profile=profile, machine=machine
+    )
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
     # A user's own data may be private, and the checkpoint may be published.
     if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name != OwnText.name:
@@ -191,7 +194,7 @@ def introduce(console: Console, name: str, prepared: Prepared) -> None:
             "model.dtype is bfloat16, so AdamW loses updates smaller than 1/256 of a weight; model.dtype=float32 with "
             "train.precision=bf16 is as fast and loses none"
         )
-    source = "the analytical cost model"
+    source = f"the analytical cost model of a {prepared.skip_config.solver.get('machine', 'gpu').upper()}"
     if prepared.profile is not None:
         processor = prepared.profile.setting.get("processor")
         source = f"a profile calibrated on {processor}, {prepared.profile.date}"
@@ -240,6 +243,7 @@ def recipe_sampler(
     *,
     order: Sequence[int] | None = None,
     profile: Profile | None = None,
+    machine: str | None = None,
 ) -> tuple[ScheduleSampler, SkipConfig]:
     """The recipe's schedules: a sampler for training, and the settings that the checkpoint saves.
 
@@ -253,6 +257,7 @@ def recipe_sampler(
         rows: the training rows, whose lengths targets are solved for; None: lengths follow from the settings alone.
         order: the order measured for `schedule.order=auto`; None: a placeholder is used.
         profile: the calibrated profile by which targets are solved; None: the analytical cost model.
+        machine: "gpu" or "cpu", whose rates the analytical cost model uses; None: its default.
 
     Raises:
         ConfigError: for settings that contradict each other, and as `make_sampler` does.
@@ -269,6 +274,8 @@ def recipe_sampler(
         "over": section.over,
         "batch_size": section.batch_size,
     }
+    if machine is not None:
+        solver["machine"] = machine
     if section.prompt_stop is not None:
         solver["prompt_stop"] = section.prompt_stop
     if section.order is not None:

@@ -134,7 +134,8 @@ class ScheduleSection(Section):
     profile: str | None = Field(
         None,
         description="calibrated profile by which targets are solved: auto, the one that `skipdecode calibrate` saved "
-        "on this machine, if any; a file of `skipdecode calibrate --output`; null: the analytical cost model",
+        "on this machine, or else the analytical cost model of the CPU or GPU that trains; a file of `skipdecode "
+        "calibrate --output`; null: the analytical cost model of a GPU",
     )
     default_speedup: float | None = Field(
         None,

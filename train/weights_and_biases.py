@@ -26,7 +26,7 @@ ID_FILE = "wandb_id"  # holds W&B's id of the run, so that a resumed run continu
 SCHEDULES_FILE = "schedules.png"
 SAMPLES = 8  # number of prompts whose predictions are logged
 _ARTIFACT = (
-    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/generate.py", "README.md"),
+    *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/*.py", "README.md"),
     *("recipe.yaml", "eval/report.*", "eval/frontier.png"),
 )
 

@@ -1,4 +1,4 @@
-"""Compare methods to sample schedules, with and without self-distillation, at equal work (docs/objectives.md).
+"""Compare methods to sample schedules, with and without self-distillation, at equal work (docs/research/objectives.md).
 
     python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives --epochs 4 \\
         schedule.prompt=full schedule.over=decode schedule.decay=linear data.options.holdout=0

@@ -1,73 +1,129 @@
-"""This package as one file that a checkpoint carries, for `generate(custom_generate=REPOSITORY)` of transformers.
+"""The modules of this package that a checkpoint carries, for `generate(custom_generate=REPOSITORY)` of transformers.
 
 transformers loads `custom_generate/generate.py` of a repository with `trust_remote_code=True` and calls its `generate`.
-That file is written here, from the modules of this package as they are: the order is that of their imports, imports
-among them are left out, and all others stand at the top. It needs torch and transformers and nothing else.
+It copies that file and, found by regular expressions, the files beside it that they import by `from .name import`: all
+in one folder, so `skipdecode.a.b` is the file `a_b.py` there. The code needs torch and transformers and nothing else.
 """
 
 import ast
 import os
+from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from skipdecode.files import write_whole
+from skipdecode.files import replaced_folder
 
-PATH = Path("custom_generate", "generate.py")  # in a checkpoint
+FOLDER = Path("custom_generate")  # in a checkpoint
 _PACKAGE = __name__.partition(".")[0]
-_ENTRY = "generate.remote_entry"  # the module whose `generate` transformers calls
-_HEAD = '''"""Decoding with layers skipped (SkipDecode, arXiv 2307.02628), for transformers' `custom_generate`.
+_SOURCES = Path(__file__).parents[__name__.count(".")]  # the folder that the package is in
+_ENTRY = f"{_PACKAGE}.generate.remote_entry"  # the module whose `generate` transformers calls
+_ENTRY_TEXT = '''"""Decoding with layers skipped (SkipDecode, arXiv 2307.02628), for transformers' `custom_generate`.
 
     model = AutoModelForCausalLM.from_pretrained(REPOSITORY)
     model.generate(**inputs, custom_generate=REPOSITORY, trust_remote_code=True, speedup=3)
 
-Written from the modules of the package skipdecode {version}, which say what they do; don't edit it here. It needs
-torch and transformers. Apache-2.0.
+The files here are modules of the package skipdecode {version}; don't edit them here. They need torch and transformers.
+Apache-2.0.
 """
+
+from typing import TYPE_CHECKING
+
+from .{entry} import generate
+
+if TYPE_CHECKING:  # never imported here: transformers copies the modules that this file names
+{names}
 '''
 
 
 def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
-    """Write `custom_generate/generate.py` into a checkpoint's folder, whole or not at all. Returns its path."""
-    path = Path(folder) / PATH
-    path.parent.mkdir(exist_ok=True)
-    write_whole(path, custom_generate_source())
+    """Write `custom_generate/` into a checkpoint's folder, in place of one that is there. Returns its path."""
+    path = Path(folder) / FOLDER
+    with replaced_folder(path) as partial:
+        for name, text in custom_generate_files().items():
+            (partial / name).write_text(text, encoding="utf-8")
     return path
 
 
 @cache
-def custom_generate_source() -> str:
-    """The text of the file. Raises ValueError where two modules define the same name, which one file can't hold."""
-    sources = _modules(_ENTRY)
-    defined: dict[str, str] = {}
-    imports: dict[str, set[str]] = {}
-    bodies = []
-    for name, source in sources.items():
-        tree = ast.parse(source)
-        for defines in _definitions(tree):
-            if defines in defined:
-                raise ValueError(f"{defines} is defined in {defined[defines]} and in {name}: rename one of them")
-            defined[defines] = name
-        kept = source.splitlines()
-        for node in tree.body:
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            if not _own(node):
-                for start, names in _parts(node):
-                    imports.setdefault(start, set()).update(names)
-            kept[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)  # type: ignore[operator]
-        if ast.get_docstring(tree) is not None:
-            end = tree.body[0].end_lineno
-            kept[:end] = ["" for _ in kept[:end]]
-            doc = [f"# {line}".rstrip() for line in str(ast.get_docstring(tree)).splitlines()]
-        else:
-            doc = []
-        rule = f"# ---- {_PACKAGE}.{name} "
-        bodies.append("\n".join([f"{rule:-<120}", *doc, "", "", *"\n".join(kept).strip("\n").splitlines()]))
-    lines = [f"{start}{', '.join(sorted(imports[start]))}" for start in sorted(imports, key=_import_order)]
-    head = _HEAD.format(version=_version())
-    return "\n\n\n".join([head + "\n" + "\n".join(lines), *bodies]) + "\n"
+def custom_generate_files() -> dict[str, str]:
+    """The names and texts of the files.
+
+    Raises ValueError for two modules whose file would have one name, and for an import that no file can stand for.
+    """
+    modules = _modules(_ENTRY)
+    names = "\n".join(f"    from .{_file_name(module)} import *" for module in sorted(modules))
+    text = _ENTRY_TEXT.format(version=_version(), entry=_file_name(_ENTRY), names=names)
+    files = {"generate.py": text}
+    for module, source in modules.items():
+        name = f"{_file_name(module)}.py"
+        if name in files:
+            raise ValueError(f"{module} would be a second {name}: rename it")
+        files[name] = _with_relative_imports(source)
+    return files
+
+
+def _modules(entry: str) -> dict[str, str]:
+    """The sources of a module and of all that it imports from this package, by their dotted names."""
+    found: dict[str, str] = {}
+
+    def visit(module: str) -> None:
+        if module in found:
+            return
+        path = _path(module)
+        if path is None or module == _PACKAGE:
+            raise ValueError(f"an import from {module} can't be carried: name the module that defines it")
+        found[module] = path.read_text(encoding="utf-8")
+        for node in _own_imports(ast.parse(found[module])):
+            for name in node.names:
+                visit(_imported_module(node, name))
+
+    visit(entry)
+    return found
+
+
+def _path(module: str) -> Path | None:
+    path = _SOURCES.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _own_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
+    """The imports from this package, within functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == _PACKAGE:
+            yield node
+        elif isinstance(node, ast.Import) and any(name.name.split(".")[0] == _PACKAGE for name in node.names):
+            raise ValueError(f"{ast.unparse(node)} can't be carried: write from ... import ...")
+
+
+def _imported_module(node: ast.ImportFrom, name: ast.alias) -> str:
+    """The module that a name is imported from, or is itself."""
+    inner = f"{node.module}.{name.name}"
+    return inner if _path(inner) else str(node.module)
+
+
+def _file_name(module: str) -> str:
+    return module.removeprefix(f"{_PACKAGE}.").replace(".", "_")
+
+
+def _with_relative_imports(source: str) -> str:
+    """A module's source with its imports from this package made imports of the files beside it."""
+    lines = source.splitlines()
+    for node in sorted(_own_imports(ast.parse(source)), key=lambda node: node.lineno, reverse=True):
+        imports = []
+        for name in node.names:
+            module = _imported_module(node, name)
+            if module == node.module:
+                imports.append((_file_name(module), name))
+            else:
+                imports.append(("", ast.alias(_file_name(module), name.asname or name.name)))
+        starts = dict.fromkeys(start for start, _ in imports)
+        indent = lines[node.lineno - 1][: node.col_offset]
+        lines[node.lineno - 1 : node.end_lineno] = [
+            indent + ast.unparse(ast.ImportFrom(start or None, [name for begun, name in imports if begun == start], 1))
+            for start in starts
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _version() -> str:
@@ -75,50 +131,3 @@ def _version() -> str:
         return version(_PACKAGE)
     except PackageNotFoundError:  # a checkout that runs where nothing was installed
         return "of a checkout"
-
-
-def _modules(entry: str) -> dict[str, str]:
-    """The sources of a module and of all that it imports from this package, each after what it imports."""
-    found: dict[str, str] = {}
-
-    def visit(name: str) -> None:
-        if name in found:
-            return
-        path = import_module(f"{_PACKAGE}.{name}").__file__
-        source = Path(str(path)).read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ImportFrom) and _own(node):
-                visit(str(node.module).partition(".")[2])
-        found[name] = source
-
-    visit(entry)
-    return found
-
-
-def _own(node: ast.Import | ast.ImportFrom) -> bool:
-    return isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == _PACKAGE
-
-
-def _parts(node: ast.Import | ast.ImportFrom) -> list[tuple[str, list[str]]]:
-    """The starts of an import's lines and what follows them, to be joined with those of other modules."""
-    names = [f"{name.name} as {name.asname}" if name.asname else name.name for name in node.names]
-    if isinstance(node, ast.Import):
-        return [(f"import {name}", [""]) for name in names]
-    return [(f"from {node.module} import ", names)]
-
-
-def _import_order(start: str) -> tuple[bool, bool, str]:
-    module = start.split()[1].split(".")[0]
-    return module in ("torch", "transformers"), start.startswith("from "), start
-
-
-def _definitions(tree: ast.Module) -> list[str]:
-    """The names that a module defines at its top level."""
-    names = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-    return names

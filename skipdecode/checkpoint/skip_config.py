@@ -18,7 +18,7 @@ from skipdecode.checkpoint.offline import without_network
 from skipdecode.errors import ConfigError, check_counts, first_line, unknown
 from skipdecode.files import write_whole
 from skipdecode.internals import FROM_MODEL_CONFIG
-from skipdecode.schedule.cost import Cost, CostModel
+from skipdecode.schedule.cost import MACHINES, Cost, CostModel
 from skipdecode.schedule.lengths import Lengths, LengthsByPrompt
 from skipdecode.schedule.machine_profile import Profile, describe_clock
 from skipdecode.schedule.plan import SpeedPlan, rounded_down
@@ -31,8 +31,8 @@ DEFAULT_SPEEDUP = (
 )
 ADAPTERS_FILE = "skipdecode.json"  # in a folder of adapters, which has no config.json
 _FORMAT, _OLDEST_FORMAT = 3, 2  # 2 knew no lengths
-_CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size")
-_SOLVER = inspect.signature(solve_schedule).parameters.keys() - {"model", "speedup", "dtype", "machine"}
+_CONDITIONS = ("prompt_length", "prompt_lengths", "lengths", "batch_size", "machine")
+_SOLVER = inspect.signature(solve_schedule).parameters.keys() - {"model", "speedup", "dtype"}
 _COUNTS = ("horizon", "warmup_layers", "prompt_length", "batch_size")
 _NEAR = 2  # times: prompts of such lengths are those that were trained on
 _MEASURED_PARTS = 8  # of a doubling: lengths of prompts that a measured clock tells apart
@@ -268,6 +268,8 @@ class SkipConfig:
             for name in ("lengths", "prompt_lengths"):
                 if name in solver:
                     Lengths.read(solver[name])
+            if solver.get("machine", "gpu") not in MACHINES:
+                raise unknown("machine", str(solver["machine"]), MACHINES)
             texts = LengthsByPrompt.read(values["texts"]) if "texts" in values else None
             return cls(schedules, solver, task, values.get("base_model"), texts)
         except ConfigError as error:

@@ -491,7 +491,7 @@ def _check_sampling(options: argparse.Namespace, seed: int) -> None:
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":
-    with quick_imports(compiles=options.trust_remote_code):
+    with quick_imports():
         import torch
         from transformers.utils import logging
 

@@ -9,14 +9,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 from skipdecode.errors import ConfigError, first_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DYNAMO = "torch._dynamo"
 
 
 def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = None) -> int:
@@ -65,77 +63,20 @@ def run_module(name: str) -> int:
 
 
 @contextlib.contextmanager
-def quick_imports(*, compiles: bool = False) -> Iterator[None]:
-    """Import torch and transformers without what no command of one process needs, in half of the time.
+def quick_imports() -> Iterator[None]:
+    """Import torch and transformers while Python's collector rests.
 
-    Python's collector rests: of all that they make it goes through everything again and again, and finds nothing to
-    free. transformers is told that torch.distributed isn't there, as in builds of torch that have none, for the rest of
-    the process. And `torch._dynamo` is a placeholder (`_Unmarked`) until the block ends. Where transformers has been
-    imported before, nothing is gained, and only the collector rests.
-
-    Args:
-        compiles: whether code of others is loaded in the block, which may compile: `torch._dynamo` is no placeholder.
+    Of all that they make it goes through everything again and again, and finds nothing to free.
     """
     enabled, first = gc.isenabled(), "transformers" not in sys.modules
     gc.disable()
     try:
-        if first:
-            _leave_out_distributed()
-            if not compiles:
-                sys.modules[_DYNAMO] = _Unmarked(_DYNAMO)
         yield
     finally:
         if first:
-            _Unmarked.leave()
             gc.freeze()  # what modules hold stays to the end: looking through it once more takes as long as a text
         if enabled:
             gc.enable()
-
-
-def _leave_out_distributed() -> None:
-    import torch
-    from transformers.utils import is_torch_distributed_available
-
-    asked, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    is_torch_distributed_available()  # once for the process: it keeps the answer
-    torch.distributed.is_available = asked
-
-
-class _Unmarked(ModuleType):
-    """In place of `torch._dynamo`, of which transformers wants marks for torch.compile on a few functions as it is
-    imported: without marks these are what they are, as nothing is compiled here. Who asks for more gets the module.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        import torch
-
-        self.__path__ = [str(Path(folder) / "_dynamo") for folder in torch.__path__]  # its parts can be imported
-        torch.__dict__["_dynamo"] = self
-
-    def disable(self, function: Any = None, *_: Any, **__: Any) -> Any:
-        return function or (lambda function: function)
-
-    def allow_in_graph(self, function: Any) -> Any:
-        return function
-
-    assume_constant_result = allow_in_graph
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.leave()
-        return getattr(importlib.import_module(_DYNAMO), name)
-
-    @staticmethod
-    def leave() -> None:
-        """Make room for the module, which then imports parts of its own."""
-        import torch
-
-        if isinstance(sys.modules.get(_DYNAMO), _Unmarked):
-            del torch.__dict__["_dynamo"]
-            for name in [name for name in sys.modules if name == _DYNAMO or name.startswith(f"{_DYNAMO}.")]:
-                del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ may be chosen.
 """
 
 import functools
-import importlib
 import warnings
 from types import ModuleType
 from typing import Any
@@ -107,9 +106,10 @@ def _can_fuse(block: LeanBlock, dtype: torch.dtype) -> bool:
 def triton_kernels() -> ModuleType | None:
     """The module of the kernels, which comes with torch's builds for CUDA; None where there is none."""
     try:
-        return importlib.import_module("skipdecode.kernels.gpu")
+        from skipdecode.kernels import gpu as kernels
     except ImportError:
         return None
+    return kernels
 
 
 @functools.cache

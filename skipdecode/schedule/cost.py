@@ -29,6 +29,11 @@ class Machine:
     operations_per_second: float = 312e12
 
 
+# By name, for checkpoints and their settings. On a CPU, arithmetic is what prompts and batches take: a dozen operations
+# a byte, as two cores of an EPYC 9004 measure in bfloat16 (370 GFLOP/s, 30 GB/s), where an A100 has 156.
+MACHINES = {"gpu": Machine(), "cpu": Machine(3.0e10, 3.7e11)}
+
+
 class Cost(ABC):
     """The time that a batch takes under conditions that are settled: prompt, batch, texts and machine.
 
@@ -308,7 +313,7 @@ class CostModel:
         lengths: Any = None,
         expected_steps: Steps | None = None,
         batch_size: int = 1,
-        machine: Machine | None = None,
+        machine: Machine | str | None = None,
     ) -> "PredictedCost":
         """The cost of a batch under conditions.
 
@@ -318,17 +323,21 @@ class CostModel:
             lengths: tokens of the texts that are generated, likewise; without them each is as long as the horizon.
             expected_steps: that they take, where more is known than `lengths` say.
             batch_size: rows that decode together.
-            machine: what the machine sustains.
+            machine: what the machine sustains, or a name in MACHINES; by default "gpu".
 
         Raises:
-            ConfigError: for counts below 1.
+            ConfigError: for counts below 1, and for an unknown machine.
         """
         if prompt_length is None:
             prompt_length = 64 if prompt_lengths is None else round(Lengths.read(prompt_lengths).mean)
         check_counts(prompt_length=prompt_length, batch_size=batch_size)
         if expected_steps is None and lengths is not None:
             expected_steps = Lengths.read(lengths).expected_steps(batch_size)
-        return PredictedCost(self, prompt_length, batch_size, expected_steps, machine or Machine())
+        if not isinstance(machine, Machine):
+            if machine is not None and machine not in MACHINES:
+                raise unknown("machine", str(machine), MACHINES)
+            machine = MACHINES[machine or "gpu"]
+        return PredictedCost(self, prompt_length, batch_size, expected_steps, machine)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement
 TOLERANCE = 0.03
 # Over prompt and decoding together, prompts keep their layers until decoding would have to be so many times as fast as
 # the target: a text whose tokens run a layer or two may read worse than one after a prompt of fewer layers, which
-# nothing here decides (docs/benchmarks.md, prompts of fewer layers).
+# nothing here decides (docs/research/benchmarks.md, prompts of fewer layers).
 MOST_DECODING = 1.5
 # Times the horizon that was asked for: whole texts may have one so long, to use up what integers of layers leave.
 LONGEST_STRETCH = 4
@@ -45,7 +45,7 @@ def solve_schedule(
     prompt_length: int | None = None,
     batch_size: int | None = None,
     dtype: torch.dtype | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
 ) -> SkipSchedule:
     """The schedule under which a batch is predicted to take `speedup` times less of the wall clock than at full depth.
 
@@ -80,7 +80,7 @@ def solve_schedule(
         prompt_length: columns in the cache when decoding starts, as in `CostModel.at`.
         batch_size: rows that decode together.
         dtype: of weights and cache; by default the model's own.
-        machine: what the machine sustains.
+        machine: what the machine sustains, or a name in `skipdecode.schedule.cost.MACHINES`.
 
     Raises:
         ConfigError: for a target below 1, or beyond what min = max = warmup_layers reaches; it says how much that is;

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-_DECODED_AGAIN = 12  # tokens, at most
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
 
@@ -23,7 +22,7 @@ class Words:
         self._tokenizer = tokenizer
         self._stops = stops
         self._tokens: list[int] = []
-        # Tokens are decoded behind a few that are known: some tokenizers drop the space before a first word.
+        # Tokens are decoded behind the last that made text: some tokenizers drop the space before a first word.
         self._from, self._read, self._known = 0, 0, ""
         self._whole = ""
         self.text = ""
@@ -31,7 +30,8 @@ class Words:
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """Take tokens. Returns what the text grows by, which may be nothing until more is known."""
-        self._grow(tokens, last)
+        for place, token in enumerate(tokens, 1):
+            self._grow(token, last=last and place == len(tokens))
         at = min((found for stop in self._stops if (found := self._whole.find(stop)) >= 0), default=None)
         if at is not None:
             self.stopped, shown = True, self._whole[:at]
@@ -46,25 +46,18 @@ class Words:
         """Characters so far, with those of a stop and of what may be its beginning."""
         return len(self._whole)
 
-    def _grow(self, tokens: Sequence[int], last: bool) -> None:
-        behind = self._decode([*self._tokens[self._from :], *tokens])
-        if _UNFINISHED in behind and len(tokens) > 1:  # what a stream has shown by then must stay
-            self._grow(tokens[: len(tokens) // 2], False)
-            self._grow(tokens[len(tokens) // 2 :], last)
-            return
-        self._tokens += tokens
-        if not last and behind.endswith(_UNFINISHED):
+    def _grow(self, token: int, *, last: bool) -> None:
+        self._tokens.append(token)
+        behind = self._decode(self._tokens[self._from :])
+        if behind.endswith(_UNFINISHED) and not last:
             return
         if not behind.startswith(self._known):  # some tokenizers spoil the characters before broken bytes, too
             self._from, self._known = self._read, ""
             behind = self._decode(self._tokens[self._from :])
-        self._whole += behind[len(self._known) :]
-        self._known = behind
-        if len(self._tokens) - self._from > _DECODED_AGAIN:
-            known = self._decode(self._tokens[self._read :])
-            if known:  # behind special tokens alone a word would be a first one
-                self._from, self._known = self._read, known
-        self._read = len(self._tokens)
+        if new := behind[len(self._known) :]:
+            self._whole += new
+            self._from, self._read = self._read, len(self._tokens)
+            self._known = self._decode(self._tokens[self._from :])
 
     def _held_back(self) -> int:
         """Characters at the end that a stop may begin with."""

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-# The bytes that the letters of a byte-level vocabulary stand for: those that can't be printed follow from 256 on.
-_BYTES = {chr(byte): byte for byte in _PRINTABLE}
-_BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+# The bytes that the letters of a byte-level vocabulary stand for.
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 class Spelling:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data import load_task
 from data.vocabulary import train_tokenizer
@@ -58,12 +58,12 @@ def grown(
     return "".join(parts), words.text, words.stopped
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", [*TOKENIZERS, "without the library tokenizers"])
 @settings(max_examples=40)
 @example("the" + 11 * " the" + "</s> the", 1, random.Random(0))
 @given(TEXTS, st.integers(1, 20), st.randoms(use_true_random=False))
 def test_however_tokens_come_the_text_is_that_of_all(kind: str, text: str, most: int, draw: random.Random) -> None:
-    tokenizer = TOKENIZERS[kind]
+    tokenizer = TOKENIZERS.get(kind) or ByT5Tokenizer()
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert grown(tokens, draw, most, [], tokenizer) == (whole, whole, False)

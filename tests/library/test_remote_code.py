@@ -1,9 +1,10 @@
-"""The file that a checkpoint carries decodes as the package does, where there is no package."""
+"""The code that a checkpoint carries decodes as the package does, where there is no package."""
 
 import ast
+import importlib
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from transformers import GenerationConfig
 
 import skipdecode
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.checkpoint.remote_code import PATH, custom_generate_source, write_custom_generate
+from skipdecode.checkpoint import remote_code
+from skipdecode.checkpoint.remote_code import FOLDER, custom_generate_files, write_custom_generate
 from skipdecode.checkpoint.skip_config import save_default_speedup
 from skipdecode.generate import remote_entry as hub
 
@@ -23,8 +25,12 @@ PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | l
 SPEEDUPS = [1, 2, 3]
 SCHEDULE = {"num_layers": 6, "max_layers": 4, "min_layers": 2, "horizon": 5}
 
-SCRIPT = """
+ANOTHER = "def check_speedup(*_): raise LookupError('another version')\n"
+SCRIPT = (
+    f"ANOTHER = {ANOTHER!r}"
+    + """
 import json, sys
+from pathlib import Path
 
 class NoPackage:
     def find_spec(self, name, path=None, target=None):
@@ -34,7 +40,7 @@ class NoPackage:
 sys.meta_path.insert(0, NoPackage())
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-repo, prompts, speedups, schedule = json.loads(sys.argv[1])
+repo, hub, other, prompts, speedups, schedule = json.loads(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(repo)
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
 remote = {"custom_generate": repo, "trust_remote_code": True, "max_new_tokens": 12}
@@ -46,8 +52,25 @@ mask = inputs["attention_mask"]
 tokens.append(trusted.generate(inputs["input_ids"], attention_mask=mask, speedup=3, max_new_tokens=12))
 tokens.append(trusted.generate(**inputs, max_new_tokens=12))
 tokens.append(model.generate(**inputs, **remote, speedup=3, lossless=True))
+
+def answer(repo):
+    try:
+        return model.generate(**inputs, **remote | {"custom_generate": repo}, speedup=3)
+    except LookupError as error:
+        assert str(error) == "another version", error
+
+tokens.append(answer(hub))
+assert answer(other) is None  # a checkpoint of the same name, with another version of the code
+tokens.append(answer(repo))
+file = Path(repo, "custom_generate", "schedule_solver.py")
+code = file.read_text()
+file.write_text(code + ANOTHER)
+assert answer(repo) is None
+file.write_text(code)
+tokens.append(answer(repo))
 print(json.dumps([ids.tolist() for ids in tokens]))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +81,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plain_transformers_gives_the_tokens_of_skip_generate(checkpoint: Path, tmp_path: Path) -> None:
-    request = json.dumps([str(checkpoint), PROMPTS, SPEEDUPS, SCHEDULE])
+    snapshots = tmp_path / "hub" / "models--me--tiny" / "snapshots"  # as a download leaves it
+    shutil.copytree(checkpoint, snapshots / ("0a" * 20))
+    (snapshots.parent / "refs").mkdir()
+    (snapshots.parent / "refs" / "main").write_text("0a" * 20)
+    other = shutil.copytree(checkpoint, tmp_path / "other" / checkpoint.name)
+    with (other / FOLDER / "schedule_solver.py").open("a") as file:
+        file.write(ANOTHER)
+    request = json.dumps([str(checkpoint), "me/tiny", str(other), PROMPTS, SPEEDUPS, SCHEDULE])
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, request], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -72,41 +102,124 @@ def test_plain_transformers_gives_the_tokens_of_skip_generate(checkpoint: Path, 
 
     expected = [decode(speedup=speedup) for speedup in SPEEDUPS]
     expected.append(decode(schedule=SkipSchedule.from_dict(SCHEDULE)))
-    expected += [expected[-2], *[model.generate(**inputs, max_new_tokens=12).tolist()] * 2]  # the last is lossless
+    expected += [expected[2], *[model.generate(**inputs, max_new_tokens=12).tolist()] * 2]  # the last is lossless
+    expected += [expected[2]] * 3
     assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert len({json.dumps(tokens) for tokens in expected[:4]}) == 4  # random weights: each speed says something else
 
 
-def test_the_file_holds_no_import_but_torch_transformers_and_pythons_own(checkpoint: Path) -> None:
-    imported = set()
-    for node in ast.walk(ast.parse((checkpoint / PATH).read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(str(node.module).split(".")[0])
-    assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+def test_its_files_import_torch_transformers_python_and_each_other_alone(checkpoint: Path) -> None:
+    files = {file.stem: ast.parse(file.read_text()) for file in (checkpoint / FOLDER).iterdir()}
+    imported, tried = set(), set()
+    for tree in files.values():
+        within = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level or {node.module or name.name for name in node.names} <= files.keys()
+                names = set() if node.level else {str(node.module).split(".")[0]}
+            else:
+                continue
+            (tried if id(node) in within else imported).update(names)
+    assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}  # which transformers asks for
+    assert tried - imported - set(sys.stdlib_module_names) == {"triton"}
 
 
-def test_the_file_holds_what_decodes_and_nothing_that_times_loads_or_prints() -> None:
-    modules = set(re.findall(r"^# ---- skipdecode\.([\w.]+) -", custom_generate_source(), flags=re.MULTILINE))
-    assert {"generate.skip_generate", "schedule.solver", "fastpath.model", "generate.remote_entry"} <= modules
-    assert not {name for name in modules if name.startswith(("cli", "timing", "training", "engine", "serve"))}
-    assert modules.isdisjoint({"checkpoint.loading", "checkpoint.remote_code", "checkpoint.export"})
+def test_it_holds_what_decodes_and_nothing_that_times_loads_or_prints() -> None:
+    files = {name.removesuffix(".py") for name in custom_generate_files()}
+    assert {"generate", "generate_skip_generate", "schedule_solver", "fastpath_model", "kernels_gpu"} <= files
+    assert not {name for name in files if name.startswith(("cli", "timing", "training", "engine", "serve"))}
+    assert files.isdisjoint({"checkpoint_loading", "checkpoint_remote_code", "checkpoint_export"})
 
 
-def test_what_is_written_is_the_same_every_time(checkpoint: Path) -> None:
-    assert (checkpoint / PATH).read_text() == custom_generate_source()
-    assert [path.name for path in (checkpoint / PATH).parent.iterdir()] == [PATH.name]
+def test_what_is_written_takes_the_place_of_what_was_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    old = {"generate.py": "# all in one", "gone.py": "# a module of an earlier version"}
+    for name, text in old.items():
+        (tmp_path / FOLDER / name).write_text(text)
+
+    def found() -> dict[str, str]:
+        assert [path.name for path in tmp_path.iterdir()] == [FOLDER.name]
+        return {path.name: path.read_text() for path in (tmp_path / FOLDER).iterdir()}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_code, "custom_generate_files", lambda: {"a.py": "", "no/folder.py": ""})
+        with pytest.raises(OSError, match="custom_generate"):
+            write_custom_generate(tmp_path)
+    assert found() == old
+    assert write_custom_generate(tmp_path) == tmp_path / FOLDER
+    assert found() == custom_generate_files()
 
 
-def test_two_definitions_of_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import skipdecode.checkpoint.remote_code
+def package(folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a checkpoint would carry of a package of these files."""
+    for name, text in files.items():
+        (folder / "skipdecode" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "skipdecode" / name).write_text(text)
+    monkeypatch.setattr(remote_code, "_SOURCES", folder)
+    return custom_generate_files.__wrapped__()
 
-    monkeypatch.setattr(
-        skipdecode.checkpoint.remote_code, "_modules", lambda _: {"one": "def f(): ...\n", "two": "f: int = 3\n"}
+
+def test_modules_of_subpackages_may_share_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from skipdecode.fast import NAME
+def add(found):
+    from skipdecode.fast.model import (
+        add,  # of the same name
+        MINE as THEIRS,
     )
-    with pytest.raises(ValueError, match="f is defined in one and in two"):
-        custom_generate_source.__wrapped__()
+    return add([*found, "slow", THEIRS])
+"""
+    files = {
+        "generate/remote_entry.py": "from skipdecode.slow import model\nfrom skipdecode.fast import NAME\n"
+        "def generate():\n    return model.add([NAME])\n",
+        "slow/model.py": model,
+        "fast/__init__.py": "from skipdecode.fast import names as n, model\nNAME = n.NAME\n",
+        "fast/names.py": "NAME = 'name'\n",
+        "fast/model.py": "MINE = 'mine'\ndef add(found):\n    return [*found, 'fast']\n",
+        "unused.py": "",
+    }
+    carried = package(tmp_path, files, monkeypatch)
+    assert {*carried} == {
+        "generate.py",
+        "generate_remote_entry.py",
+        *(f"{n}.py" for n in ("slow_model", "fast", "fast_names", "fast_model")),
+    }
+    (tmp_path / "carried").mkdir()
+    for name, text in carried.items():
+        (tmp_path / "carried" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("carried.generate").generate() == ["name", "slow", "mine", "fast"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"generate/remote_entry.py": "from skipdecode.a.b import x\nfrom skipdecode.a_b import x\n"},
+            "would be a second a_b.py",
+        ),
+        (
+            {"generate/remote_entry.py": "from skipdecode.generate import x\n", "generate/__init__.py": ""},
+            "would be a second generate.py",
+        ),
+        ({"generate/remote_entry.py": "from skipdecode import x\n"}, "an import from skipdecode can't be carried"),
+        (
+            {"generate/remote_entry.py": "def f():\n    import skipdecode.a.b\n"},
+            "import skipdecode.a.b can't be carried",
+        ),
+    ],
+)
+def test_what_no_file_can_stand_for_is_refused(
+    files: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        package(tmp_path, {"a/b.py": "", "a_b.py": "", **files}, monkeypatch)
 
 
 def test_a_target_that_cannot_be_met_is_refused(checkpoint: Path) -> None:

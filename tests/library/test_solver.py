@@ -198,6 +198,11 @@ def test_the_time_of_prompts_is_counted_by_hand() -> None:
     read = 2 * (weights + 102_957_056 + 4096 + 4 * 30 * (4096 + 10 * 4096)) / 1e9
     slow = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=Machine(1e9, 1e15))
     assert slow.prefill_seconds(10) == pytest.approx(read)
+    assert OPT_1_3B.at(prompt_length=30, batch_size=4, machine="cpu").prefill_seconds(10) == pytest.approx(
+        computed * 1e12 / 3.7e11
+    ), "on a CPU such prompts are bound by arithmetic"
+    with pytest.raises(ConfigError, match="unknown machine 'abacus'"):
+        OPT_1_3B.at(machine="abacus")
     schedule = SkipSchedule(24, 6, 2, horizon=9, prompt=10)
     full = SkipSchedule.full_depth(24, horizon=9)
     whole = (cost.prefill_seconds(24) + cost.decode_seconds(full)) / (computed + cost.decode_seconds(schedule))
@@ -326,7 +331,8 @@ def test_a_damaged_distribution_of_lengths_is_named() -> None:
         ({"task": None}, "task is 'None': expected names and values"),
         ({"solver": []}, "solver is '.*': expected names and values"),
         ({"solver": {"horizont": 3}}, "unknown solver setting 'horizont': did you mean 'horizon'"),
-        ({"solver": {"machine": None}}, "unknown solver setting 'machine'"),
+        ({"solver": {"engine": None}}, "unknown solver setting 'engine'"),
+        ({"solver": {"machine": "abacus"}}, "unknown machine 'abacus'"),
         ({"solver": {"horizon": "x"}}, "horizon is 'x': it must be an integer of at least 1"),
         ({"solver": {"prompt_length": None}}, "prompt_length is None: it must be"),
         ({"solver": {"batch_size": 0}}, "batch_size is 0: it must be"),

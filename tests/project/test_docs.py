@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers.dynamic_module_utils
 from small_runs import SMALL
 
 import eval.cli
@@ -73,11 +72,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("train.py", "train", "eval", "data", "scripts", "recipes", "configs", "skipdecode", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     before = os.getcwd()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder / "modules"))
-        patch.syspath_prepend(str(folder / "modules"))
-        os.chdir(folder)
-        yield folder
+    os.chdir(folder)
+    yield folder
     os.chdir(before)
 
 

@@ -80,7 +80,7 @@ def test_a_baseline_trains_and_its_checkpoint_decodes(
 
 
 def test_the_documentation_lists_the_baselines_and_their_settings() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "research" / "baselines.md").read_text(encoding="utf-8")
     for name, baseline in BASELINES.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
         for override in baseline.overrides:

@@ -1,6 +1,7 @@
 """The layout that the design lays down."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -36,6 +37,53 @@ def test_imports_go_one_way(package: str) -> None:
     assert files
     for file in files:
         assert imported(file) & ({*ALLOWED, "scripts", "tests"}) <= ALLOWED[package], file
+
+
+def subpackage(module: str) -> str:
+    """`schedule` of `skipdecode.schedule.cost`; a module at the top stands for itself."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_subpackages_of_the_library_import_each_other_in_one_direction() -> None:
+    library = ROOT / "skipdecode"
+    imports: dict[str, set[str]] = {}
+    for file in library.rglob("*.py"):
+        here = subpackage(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "skipdecode":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = {
+                    subpackage(name if (library / name.split(".")[1]).is_dir() else str(node.module)) for name in names
+                }
+                imports.setdefault(here, set()).update(found - {here, "__init__"})
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
+    assert {"errors", "schedule", "generate", "cli"} <= set(order)
+    assert len({here for here in imports if here != "__main__"}) <= 17
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Whichever packages they are in, imports within functions among them."""
+    names = {}
+    for file in (file for package in (*ALLOWED, "scripts") for file in (ROOT / package).rglob("*.py")):
+        names[".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = file
+    assert len(names) > 100
+    graph: dict[str, set[str]] = {}
+    for name, file in names.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & names.keys()
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                graph[name] |= inner or {str(node.module)} & names.keys()
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("module", ["eval.results", "eval.tables", "eval.score.registry"])
+def test_results_are_read_without_torch_and_transformers(module: str) -> None:
+    code = f"import sys, {module}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_the_library_needs_torch_and_transformers_alone() -> None:
@@ -81,7 +129,6 @@ def private_names(file: Path) -> set[str]:
 def test_the_libraries_private_names_stand_in_one_module() -> None:
     files = {file.name: private_names(file) for file in (ROOT / "skipdecode").rglob("*.py")}
     assert "_pad_token_tensor" in files.pop("internals.py")
-    assert files.pop("process.py") == {"_dynamo"}  # needed before the others can be imported
     assert {name: names for name, names in files.items() if names} == {}
 
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers.dynamic_module_utils
 from opening_commands import opening_commands
 from small_checkpoints import save_checkpoint
 from small_runs import train_small
@@ -36,8 +35,6 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     folder = save_checkpoint(tmp_path / "checkpoint", 2)
     (folder / "mine.py").write_text(CODE.format(marker=str(marker)))

@@ -11,7 +11,7 @@ from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
-from skipdecode.schedule.cost import CostModel
+from skipdecode.schedule.cost import MACHINES, CostModel, PredictedCost
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 from train.build import build_task
 from train.prepare import Prepared, make_arguments, prepare
@@ -74,13 +74,21 @@ def test_profile_auto_uses_this_machines_profile_if_there_is_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     without = prepared(tmp_path / "one", "schedule.profile=auto")
     assert without.profile is None
-    assert without.sampler.schedules == prepared(tmp_path / "one").sampler.schedules
+    cpu = without.skip_config.cost_for(without.cost)
+    assert isinstance(cpu, PredictedCost)
+    assert cpu.machine == MACHINES["cpu"], "this test trains on a CPU"
+    for speedup, schedule in zip(without.sampler.speedups, without.sampler.schedules, strict=True):
+        assert cpu.speedup(schedule, over="all") >= speedup
+    assert SkipConfig.from_dict(without.skip_config.to_dict()).cost_for(without.cost) == cpu, "as it decodes later"
     from skipdecode.fastpath.model import usual_weights
 
     weights = usual_weights(without.model)
     profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))
     profile.save()
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "recipe.yaml").touch()
+    assert prepared(tmp_path / "begun", "schedule.profile=auto").profile is None, "a run that began without one"
 
 
 def test_an_unusable_profile_is_refused(tmp_path: Path) -> None:

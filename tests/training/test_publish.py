@@ -24,6 +24,7 @@ from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
 from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.remote_code import custom_generate_files
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.publish.leaks import find_path, find_secret
 from train.publish.parcel import Parcel, pack
@@ -33,7 +34,8 @@ from train.recipe import load_recipe
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
-    *("tokenizer.json", "tokenizer_config.json", "custom_generate/generate.py", SEAL),
+    *("tokenizer.json", "tokenizer_config.json", SEAL),
+    *(f"custom_generate/{name}" for name in custom_generate_files()),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 }
 # Files that contain the path of the run, which is outside the working directory.
@@ -201,7 +203,7 @@ def test_an_interrupted_upload_changes_nothing_and_a_repeated_one_completes_it(
 
 
 def test_checkpoint_files_of_an_earlier_version_are_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
-    before = {"model-00001-of-00002.safetensors": b"old", "custom_generate/requirements.txt": b"x", "NOTES.md": b"mine"}
+    before = {"model-00001-of-00002.safetensors": b"old", "custom_generate/old.py": b"x", "NOTES.md": b"mine"}
     hub.repositories[NAME] = Repository(private=True, files=dict(before))
     send(pack(run, NAME))
     assert hub.repositories[NAME].files.pop("NOTES.md") == b"mine"

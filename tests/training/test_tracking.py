@@ -155,7 +155,7 @@ def test_wandb_has_the_checkpoint_as_an_artifact(written: list[Record]) -> None:
     (artifact,) = [a for a in artifacts if a.type == "model"]
     entries = {entry.path for entry in artifact.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
-    assert {"custom_generate/generate.py", "README.md"} <= entries
+    assert {"custom_generate/generate.py", "custom_generate/schedule_solver.py", "README.md"} <= entries
     sealed = [pattern.replace("*", "a") for pattern in DECISIVE]
     assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), "else it looks damaged"
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)

@@ -16,7 +16,7 @@ from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
 from skipdecode.checkpoint.checksums import SEAL, decisive_files, seal_text
 from skipdecode.checkpoint.loading import load
-from skipdecode.checkpoint.remote_code import PATH as CUSTOM_GENERATE
+from skipdecode.checkpoint.remote_code import FOLDER as CUSTOM_GENERATE
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.errors import first_line
 from train.publish.leaks import find_path, find_secret, without_paths
@@ -26,7 +26,7 @@ from train.recipe import Recipe, load_recipe
 # tracker's files and intermediate checkpoints are never sent, nor are predictions, which may quote a private data set.
 SENT = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
-    *("model.safetensors.index.json", "custom_generate/generate.py", CARD, "recipe.yaml", "schedules.png"),
+    *("model.safetensors.index.json", "custom_generate/*.py", CARD, "recipe.yaml", "schedules.png"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja"),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
@@ -111,7 +111,7 @@ def _content(folder: Path, name: str) -> bytes | Path:
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise ConfigError(f"{path} is a symbolic link to {path.resolve()}: replace it with the file to send it")
-    if name == CUSTOM_GENERATE.as_posix():
+    if name.startswith(f"{CUSTOM_GENERATE}/"):
         return path.read_bytes()  # written by this package just before
     if path.suffix == ".safetensors":
         with path.open("rb") as stream:  # 8 bytes with the header's length, then the header with names and metadata
