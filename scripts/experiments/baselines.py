@@ -1,4 +1,4 @@
-"""Train SkipDecode and its baselines, each a change of one recipe, and measure them all alike (docs/research/baselines.md).
+"""Train SkipDecode and its baselines, each a change of one recipe, and measure all alike (docs/research/baselines.md).
 
     python scripts/experiments/baselines.py schedule.decay=linear schedule.prompt=full schedule.over=decode \\
         --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/baselines
