@@ -63,7 +63,9 @@ LONG += ("shallow-4x",)
 def test_a_baseline_trains_and_its_checkpoint_decodes(
     name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
+    monkeypatch.setattr(
+        train.run, "draw_schedules", lambda path, schedules: path.touch()
+    )  # drawing takes half of the time
     overrides = BASELINES[name].resolve(variants)
     sampler = variants.sampler(overrides)
     run(variants.recipe([*overrides, f"output.dir={tmp_path / name}"]), name)
@@ -221,7 +223,7 @@ def test_a_variant_that_was_finished_with_other_settings_is_refused(
         start(settings, *words, str(moved), "train.max_steps=1")
     with pytest.raises(ConfigError, match=r"other settings \(--limit was None, is 3\)"):
         start(settings, *words, str(moved), "--limit", "3")
-    (moved / "evaluated" / "data.options.test_size=4-seed-0.command.json").unlink()  # as of an earlier version
+    (moved / "evaluated" / "data.options.test_size=4-seed-0.command.json").unlink()  # earlier versions wrote none
     assert start(settings, *words, str(moved), "--limit", "3") == 0
 
 
@@ -263,7 +265,7 @@ def test_if_one_start_fails_variants_that_do_not_need_it_are_trained(
         return int(names[-1] == "full-depth-seed-0")
 
     monkeypatch.setattr(runner, "run_python", run_python)
-    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # those of this task
+    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # metrics of this task
     assert start(from_trained, *FROM_TRAINED, "--output", str(tmp_path), "--train-only") == 1
     assert "linear-0.5-seed-1" in names
 
@@ -344,7 +346,7 @@ def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_
 
     monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
     metrics_of_task = (*Departures.metrics, "slot_error_rate")
-    monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # as the reports have them
+    monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # the metrics in the reports
     given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
     monkeypatch.setattr(sys, "argv", ["script", *given])
     assert experiment.main() == 0
@@ -370,7 +372,7 @@ def test_variants_that_start_from_a_trained_model_have_their_share_of_steps_and_
         model = AutoModelForCausalLM.from_pretrained(tmp_path / way.name)
         layers = variants.layers_as_fast(2.0) if way.speed is not None else 8
         assert model.config.num_hidden_layers == layers < 9
-    # One step at a low rate leaves weights near those that it started from; random ones would be elsewhere.
+    # One step at a low learning rate leaves the weights near the initial ones; random weights would differ.
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     for name, weight in model.state_dict().items():
         assert (weight - start[name]).abs().max() < 0.01

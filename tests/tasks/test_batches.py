@@ -1,4 +1,4 @@
-"""Batches are laid out as law 3 needs them."""
+"""Prompts are padded on the left and completions on the right, so that each layer runs on a prefix of positions."""
 
 import pytest
 import torch
@@ -62,7 +62,9 @@ def test_a_completion_has_one_end_token_and_a_target_with_an_earlier_one_is_refu
     assert completion("</s>") == completion("") == [tokenizer.eos_token_id]
     with pytest.raises(ConfigError, match=r"a target of 7 contains the tokenizer's end token, '</s>', before its end"):
         completion("It says 3.</s> Or 4.")
-    chat = encode_prompts(tokenizer, [Example("7", "hello</s>there", ())], 64, "")  # turns of a chat end in it, too
+    chat = encode_prompts(
+        tokenizer, [Example("7", "hello</s>there", ())], 64, ""
+    )  # in a chat, end tokens end turns too
     assert tokenizer.eos_token_id in chat[0].ids
 
 

@@ -1,4 +1,4 @@
-"""The departures task: repeatable, disjoint splits, and references that say what the prompt says and nothing else."""
+"""The departures task: reproducible, disjoint splits, and references that state exactly what the prompt states."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from data.departures import PLACES, TIMES, Departures, split_of
 from data.task import Example, Split
 from skipdecode.errors import ConfigError
 
-TRAIN_SIZE = 500  # the tests need no more
+TRAIN_SIZE = 500  # enough for these tests
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 STOP_KEYS = {"train": "platform", "bus": "stop", "ferry": "pier"}
 ORDER = ["vehicle", "line", "from", "to", "leaves", "stop", "duration", "price", "status", "wifi", "bicycles"]
 
-# How a value may stand in a text, written here by hand and not taken from the grammar under test. Each list of values
-# is closed, so that "states this value" and "states no other value of the slot" can both be asked.
+# How a text may state a value, written by hand and independent of the grammar under test. Each list of values is
+# complete, so that the tests can also check that a text states no other value of the slot.
 CLOCK_WORDS = {"7.30": "half past seven", "9.00": "nine o'clock", "12.00": "noon"}
 PATTERNS: dict[str, dict[str, str]] = {
     "vehicle": {vehicle: rf"\b{vehicle}\b" for vehicle in STOP_KEYS},
@@ -89,7 +89,7 @@ def examples(splits: dict[Split, list[Example]]) -> list[Example]:
 
 
 def test_a_process_with_another_hash_seed_generates_the_same_examples(splits: dict[Split, list[Example]]) -> None:
-    # Starting Python and its imports is what takes time here, so this process is one of the two that are compared.
+    # Starting Python takes most of the time, so this process is one of the two that are compared.
     script = (
         "from data.departures import Departures; task = Departures(train_size=TRAIN_SIZE)\n"
         "print([task.load(split) for split in ('train', 'validation', 'test')])"
@@ -121,7 +121,8 @@ def test_another_seed_gives_other_examples(splits: dict[Split, list[Example]]) -
 def test_splits_share_no_meaning(splits: dict[Split, list[Example]]) -> None:
     train, validation, test = ({example.prompt for example in splits[split]} for split in SPLITS)
     assert not train & validation | train & test | validation & test
-    # So few meanings out of so many would hardly meet by chance: each split must own what it holds.
+    # Few of the many meanings are drawn, so disjoint splits would be likely by chance: each meaning must belong to its
+    # split.
     for split in SPLITS:
         assert {split_of(example.prompt) for example in splits[split]} == {split}
 
@@ -195,7 +196,7 @@ def test_the_reference_check_detects_a_replaced_value(slot: str, examples: list[
             value, other = slots[slot], next(other for other in PATTERNS[slot] if other not in slots.values())
             words = {"line": "{} Line", "stop": STOP_KEYS[slots["vehicle"]] + " {}"}.get(slot, "{}")
             replaced = text.replace(words.format(value), words.format(other))
-            if replaced != text:  # not where the value is in words
+            if replaced != text:  # the value may be written in words
                 assert stated(replaced)[slot] == [other]
                 tried += 1
     assert tried > 30

@@ -1,4 +1,4 @@
-"""E2E NLG: reading, delexicalising, putting back, and what is refused."""
+"""The E2E NLG task: reading, delexicalisation, restoring, and errors."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_rows_with_the_same_mr_form_one_example_with_all_references(tmp_path: Pa
     assert first.prompt == "name: Xname | eatType: XeatType | food: Xfood | near: Xnear\n"
     assert len(first.references) == 3
     assert first.references[0] == "Aromi is an Italian pub near The Mill."
-    # The third words its kind and its food in its own way: no target, but a reference all the same.
+    # The third text has other words for two slots, so it is a reference but not a target.
     assert first.targets == (
         "Xname is an Xfood XeatType near Xnear.",
         "Near Xnear there is a XeatType: Xname. Xfood.",
@@ -168,7 +168,7 @@ def test_the_real_data_has_its_published_size_and_restores_exactly(shared_data: 
     assert (len(train), sum(len(e.references) for e in train)) == (547, 4672)
     assert (len(test), sum(len(e.references) for e in test)) == (630, 4693)
     assert all("Xname" in e.prompt and dict(e.substitutions)["Xname"] for e in test)
-    # A target put back is its reference again, but for capitals, spaces at the ends and a/an.
+    # A restored target equals its reference, except for capitals, spaces at the ends and a/an.
     same = total = 0
     for example in train:
         restored = {task.restore(example, t).lower() for t in example.targets}
@@ -192,7 +192,7 @@ def test_without_a_folder_the_hubs_columns_are_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     (example,) = E2E().load("validation")
     assert example.references == ("Aromi.", "It is Aromi.")
-    # As read on the Hub's page of the data set; scripts are gone, so the converted files are named.
+    # See the data set's page on the Hub; scripts are no longer supported, so the converted files are read.
     expected = {"repository": "tuetschek/e2e_nlg", "revision": "refs/convert/parquet", "split": "validation"}
     assert asked == [expected]
     with pytest.raises(ConfigError, match=r"ConnectionError.*data\.path=FOLDER"):
@@ -229,7 +229,7 @@ def test_faithful_training_excludes_references_that_omit_a_fact(slot: str, tmp_p
     for faithful, left in ((True, texts), (False, ["Aromi is a pub.", *texts])):
         (example,) = E2E(str(tmp_path), delexicalise=["name"], faithful=faithful).load("train")
         assert list(example.targets) == [text.replace("Aromi", "Xname") for text in left]
-        assert len(example.references) == len(texts) + 1  # what it is scored against stays
+        assert len(example.references) == len(texts) + 1  # references for scoring stay complete
 
 
 def test_if_every_reference_omits_facts_those_with_the_fewest_omissions_are_trained_on(tmp_path: Path) -> None:

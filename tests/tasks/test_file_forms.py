@@ -1,4 +1,4 @@
-"""The forms in which files come: formats, encodings, compression, shards, and texts with anything in them."""
+"""Data files: formats, encodings, compression, shards, and arbitrary text in them."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ from data.task import Example
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
 
-SEPARATORS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines ends a line, and the tab of a TSV
+SEPARATORS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # line separators of str.splitlines, and the tab of TSV
 NAMED = {"prompt_column": "q", "completion_column": "a"}
 Pairs = Sequence[tuple[str, str]]
 
@@ -99,7 +99,7 @@ def test_training_decoding_and_scoring_use_the_same_text(
     number: int, completion: str, instruction: str, strip: bool
 ) -> None:
     tokenizer = tokenizers()[number]
-    assume(not any(token in completion for token in tokenizer.get_added_vocab()))  # which decoding leaves out
+    assume(not any(token in completion for token in tokenizer.get_added_vocab()))  # decoding would remove them
     with TemporaryDirectory() as folder:
         write(Path(folder, "train.jsonl"), [(" q\n", completion)])
         task = load_task("text", path=folder, **NAMED, instruction=instruction, strip=strip)

@@ -1,4 +1,4 @@
-"""OPT's tokenizer from its vocabulary and merges alone."""
+"""OPT's tokenizer, built from its vocabulary and merges alone."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ def test_opts_tokenizer_is_built_from_its_vocabulary_and_merges(shared_data: Pat
     vocabulary = json.loads((shared_data / "opt" / "vocab.json").read_text())
     assert len(tokenizer) == len(vocabulary) == 50_265
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
-    # As the vocabulary itself says, where Ġ is a space.
+    # From the vocabulary file, where Ġ is a space.
     assert tokenizer("Hello world")["input_ids"] == [2, vocabulary["Hello"], vocabulary["Ġworld"]]
     assert tokenizer(" world", add_special_tokens=False)["input_ids"] == [vocabulary["Ġworld"]]
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""A task of the user's own, from two columns of a file: its examples, its errors, and a whole run."""
+"""The task for a user's own data: its examples, its errors, and a complete run."""
 
 import json
 from pathlib import Path
@@ -140,6 +140,6 @@ def test_a_users_csv_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) ->
     assert eval.cli.main([*arguments, "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
     assert (report["task"], report["examples"]) == ("text", 1)
-    assert {"nist", "rougeL"} <= set(report["rows"][1]["scores"])  # for BLEU the answers are too short
+    assert {"nist", "rougeL"} <= set(report["rows"][1]["scores"])  # the answers are too short for BLEU
     (line,) = [json.loads(text) for text in (output / "predictions" / "2x.jsonl").read_text().split("\n")[:-1]]
     assert line["references"] == ["  cog rhymes", "a\u2028bat\u0085does\n"]

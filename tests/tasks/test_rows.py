@@ -1,4 +1,4 @@
-"""Tokenised rows: cut where they may be, kept on disk, made again when anything that they depend on changes."""
+"""Tokenised rows: truncation, and a disk cache that is renewed when anything that rows depend on changes."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_truncated_prompt_is_the_start_of_its_body_and_its_whole_instruction(
     whole = TRAINED(example.prompt)["input_ids"]
     start = TRAINED(body)["input_ids"]
     end = TRAINED(instruction, add_special_tokens=False)["input_ids"]
-    if len(end) >= limit and len(whole) > limit:  # no room for a token of the body
+    if len(end) >= limit and len(whole) > limit:  # no token of the body would remain
         with pytest.raises(ConfigError, match=f"the prompt of x has {len(whole)} tokens, at most {limit}"):
             encode_prompts(TRAINED, [example], limit, "shorten it")
         return
@@ -75,7 +75,7 @@ def test_a_truncated_prompt_is_the_start_of_its_body_and_its_whole_instruction(
     assert prompt.cut == (len(whole) > limit)
     assert prompt.ids == (start[: limit - len(end)] + end if prompt.cut else whole)
     assert len(prompt.ids) <= limit
-    # Cutting to what fits anyway, or to more, is no cutting.
+    # Prompts that are short enough stay unchanged.
     assert encode_prompts(TRAINED, [example], 1000, "", cut_to=len(whole))[0].ids == whole
     assert encode_prompts(TRAINED, [example], 1000, "", cut_to=limit) == [prompt]
 
@@ -109,7 +109,7 @@ def test_opts_start_token_occurs_only_at_the_start_of_a_row(shared_data: Path, t
     encoded = encode_task(task, tokenizer, cache_dir=str(tmp_path), **limits)
     assert len(encoded.rows) == 100
     assert (encoded.longest_prompt, encoded.longest_completion) == (896, 128)
-    # Counted by themselves: articles and highlights of the file, and six tokens for the instruction.
+    # The lengths are counted separately for articles, highlights and the six tokens of the instruction.
     examples = task.load("train")
     assert encoded.prompts_cut == sum(len(tokenizer(e.body)["input_ids"]) + 6 > 896 for e in examples) > 30
     assert encoded.completions_cut == sum(len(tokenizer(e.targets[0])["input_ids"]) > 128 for e in examples) > 0
@@ -148,7 +148,7 @@ def test_rows_follow_the_order_of_the_examples(folder: Path, tokenizer: Any) -> 
 def test_a_second_run_reads_the_cached_rows(folder: Path, tokenizer: Any, tokenised: list[int]) -> None:
     first = encode(folder, tokenizer)
     assert sum(tokenised) == 20
-    # Another object of the same task and of the same tokenizer, and another number of processes.
+    # The same task and tokenizer as other objects, and another number of processes.
     again = encode(folder, train_tokenizer(TEXTS, 320, max_length=64), num_proc=2)
     assert sum(tokenised) == 20
     assert again.rows[:] == first.rows[:]
@@ -206,7 +206,7 @@ def test_two_processes_make_the_same_rows_as_one(folder: Path, tokenizer: Any) -
     assert (two.prompts_cut, two.longest_prompt) == (one.prompts_cut, one.longest_prompt)
 
 
-@pytest.mark.release  # its processes import everything: 10 s
+@pytest.mark.release  # its processes take 10 s for their imports
 def test_an_error_in_a_tokenising_process_is_reported_and_caches_nothing(folder: Path, tokenizer: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 are allowed: raise data\.max_prompt"
@@ -229,7 +229,7 @@ def test_only_the_rows_within_the_limit_are_read(tokenizer: Any, tmp_path: Path)
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "max_completion_tokens": 12}
     encoded = encode_task(Bottomless(), tokenizer, limit=3, max_prompt_tokens=99, **where)
     assert [row["prompt_ids"] for row in encoded.rows] == [tokenizer(e.prompt)["input_ids"] for e in TEXTS[:3]]
-    # A mistake of the source comes through as it is, and nothing is kept of it.
+    # An error of the source is passed on unchanged, and nothing is cached.
     with pytest.raises(ConfigError, match=r"^there is no bottom$"):
         encode_task(Bottomless(), tokenizer, limit=4, max_prompt_tokens=99, **where)
     assert len(list((tmp_path / "skipdecode").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Reddit TL;DR and CNN/DailyMail: rows from files and from the Hub, what is held out, and what is refused."""
+"""The Reddit TL;DR and CNN/DailyMail tasks: rows from files and from the Hub, held-out rows, and errors."""
 
 import csv
 import gzip
@@ -51,7 +51,7 @@ def numbers(folder: Path, split: str, **options: Any) -> list[int]:
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_every_file_format_gives_the_same_examples(suffix: str, split: Any, tmp_path: Path) -> None:
     stem = {"train": "train_sample", "validation": "dev", "test": "test-00000"}[split]
-    # "NA" is a text, quotes and commas are part of one, and brackets in a path are no pattern.
+    # "NA" is ordinary text, text may contain quotes and commas, and brackets in a path are not a pattern.
     rows = [*articles(2), {"id": "x", "article": 'He said "no", twice.\n\nNo.', "highlights": " NA \n"}]
     folder = tmp_path / "data [v1]*"
     write_rows(folder / f"{stem}{suffix}", rows)
@@ -112,7 +112,7 @@ def test_a_stream_reads_its_source_lazily(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(read) == 5
     with pytest.raises(ConfigError, match=r"abisee/cnn_dailymail.*ConnectionError.*data\.path=FOLDER"):
         next(stream)
-    # As read on the Hub's page of the data set.
+    # See the data set's page on the Hub.
     assert asked == [("abisee/cnn_dailymail", {"name": "3.0.0", "split": "validation", "streaming": True})]
 
 

@@ -1,4 +1,4 @@
-"""ViGGO: reading, prompts of dialogue acts, delexicalising and putting back, and what is refused."""
+"""The ViGGO task: reading, prompts of dialogue acts, delexicalisation, restoring, and errors."""
 
 from pathlib import Path
 

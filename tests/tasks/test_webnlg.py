@@ -1,4 +1,4 @@
-"""WebNLG: reading the challenge's XML and the Hub's form, prompts, names hidden and put back, and what is refused."""
+"""The WebNLG task: reading the challenge's XML and the Hub's copy, prompts, delexicalisation, restoring, and errors."""
 
 import re
 from itertools import islice
@@ -60,7 +60,7 @@ def test_hiding_and_restoring_names_gives_the_original_text(names: list[str], da
     triples = tuple(f"{names[0]} | property | {name}" for name in names[1:])
     spoken = [name.strip('"').replace("_", " ") for name in names]
     text = "Here: " + "; ".join(data.draw(st.permutations(spoken))) + "."
-    from data.webnlg import _entry  # an example without a file
+    from data.webnlg import _entry  # makes an example without a file
 
     example = task._example("one", _entry("here", "Food", triples, [("good", text)]), "train")
     (target,) = example.targets

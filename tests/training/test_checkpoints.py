@@ -82,7 +82,7 @@ def test_a_run_interrupted_after_its_last_step_finishes_with_the_same_weights(
 ) -> None:
     """It continues from the last checkpoint, with no step left, or if that is damaged from the one before it."""
     folder = shutil.copytree(cut, tmp_path / "run")
-    # The recipe names its own folder.
+    # The saved recipe contains the folder of the run.
     recipe = (folder / "recipe.yaml").read_text().replace(str(cut), str(folder))
     (folder / "recipe.yaml").write_text(recipe)
     if damaged:

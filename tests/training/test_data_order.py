@@ -1,4 +1,4 @@
-"""A step has the same rows however processes share them, in every epoch, and in a run that continues."""
+"""A step has the same rows however processes share them, in every epoch and in a resumed run."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ from skipdecode import ConfigError
 from train.data_order import DataOrder, check_rows_a_step
 
 ROWS_A_STEP = 8
-# Rows of a process's batch, parts of a step, processes.
+# (rows per batch, accumulated batches, processes)
 LAYOUTS = [(8, 1, 1), (4, 2, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (2, 1, 4), (1, 2, 4)]
 
 
@@ -38,7 +38,9 @@ def steps(order: DataOrder, layout: tuple[int, int, int], done: int = 0) -> list
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [450, 96, 37, 3])  # more than a megabatch of 50 steps; all steps full; not so; not one
+@pytest.mark.parametrize(
+    "rows", [450, 96, 37, 3]
+)  # over one megabatch of 50 steps; full steps; a partial last step; less than one step
 def test_a_step_has_the_same_rows_however_they_are_divided(rows: int, layout: tuple[int, int, int]) -> None:
     mine, alone = (DataOrder(lengths_of(rows), ROWS_A_STEP, seed=5) for _ in range(2))
     epoch = len(alone) // ROWS_A_STEP
@@ -50,7 +52,7 @@ def test_a_step_has_the_same_rows_however_they_are_divided(rows: int, layout: tu
         expected = [sorted(whole[start : start + ROWS_A_STEP]) for start in range(0, len(whole), ROWS_A_STEP)]
         assert [sorted(step) for step in steps(mine, layout)] == expected
         orders.append(expected)
-        # And in a run that continues after the first step of this epoch.
+        # A run that resumes after the first step of this epoch has the same rows.
         mine.start(number * epoch + min(1, epoch - 1))
         assert [sorted(step) for step in steps(mine, layout, done=1)] == expected[1:]
     assert rows == 3 or orders[0] != orders[1] != orders[2]
@@ -71,7 +73,7 @@ def test_rows_of_a_step_have_similar_lengths_and_depend_on_the_seed() -> None:
     spreads = [
         max(found) - min(found) for found in ([lengths[row] for row in step] for step in steps(order, LAYOUTS[0]))
     ]
-    assert sum(spreads) / len(spreads) < 5  # of drawn rows 39
+    assert sum(spreads) / len(spreads) < 5  # for randomly drawn rows it is 39
     assert list(DataOrder(lengths, ROWS_A_STEP, seed=1)) != list(order)
 
 

@@ -1,4 +1,4 @@
-"""A run that starts from a GGUF file is the run that starts from the same weights in a plain checkpoint."""
+"""A run that starts from a GGUF file equals one that starts from the same weights in a plain checkpoint."""
 
 import json
 from pathlib import Path

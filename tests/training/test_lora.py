@@ -178,8 +178,8 @@ def test_adapters_of_a_repository_keep_their_schedules(
 ) -> None:
     snapshot = in_hub_cache(apart, tmp_path, "me/adapters")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
-    where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
-    own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the model that they adapt has others
+    where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters there
+    own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the base model has other schedules
     own.save(snapshot)
     seal(snapshot)
     assert SkipConfig.of(load_model("me/adapters", **where).config) == own

@@ -1,4 +1,4 @@
-"""Runs whose targets are solved by the times of a machine."""
+"""Runs whose targets are solved by a calibrated profile."""
 
 import json
 from dataclasses import replace

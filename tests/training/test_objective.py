@@ -1,4 +1,4 @@
-"""The loss counts completions alone, and knows how deep each token ran."""
+"""The loss covers completions only, and is weighted and logged by the number of layers of each token."""
 
 import math
 from unittest.mock import Mock

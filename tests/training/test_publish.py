@@ -264,7 +264,7 @@ def test_incomplete_damaged_or_secret_contents_are_refused_before_sending(
     change(run)
     with pytest.raises(ConfigError, match=message):
         pack(run, NAME)
-    assert not hub.tokens  # nobody was asked
+    assert not hub.tokens, "no request was made"
 
 
 @pytest.mark.parametrize("name", ["small", "me/", "me/a b", "me/a/b"])
@@ -342,11 +342,11 @@ def test_local_paths_are_sent_as_relative_ones(trained: Path, tmp_path: Path, mo
     for name, content in contents.items():
         (sent / name).parent.mkdir(parents=True, exist_ok=True)
         (sent / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    skipdecode.load(str(sent))  # its seal is of what was sent
+    skipdecode.load(str(sent))  # checksums are those of the sent files
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).output.dir == "outputs/run"
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).data.path == "e2e"
     assert Report.load(sent / "eval" / "report.json").checkpoint == "outputs/run"
-    assert str(home) in (run / "recipe.yaml").read_text()  # which the run goes on from
+    assert str(home) in (run / "recipe.yaml").read_text()  # the local file is unchanged
 
 
 SECRETS = {

@@ -1,4 +1,4 @@
-"""Recipes resolve, and a mistake in one is named with what to do."""
+"""Recipes resolve, and the error for a mistake in one says what to do."""
 
 import subprocess
 import sys

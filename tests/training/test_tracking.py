@@ -21,7 +21,7 @@ from skipdecode.checkpoint.checksums import DECISIVE
 from skipdecode.files import read_lines
 from train.weights_and_biases import _ARTIFACT, Tracker
 
-BLOCK = 32768  # of the LevelDB log format, in which W&B writes its records
+BLOCK = 32768  # block size of the LevelDB log format, in which W&B writes records
 HEADER = 7
 
 
@@ -157,7 +157,9 @@ def test_wandb_has_the_checkpoint_as_an_artifact(written: list[Record]) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "recipe.yaml"} <= entries
     assert {"custom_generate/generate.py", "custom_generate/schedule_solver.py", "README.md"} <= entries
     sealed = [pattern.replace("*", "a") for pattern in DECISIVE]
-    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), "else it looks damaged"
+    assert all(any(fnmatch(name, pattern) for pattern in _ARTIFACT) for name in sealed), (
+        "an artifact without them would look damaged"
+    )
     assert not any(entry.startswith(("checkpoint-", "wandb")) for entry in entries)
 
 

@@ -16,7 +16,7 @@ from train.stages import NEXT_STAGE_FILE, STAGES
 
 EVERY_STAGE = ["tracking.wandb=offline", "publish.repository=me/small", "evaluation.speedups=[1,3]"]
 EVERY_STAGE += ["evaluation.limit=2", "evaluation.max_new_tokens=4", "train.max_steps=1"]
-# The functions of train.run that do them, and of the tracker.
+# The functions of train.run and of the tracker that do the stages.
 WORK = {"evaluate_run": STAGES[0], "write_card": STAGES[2], "send": STAGES[3]}
 TRACKED = {"evaluation": STAGES[1], "checkpoint": STAGES[4]}
 

@@ -1,4 +1,4 @@
-"""W&B that can't be reached, or doesn't take the key, holds no run up; one that must be online is refused."""
+"""If W&B can't be reached or rejects the key, a run is tracked offline, or refused if the recipe requires online."""
 
 import http.server
 import io
@@ -22,7 +22,7 @@ KEY = "0123456789abcdef" * 3
 
 @pytest.fixture(autouse=True)
 def _a_process_that_knows_no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server listens there
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()
     yield
@@ -63,7 +63,7 @@ def chosen(**section: Any) -> tuple[str, str]:
 def test_without_a_network_a_run_is_tracked_offline_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert LOGIN_SECONDS < 10
-    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")  # which a user may set too
+    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")  # a user's own setting
     start = time.monotonic()
     mode, said = chosen(wandb="auto")
     assert time.monotonic() - start < 10
