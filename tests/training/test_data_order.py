@@ -38,9 +38,8 @@ def steps(order: DataOrder, layout: tuple[int, int, int], done: int = 0) -> list
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "rows", [450, 96, 37, 3]
-)  # over one megabatch of 50 steps; full steps; a partial last step; less than one step
+# More than one megabatch of 50 steps, full steps, a partial last step, and less than one step.
+@pytest.mark.parametrize("rows", [450, 96, 37, 3])
 def test_a_step_has_the_same_rows_however_they_are_divided(rows: int, layout: tuple[int, int, int]) -> None:
     mine, alone = (DataOrder(lengths_of(rows), ROWS_A_STEP, seed=5) for _ in range(2))
     epoch = len(alone) // ROWS_A_STEP
