@@ -94,7 +94,7 @@ def test_an_interrupted_run_from_gguf_ends_with_the_same_weights(
     assert same_weights(run, finished)
 
 
-def test_adapters_of_a_gguf_base_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_dequantised_base_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = train_small(tmp_path / "run", *named(folder), *STEPS, "lora.r=2", "optim.learning_rate=0.03")
     assert without_a_trace(run)
     assert not (run / "adapter").exists()  # adapters can't name a GGUF file as their base model

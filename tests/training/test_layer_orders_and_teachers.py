@@ -110,5 +110,5 @@ def test_a_model_taught_by_its_own_frozen_copy_starts_with_zero_loss_and_the_tea
 
 def test_a_teacher_of_another_tokenizer_is_refused(ordered: Path, tmp_path: Path) -> None:
     changes = ["model.vocab_size=300", f"optim.teacher={ordered}", "optim.distillation=1"]
-    with pytest.raises(ConfigError, match=r"optim\.teacher .* has another tokenizer .*: both must be the same"):
+    with pytest.raises(ConfigError, match=r"optim\.teacher .* has another vocabulary .*: both must be the same"):
         train_small(tmp_path / "run", *changes)

@@ -102,5 +102,5 @@ def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint: Path, tmp_path
         "shape": [*SMALL, "model.vocab_size=512", "model.config.vocab_size=300"],
         "name_or_path": ["model.shape=null", f"model.name_or_path={checkpoint}", "model.config=null"],
     }
-    with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer needs \d+"):
+    with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer has \d+"):
         build_model(load_recipe("quickstart", [*own[source], f"model.tokenizer={larger}"]), [])

@@ -269,7 +269,7 @@ def test_incomplete_damaged_or_secret_contents_are_refused_before_sending(
 
 @pytest.mark.parametrize("name", ["small", "me/", "me/a b", "me/a/b"])
 def test_an_invalid_repository_name_is_refused(run: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="name"):
+    with pytest.raises(ConfigError, match="repository"):
         pack(run, name)
 
 

@@ -98,5 +98,5 @@ def test_required_online_tracking_that_fails_is_refused_before_training(
     assert train.cli.main(["--recipe", "quickstart", *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: tracking.wandb is 'online': ")
-    assert ("no key is set" in said) == (key == "none")
+    assert ("no API key is set" in said) == (key == "none")
     assert not folder.exists()
