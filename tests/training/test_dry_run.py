@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 import train.cli
+import train.dry_run.duration
 import train.dry_run.rehearsal
 from data.batches import ROW_COLUMNS
 from skipdecode import SkipSchedule
@@ -63,6 +64,14 @@ def test_a_dry_run_prints_its_estimates_and_writes_nothing(
         assert re.search(f"^{line}", printed, re.MULTILINE), line
 
 
+@pytest.fixture
+def few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times a single step instead of sixteen, for tests that don't check the estimated time."""
+    monkeypatch.setattr(train.dry_run.duration, "TIMED_STEPS", 1)
+    monkeypatch.setattr(train.dry_run.rehearsal, "ROUNDS", 1)
+
+
+@pytest.mark.usefixtures("few_timed_steps")
 def test_the_largest_batch_has_the_longest_prompt_and_the_longest_completion(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, f"output.dir={tmp_path / 'out'}"])
     found = dry_run(recipe)
@@ -75,6 +84,7 @@ def test_the_largest_batch_has_the_longest_prompt_and_the_longest_completion(tmp
     assert found.rows == 60
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_dry_run_predicts_the_number_of_steps_and_does_not_change_the_run_after_it(tmp_path: Path) -> None:
     changes = ["train.max_steps=null", "train.epochs=1.5", "train.gradient_accumulation_steps=3", "tracking.wandb=off"]
     changes += ["schedule.texts=0"]

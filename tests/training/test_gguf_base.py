@@ -186,7 +186,12 @@ def test_the_smollm2_recipes_train_from_gguf_without_the_hub(
     run = tmp_path / "run"
     overrides = [f"model.name_or_path={folder}", f"model.gguf_file={NAME}", f"data.path={shared_data / task}"]
     overrides += ["data.limit=4", "data.max_completion_tokens=8", "data.max_prompt_tokens=100", "train.max_steps=1"]
-    overrides += ["train.per_device_batch_size=2", "schedule.texts=2", "evaluation.limit=2"]
+    overrides += [
+        "train.per_device_batch_size=2",
+        "schedule.texts=2",
+        "evaluation.limit=2",
+        "evaluation.speedups=[1,2]",
+    ]
     overrides += ["evaluation.max_new_tokens=4", f"output.dir={run}", "tracking.wandb=off"]
     overrides += [f"data.cache_dir={tmp_path / 'cache'}"]
     overrides += ["data.options={holdout: 4}"] if task == "cnndm" else []
