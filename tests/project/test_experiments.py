@@ -271,7 +271,7 @@ def test_if_one_start_fails_variants_that_do_not_need_it_are_trained(
 
 
 def test_a_task_without_the_tables_metrics_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no slot_error_rate"):
+    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no metric slot_error_rate"):
         start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="--rate is 0: it must be above 0"):
         start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"), "--rate", "0")
@@ -308,7 +308,7 @@ def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_oth
     assert not run_unfinished(commands(tmp_path, broken=2, last=0), "mark", 1)
     assert (tmp_path / "first").exists()
     assert (tmp_path / "last").exists()
-    assert "broken failed with status 2: broken.log says why" in capsys.readouterr().err
+    assert "broken failed with status 2: see broken.log" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_long_prompts_need_enough_records(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_text("mr,ref\nname[a],A place.\nname[b],Another.\n")
     output = tmp_path / "long"
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path), "--records", "3", "--output", str(output)])
-    with pytest.raises(ConfigError, match=r"--records is 3: expected 1 to 2"):
+    with pytest.raises(ConfigError, match=r"--records is 3: it must lie between 1 and 2"):
         long_prompts.main()
     assert not output.exists()
 
