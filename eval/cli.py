@@ -196,6 +196,12 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         help="full depth's own texts, drafted at these speedups and verified; auto: drafted by as many layers as pay",
     )
     group.add_argument(
+        "--order",
+        metavar="FILE",
+        help="with --lossless auto: the layers of an order draft (skipdecode order finds one), also of a model that "
+        "wasn't trained to skip",
+    )
+    group.add_argument(
         "--agreement",
         action="store_true",
         help="count the tokens that full depth would have chosen, by place in the text: a quality without references",

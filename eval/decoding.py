@@ -13,7 +13,7 @@ from eval.journal import Journal, Key
 from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System
 from skipdecode import SkipSchedule
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
 from skipdecode.schedule.schedule import Over
 from skipdecode.timing.interleave import Ratio, order_of_turn
 
@@ -65,6 +65,18 @@ class DecodedSet:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
+    def acceptance_rate(self) -> float | None:
+        """The share of drafted tokens that stand in the texts; None where nothing was drafted."""
+        drafted = sum(turn.drafted for turn in self.turns)
+        return sum(turn.accepted for turn in self.turns) / drafted if drafted else None
+
+    @property
+    def tokens_per_verification(self) -> float | None:
+        """Tokens of all of a batch's rows for each pass that verified drafts; None where nothing was drafted."""
+        verifications = sum(turn.verifications for turn in self.turns)
+        return self.tokens / verifications if verifications else None
+
+    @property
     def cache_bytes(self) -> int:
         """Keys and values of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
@@ -112,7 +124,7 @@ def encode_test_set(
 
     Raises ConfigError where one without is longer than the model's positions allow.
     """
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     limit = positions - max_new_tokens + 1 if positions is not None else 2**31
     advice = (
         f"the model has {positions} positions and max_new_tokens is {max_new_tokens}: lower it or shorten the prompt"

@@ -18,9 +18,7 @@ from eval.systems.calm import CalmSystem
 from eval.systems.threshold import PROBES, calibrated_threshold
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.fastpath.model import choose_weights, lean_decoder
-from skipdecode.fastpath.support import why_not_lean
-from skipdecode.generate.skip_generate import profile_for
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import depth_mismatch
 from skipdecode.schedule.lengths import Lengths
@@ -112,12 +110,12 @@ def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console
 def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
     for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
-        if asked and (reason := why_not_lean(checkpoint.model)) is not None:
+        if asked and (reason := fast_path(checkpoint.model).why_not()) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
-    if None in request.lossless and max(config.schedules, default=1.0) <= 1:
+    if None in request.lossless and loaded.order is None and max(config.schedules, default=1.0) <= 1:
         raise ConfigError(
             "--lossless is auto: the checkpoint names no speed above 1 that it was trained for, whose layers would "
-            "draft; name speeds, such as 3 4"
+            "draft; name speeds, such as 3 4, or with --order an order of layers, as skipdecode order finds it"
         )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     exported = config.exported is not None
@@ -161,7 +159,7 @@ def clock_of(
     these, and not kept; the console is told where its rounds disagree. None: bytes and operations.
     """
     if not calibrate:
-        return profile_for(checkpoint.model, checkpoint.weights)
+        return fast_path(checkpoint.model).profile(checkpoint.weights)
     fewer = {max(1, size // 4) for size in batch_sizes}  # rows whose texts have ended leave
     measured = measure_profile(
         checkpoint.model,
@@ -185,7 +183,7 @@ def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> 
 
     Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
     """
-    reasons = [why_not_lean(checkpoint.model) for checkpoint in checkpoints]
+    reasons = [fast_path(checkpoint.model).why_not() for checkpoint in checkpoints]
     reason = next(filter(None, reasons), None)
     if asked not in (None, "model") and reason is not None:
         raise ConfigError(f"--weights {asked}: this model can't decode with them: {reason}")
@@ -197,9 +195,9 @@ def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> 
     if reason is not None:
         return "model"
     if asked is None:
-        asked = "packed" if all(choose_weights(c.model) == "packed" for c in checkpoints) else "model"
+        asked = "packed" if all(fast_path(c.model).usual_weights() == "packed" for c in checkpoints) else "model"
     for checkpoint in checkpoints:
-        lean_decoder(checkpoint.model, asked)  # which refuses what the device can't do
+        fast_path(checkpoint.model).decoder(asked)  # which refuses what the device can't do
     return asked
 
 
@@ -251,7 +249,7 @@ def _take_part(
             systems.append(CalmSystem(f"calm-{speedup:g}x", checkpoint, threshold, speedup, found.shortfall))
     for drafts in request.lossless:
         if drafts is None:
-            systems.append(LosslessSystem("lossless", checkpoint, None))
+            systems.append(LosslessSystem("lossless", checkpoint, None, order=loaded.order))
         else:
             found = plan.drafts[batch_size][drafts]
             systems.append(LosslessSystem(f"lossless-{drafts:g}x", checkpoint, found.schedule, found.shortfall))

@@ -29,6 +29,7 @@ from skipdecode.checkpoint.loading import adapted_checkpoint, downloaded, load
 from skipdecode.checkpoint.offline import without_network
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.skip_generate import check_mode
+from skipdecode.training.layer_order import read_order
 
 DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
 MOST_SPEEDUPS = 5  # that are all evaluated where none is asked for
@@ -49,6 +50,7 @@ class Loaded:
         validation: token ids of validation prompts; there where a threshold is to be calibrated.
         max_new_tokens: of each prompt.
         schedules: of the files that were named, with their names in the report.
+        order: of layers, of which the first draft; None where no file was named.
     """
 
     checkpoint: Checkpoint
@@ -61,6 +63,7 @@ class Loaded:
     validation: list[list[int]]
     max_new_tokens: int
     schedules: list[tuple[str, SkipSchedule]]
+    order: tuple[int, ...] | None = None
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -125,6 +128,7 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
         validation=[prompt.ids for prompt in encode(checkpoint, validation)],
         max_new_tokens=max_new_tokens,
         schedules=[(Path(file).stem, SkipSchedule.load(file)) for file in request.schedules],
+        order=None if request.order is None else read_order(request.order, checkpoint.num_layers),
     )
 
 
@@ -173,6 +177,7 @@ def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> 
         "strict": request.strict,
         "schedules": {name: schedule.to_dict() for name, schedule in loaded.schedules},
         "lossless": list(request.lossless),
+        "order": loaded.order and list(loaded.order),
         "agreement": request.agreement,
         "calm_thresholds": list(request.calm_thresholds),
         "limit": request.limit,

@@ -29,6 +29,7 @@ class Request:
     strict: bool = False  # whether a target that can't be reached is refused
     schedules: tuple[str, ...] = ()  # files, decoded beside the targets
     lossless: tuple[float | None, ...] = ()  # speedups that draft for full depth; None: as many layers as pay
+    order: str | None = None  # a file with the order of layers that `lossless` "auto" drafts by; None: as trained
     agreement: bool = False  # whether to count the tokens that full depth would have chosen
     system: Literal["skip", "calm"] = "skip"
     calm_thresholds: tuple[float, ...] = ()
@@ -72,6 +73,8 @@ class Request:
         if _repeats(self.lossless) or not all(drafts is None or 1 < drafts < math.inf for drafts in self.lossless):
             asked = ["auto" if drafts is None else drafts for drafts in self.lossless]
             raise ConfigError(f"--lossless is {asked}: name different speedups above 1, such as 3 4, or auto")
+        if self.order is not None and None not in self.lossless:
+            raise ConfigError("--order says which layers draft for --lossless auto: name that, or leave --order out")
         check_tokenizer(self.tokenizer)
         if (name := Path(self.checkpoint).resolve().name) in (self.compare or {}):
             raise ConfigError(f"--compare names {name!r}, as the checkpoint's own line is called: name it otherwise")

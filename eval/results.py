@@ -73,6 +73,8 @@ class Timing:
         tokens_per_second: of decoding.
         whole_speedup: as `speedup`, of prompt and decoding together; None in a report from before it was measured,
             whose `speedup` is per decode step, on the first prompts of the test set.
+        acceptance_rate: of lossless decoding, the share of drafted tokens that stand in the texts.
+        tokens_per_verification: of lossless decoding, tokens of all of a batch's sequences for each pass of full depth.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
@@ -87,6 +89,8 @@ class Timing:
     whole_speedup: Ratio | None = None
     schedule: dict[str, Any] | None = None  # for this batch size; None of confidence exits, and in older reports
     planned_speedup: float | None = None  # as of a row, for this batch size
+    acceptance_rate: float | None = None
+    tokens_per_verification: float | None = None
 
 
 @dataclass(frozen=True)
@@ -264,14 +268,14 @@ class Report:
         intervals = [SYSTEM, *(score_column(metric) for metric in self._metrics())]
         parts = [Table.of(self.rows, self.columns()).to_markdown(), Table.of(self.rows, intervals).to_markdown()]
         if self._timed():
-            parts += ["By batch size:", Table.of(self._timed(), timing_columns(self.over)).to_markdown()]
+            parts += ["By batch size:", Table.of(self._timed(), self._timing_columns()).to_markdown()]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def to_tables(self) -> list[rich.table.Table]:
         """The same for the terminal."""
         tables = [Table.of(self.rows, self.columns(), f"{self.task}: {self.checkpoint}").to_rich()]
         if self._timed():
-            tables.append(Table.of(self._timed(), timing_columns(self.over), "by batch size").to_rich())
+            tables.append(Table.of(self._timed(), self._timing_columns(), "by batch size").to_rich())
         return tables
 
     def columns(self) -> list[Column[Row]]:
@@ -393,6 +397,10 @@ class Report:
         sizes = range(len(self.rows[0].timings))
         return [(row, row.timings[n]) for n in sizes for row in self.rows]
 
+    def _timing_columns(self) -> list[Column[tuple[Row, Timing]]]:
+        drafted = any(timing.tokens_per_verification for _, timing in self._timed())
+        return [*timing_columns(self.over), *(DRAFT_COLUMNS if drafted else [])]
+
 
 def speed_shown(reports: Iterable[Report]) -> Over:
     """The speed that a picture of several reports shows: what all were asked for, else decoding, which all have."""
@@ -412,6 +420,11 @@ def show_target(speedup: float | None, planned: float | None = None) -> str:
 def show_share(share: float | None) -> str:
     """A share in percent; a dash where it wasn't measured."""
     return NOT_MEASURED if share is None else f"{100 * share:.1f} %"
+
+
+def show_number(number: float | None) -> str:
+    """A number; a dash where it wasn't measured."""
+    return NOT_MEASURED if number is None else f"{number:.2f}"
 
 
 def show_speed(ratio: Ratio | None) -> str:
@@ -462,6 +475,13 @@ def timing_columns(asked: Over) -> list[Column[tuple[Row, Timing]]]:
         ("decode s", lambda pair: f"{pair[1].decode_seconds:.2f}"),
         ("tokens/s", lambda pair: f"{pair[1].tokens_per_second:.0f}"),
     ]
+
+
+# Of a table of timings, where some were drafted.
+DRAFT_COLUMNS: list[Column[tuple[Row, Timing]]] = [
+    ("accepted", lambda pair: show_share(pair[1].acceptance_rate)),
+    ("tokens per verification", lambda pair: show_number(pair[1].tokens_per_verification)),
+]
 
 
 def score_column(metric: Metric, *, with_interval: bool = True) -> Column[Row]:

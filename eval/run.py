@@ -360,6 +360,8 @@ def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timin
         prefill_seconds=decoded.prefill_seconds / times,
         decode_seconds=decoded.decode_seconds / times,
         tokens_per_second=decoded.tokens_per_second,
+        acceptance_rate=decoded.acceptance_rate,
+        tokens_per_verification=decoded.tokens_per_verification,
     )
 
 

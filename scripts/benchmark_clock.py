@@ -28,7 +28,7 @@ from eval.tables import Table
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.cli.process import run_command
 from skipdecode.families import decoder_layers
-from skipdecode.generate.skip_generate import profile_for
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.timing.interleave import order_of_turn
 
@@ -54,7 +54,7 @@ def main() -> int:
         )
         loaded = load_request(request)
     checkpoint = replace(loaded.checkpoint, weights=options.weights)
-    profile = profile_for(checkpoint.model, checkpoint.weights)
+    profile = fast_path(checkpoint.model).profile(checkpoint.weights)
     if profile is None:
         raise ConfigError(f"there is no calibrated profile for {options.checkpoint}: run skipdecode calibrate first")
     layers, max_new_tokens = len(decoder_layers(checkpoint.model)), options.max_new_tokens or loaded.max_new_tokens

@@ -36,9 +36,9 @@ from eval.tables import Table
 from skipdecode import SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
 from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, TextsAtHand
-from skipdecode.fastpath.model import draft_weights, lean_decoder
 from skipdecode.generate import lossless_loop as lossless
 from skipdecode.generate.draft_policy import MOST_DRAFTS
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import interpolated
@@ -85,7 +85,7 @@ class Drafted(SkipDecode):
 
 def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
     """The median seconds of a full-depth pass for each number of positions of one sequence, measured in turns."""
-    runner = ColumnsRunner(lean_decoder(model, weights), ids, 64, {})
+    runner = ColumnsRunner(fast_path(model).decoder(weights), ids, 64, {})
     runner.prefill(ids)
     seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}
     for repeat in range(4 * repeats + 1):
@@ -123,7 +123,7 @@ def main() -> int:
             cost = profile.at(prompt_length=options.prompt_length)
             schedule = solve_schedule(cost, options.speedup, horizon=options.new_tokens)
             full = SkipDecode(model, SkipSchedule.full_depth(profile.num_layers), weights, "full depth")
-            draft = SkipDecode(model, schedule, draft_weights(lean_decoder(model, weights)), "draft")
+            draft = SkipDecode(model, schedule, fast_path(model).decoder(weights).draft_weights, "draft")
             decoders: list[SkipDecode] = [full, draft]
             for number, share in enumerate(options.acceptance):
                 own = replace(schedule, horizon=schedule.horizon + number)  # acceptance rates are stored by schedule

@@ -191,6 +191,12 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """The number of positions that a model of this config has; None where there is no limit, as with ALiBi."""
+    positions: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    return positions
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a (possibly wrapped) model, bottom first.
 

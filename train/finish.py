@@ -23,8 +23,8 @@ from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
 from skipdecode.cli.device import resolve_device
 from skipdecode.errors import first_line
-from skipdecode.families import decoder_layers, text_config
-from skipdecode.fastpath.model import usual_weights
+from skipdecode.families import decoder_layers, longest_sequence
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.lengths import LengthsByPrompt
 from train.adapters import merge_adapters
 from train.base_settings import settle_generation
@@ -112,9 +112,9 @@ def measure_lengths(
         model.to(resolve_device(None))  # type: ignore[arg-type]
         config = SkipConfig.load(folder) or SkipConfig()
         schedules = config.schedules or {1.0: SkipSchedule.full_depth(len(decoder_layers(model)))}
-        checkpoint = Checkpoint(folder.name, model, tokenizer, usual_weights(model))
+        checkpoint = Checkpoint(folder.name, model, tokenizer, fast_path(model).usual_weights())
         system = SkipSystem("slowest", checkpoint, schedules[min(schedules)])
-        positions = getattr(text_config(model.config), "max_position_embeddings", None) or 2**31
+        positions = longest_sequence(model.config) or 2**31
         with Progress(console=console, transient=True) as progress:
             for start in progress.track(range(0, len(prompts), BATCH_SIZE), description="measuring output lengths"):
                 batch = prompts[start : start + BATCH_SIZE]

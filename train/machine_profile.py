@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from skipdecode import ConfigError, CostModel
-from skipdecode.fastpath.model import usual_weights
-from skipdecode.schedule.machine_profile import Profile, find_profile, has_profiles, setting_of
+from skipdecode.generate.fast_path import fast_path
+from skipdecode.schedule.machine_profile import Profile, find_profile, setting_of
 from train.distributed import on_first_process
 from train.output import RECIPE_FILE
 from train.recipe import Recipe
@@ -45,8 +45,8 @@ def run_profile(recipe: Recipe, model: Any, sizes: CostModel, folder: Path, devi
         if named == AUTO:
             if resumed:  # a run that began without a profile continues without one
                 return None
-            weights = usual_weights(model) if device.type == "cpu" else "model"
-            return find_profile(setting_of(model, sizes, weights, device)) if has_profiles() else None
+            weights = fast_path(model).usual_weights() if device.type == "cpu" else "model"
+            return find_profile(setting_of(model, sizes, weights, device))
         if not Path(named).is_file():
             raise ConfigError(
                 f"schedule.profile {named!r}: no such file; write one with `skipdecode calibrate --output`"

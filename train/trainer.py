@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from skipdecode import ConfigError, SkipSchedule, skip_layers
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.families import decoder_layers, text_config
+from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.gating import LayerGate
 from skipdecode.training.batch_layout import IGNORED
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
@@ -330,7 +330,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def check_positions(model: PreTrainedModel, needed: int) -> None:
     """Raise ConfigError where a batch needs more positions than the model has."""
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and needed > positions:
         raise ConfigError(
             f"the longest prompt and completion need {needed} positions, but the model has {positions}: "

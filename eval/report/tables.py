@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eval.report.comparison import Comparison, Line
 from eval.report.positions import bin_width
-from eval.results import NOT_MEASURED, SPEEDS, Row, show_share, speed_headers, timing_columns
+from eval.results import DRAFT_COLUMNS, NOT_MEASURED, SPEEDS, Row, show_share, speed_headers, timing_columns
 from eval.score.metric import Metric
 from eval.speed.report import SpeedReport, SpeedRow
 from eval.tables import Table
@@ -109,6 +109,7 @@ def timing_table(line: Line) -> PageTable | None:
     timed = sorted(
         ((timing, point) for point in line.points for timing in point.timings), key=lambda pair: pair[0].batch_size
     )
+    drafts = dict(DRAFT_COLUMNS) if any(timing.tokens_per_verification for timing, _ in timed) else {}
     rows = [
         (
             _name(point),
@@ -122,10 +123,11 @@ def timing_table(line: Line) -> PageTable | None:
             _number(timing.prefill_seconds, "{:.2f}"),
             _number(timing.decode_seconds, "{:.2f}"),
             _number(timing.tokens_per_second, "{:.0f}"),
+            *(_text(show((point, timing))) for show in drafts.values()),
         )
         for timing, point in timed
     ]
-    headers = ("row", *list(columns)[1:])
+    headers = ("row", *list(columns)[1:], *drafts)
     return PageTable(f"{line.name}: speed by batch size", headers, tuple(rows)) if rows else None
 
 

@@ -4,12 +4,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.kernels.linear import Weights
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import generate_timed
 
 
 class TimedDecoder(ABC):
@@ -34,17 +33,8 @@ class Transformers(TimedDecoder):
         self._options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
 
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-        clock = StepClock(self._model.device)
-        self._model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **self._options,
-        )
+        request: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+        clock = generate_timed(self._model, ids, **request, **self._options).clock
         return clock.prefill_seconds, clock.decode_seconds
 
 

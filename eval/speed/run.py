@@ -28,10 +28,10 @@ from eval.speed.served import CTranslate2, LlamaCpp
 from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve_schedule
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.cli.device import resolve_device
-from skipdecode.families import decoder_layers, text_config
-from skipdecode.fastpath.model import choose_weights
+from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.files import write_whole
 from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import Cost
 from skipdecode.timing.calibrate import SHORT
@@ -142,7 +142,7 @@ def _write(output: Path, report: SpeedReport) -> None:
 
 
 def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and request.prompt_length + request.new_tokens - 1 > positions:
         raise ConfigError(
             f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens that is beyond the "
@@ -199,7 +199,9 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
     key, first = (("plan", str(size)) for size in (batch_size, request.batch_sizes[0]))
     if key in journal:
         return dict(journal[key])
-    weights = request.weights or (journal[first]["weights"] if first in journal else (choose_weights(model),))
+    weights = request.weights or (
+        journal[first]["weights"] if first in journal else (fast_path(model).usual_weights(),)
+    )
     plan: dict[str, Any] = {"weights": list(weights), "schedules": [], "unreachable": []}
     for kind in weights:
         if request.predict:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
@@ -20,7 +19,7 @@ from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over
 from skipdecode.timing.agreement import agreeing_tokens
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import TimedGeneration, generate_timed
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class DecodedBatch:
         read_bytes: of weights, and of the cache of rows whose text went on, that the steps had to read.
         agreeing: for each new token's place in a text, rows whose token there is the one that full depth would have
             chosen; None where that wasn't asked for.
+        drafted, accepted: tokens that were drafted, and those of them that stand in the texts.
+        verifications: passes that verified them; 0 where nothing was drafted.
     """
 
     texts: list[str]
@@ -84,6 +85,9 @@ class DecodedBatch:
     cache_bytes: int
     read_bytes: int = 0
     agreeing: list[int] | None = None
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0
 
     @property
     def tokens(self) -> int:
@@ -93,6 +97,14 @@ class DecodedBatch:
     def seconds(self, over: Over) -> float:
         """Of decoding, or of prefill and decoding together."""
         return self.decode_seconds + (self.prefill_seconds if over == "all" else 0.0)
+
+
+class Continued(NamedTuple):
+    """What a system passed to `generate_timed` gave, the layers of every row in each step, and what was drafted."""
+
+    timed: TimedGeneration
+    layers: Sequence[Sequence[float]]
+    drafts: DraftCounts | None = None
 
 
 class System(ABC):
@@ -122,12 +134,8 @@ class System(ABC):
         """The schedule that its cache is planned for (law 6)."""
 
     @abstractmethod
-    def _continue(
-        self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
-        """Pass `request` to `model.generate`. Returns its token ids [batch, columns], and the layers of every row in
-        each step.
-        """
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
+        """Pass `request` to `generate_timed`."""
 
     def decode(
         self,
@@ -147,19 +155,17 @@ class System(ABC):
         prompt_columns = inputs["input_ids"].shape[1]
         end_token = tokenizer.eos_token_id
         ends = [] if lengths is None else [RowLengths(lengths, prompt_columns, end_token, model.device)]
-        clock = StepClock(model.device)
         request = {
             **inputs,
             "weights": self.checkpoint.weights,
             "max_new_tokens": max_new_tokens,
-            "do_sample": False,
-            "return_dict_in_generate": False,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": end_token if lengths is None else None,
-            "stopping_criteria": StoppingCriteriaList([*ends, clock]),
+            "stopping_criteria": ends,
         }
-        output, layers = self._continue(model, request)
-        rows: list[list[int]] = output[:, prompt_columns:].tolist()
+        timed, layers, drafts = self._continue(model, request)
+        clock, counts = timed.clock, drafts or DraftCounts()
+        rows: list[list[int]] = timed.ids[:, prompt_columns:].tolist()
         if lengths is None:
             lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in rows]
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -183,6 +189,9 @@ class System(ABC):
                 for step, (ran, rows_left) in enumerate(zip(layers, going, strict=True))
             ),
             agreeing=_by_place(agreeing_tokens(model, prompts, rows)) if agreement else None,
+            drafted=counts.drafted,
+            accepted=counts.taken,
+            verifications=counts.rounds,
         )
 
 
@@ -210,38 +219,40 @@ class SkipSystem(System):
     def cached(self) -> SkipSchedule:
         return self.schedule
 
-    def _continue(
-        self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
-        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, schedule=self.schedule)
-        batch, prompt_columns = request["input_ids"].shape
-        steps = output.shape[1] - prompt_columns - 1
-        return output, [[self.schedule.budget(i)] * batch for i in range(steps)]
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
+        timed = generate_timed(model, **request, custom_generate=skip_generate, schedule=self.schedule)
+        batch = len(request["input_ids"])
+        return Continued(timed, [[self.schedule.budget(i)] * batch for i in range(timed.clock.steps)])
 
 
 class LosslessSystem(System):
-    """A checkpoint at full depth, drafted under a schedule, or by as many layers as pay where there is none.
+    """A checkpoint at full depth, drafted under a schedule, or by as many layers as pay where there is none: the first
+    ones of an order, or of the speed that the checkpoint was trained for.
 
     Layers are those of all passes, over its steps.
     """
 
     def __init__(
-        self, label: str, checkpoint: Checkpoint, schedule: SkipSchedule | None, planned: float | None = None
+        self,
+        label: str,
+        checkpoint: Checkpoint,
+        schedule: SkipSchedule | None,
+        planned: float | None = None,
+        *,
+        order: Sequence[int] | None = None,
     ) -> None:
         super().__init__(label, checkpoint, planned=planned)
         self.kind = "lossless"
         self.schedule = schedule
+        self.order = order
 
     @property
     def cached(self) -> SkipSchedule:
         return SkipSchedule.full_depth(self.checkpoint.num_layers)
 
-    def _continue(
-        self, model: GenerativeModel, request: dict[str, Any]
-    ) -> tuple[torch.Tensor, Sequence[Sequence[float]]]:
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
         counts = DraftCounts()
-        drafted = {"schedule": self.schedule, "lossless": True, "draft_counts": counts}
-        output: torch.Tensor = model.generate(**request, custom_generate=skip_generate, **drafted)
-        batch, prompt_columns = request["input_ids"].shape
-        steps = output.shape[1] - prompt_columns - 1
-        return output, [[counts.layers / max(1, steps)] * batch] * steps
+        drafts: dict[str, Any] = {"schedule": self.schedule, "order": self.order, "draft_counts": counts}
+        timed = generate_timed(model, **request, custom_generate=skip_generate, lossless=True, **drafts)
+        steps = timed.clock.steps
+        return Continued(timed, [[counts.layers / max(1, steps)] * len(request["input_ids"])] * steps, counts)

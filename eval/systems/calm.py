@@ -21,16 +21,17 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from eval.results import Threshold
-from eval.systems.base import Checkpoint, System
+from eval.systems.base import Checkpoint, Continued, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
 from skipdecode.fastpath.layer import LeanBlock, StepInputs, rotate
-from skipdecode.fastpath.model import LeanDecoder, choose_weights, lean_decoder
+from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.support import why_not_lean
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
+from skipdecode.timing.step_clock import generate_timed
 
 # decoder -> what writes the keys and values of each of its layers, which holds copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
@@ -56,12 +57,10 @@ class CalmSystem(System):
     def cached(self) -> SkipSchedule:
         return SkipSchedule.full_depth(self.checkpoint.num_layers)  # every layer holds every token
 
-    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
+    def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
         exits: list[list[int]] = []
-        output: torch.Tensor = model.generate(
-            **request, custom_generate=calm_generate, threshold=self.threshold.value, exits=exits
-        )
-        return output, exits
+        how: dict[str, Any] = {"custom_generate": calm_generate, "threshold": self.threshold.value, "exits": exits}
+        return Continued(generate_timed(model, **request, **how), exits)
 
 
 def calm_generate(
@@ -87,12 +86,12 @@ def calm_generate(
     Raises:
         ConfigError: for a model whose decode steps can't be lean.
     """
-    reason = why_not_lean(model)
+    reason = fast_path(model).why_not()
     if reason is not None:
         raise ConfigError(f"CALM can't decode with this model: {reason}")
     runner = _CalmRunner(
         model,
-        weights or choose_weights(model),
+        weights or fast_path(model).usual_weights(),
         threshold,
         steps=max(0, generation_config.max_length - input_ids.shape[1] - 1),
         exits=exits if exits is not None else [],
@@ -123,7 +122,7 @@ class _CalmRunner:
         exits: list[list[int]],
         model_kwargs: dict[str, Any],
     ) -> None:
-        self._decoder = lean_decoder(model, weights)
+        self._decoder = fast_path(model).decoder(weights)
         self._key_values = _key_values(model, self._decoder, weights)
         self._threshold = threshold
         self._steps = steps

@@ -103,15 +103,15 @@ def info(options: argparse.Namespace) -> int:
     """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
-    from skipdecode.families import text_config
-    from skipdecode.generate.skip_generate import profile_for
+    from skipdecode.families import longest_sequence
+    from skipdecode.generate.fast_path import fast_path
     from skipdecode.schedule.cost import CostModel, count_parameters
     from skipdecode.schedule.machine_profile import describe_clock
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import price
 
     model = decoder.model
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is not None and options.prompt_length > positions:
         raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
     remembered = SkipConfig.of(model.config)
@@ -150,7 +150,7 @@ def info(options: argparse.Namespace) -> int:
     for line in _aligned([headers, *rows]):
         print(line)
     over = options.over or (remembered.over if remembered is not None else "decode")
-    clock = describe_clock(profile_for(model, options.weights))
+    clock = describe_clock(fast_path(model).profile(options.weights))
     print(
         f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
         f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
@@ -353,7 +353,7 @@ def order(options: argparse.Namespace) -> int:
 def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
     """Rows of a task's training split, or of --file, tokenised. Raises ConfigError where they can't be read."""
     if options.file is None:
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         if not (root / "data" / "rows.py").is_file():
             raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
         sys.path.insert(0, str(root))

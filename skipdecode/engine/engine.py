@@ -19,10 +19,9 @@ from skipdecode.engine.kv_pool import Arena, ArenaCache, Span
 from skipdecode.engine.ragged_inputs import PrefixInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer, Chosen, Input, Preparer, Text
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.model import free_memory, lean_decoder
-from skipdecode.fastpath.support import why_not_lean
+from skipdecode.families import longest_sequence, unwrap
 from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.fast_path import fast_path, free_memory
 from skipdecode.generate.skip_generate import choose_draft, resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over, SkipSchedule
@@ -127,14 +126,15 @@ class Engine:
         if not 0 <= wave_seconds < math.inf:
             raise ConfigError(f"wave_seconds is {wave_seconds!r}: it must be a number of seconds, 0 or more")
         inner = unwrap(model)
-        reason = why_not_lean(inner)
+        fast = fast_path(inner)
+        reason = fast.why_not()
         if reason is not None:
             raise ConfigError(f"an engine can't decode with this model: {reason}")
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
-        self._decoder = lean_decoder(inner, weights)
+        self._decoder = fast.decoder(weights, looked=True)
         self._prepare = Preparer(model, tokenizer)
         self._depth = len(self._decoder.blocks)
-        positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+        positions = longest_sequence(inner.config)
         self._longest = positions or LONGEST
         self._cache = ArenaCache(self._arena(cache_bytes, most_rows), self._depth)
         self._positions = TextPositions(self._decoder, self.model.device)

@@ -9,27 +9,21 @@ pass.
 """
 
 import math
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import FAMILIES, decoder_layers, text_config
-from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS, NativeSteps, native_steps
+from skipdecode.fastpath.cpu_steps import NativeSteps, native_steps
 from skipdecode.fastpath.kv_cache import PlannedCache
 from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
 from skipdecode.fastpath.prompt_inputs import PromptInputs
-from skipdecode.fastpath.support import Origin, parts_of, why_not_lean
-from skipdecode.internals import has_bfloat16_on_cpu
-from skipdecode.kernels.cpu import kernels
+from skipdecode.fastpath.support import parts_of
 from skipdecode.kernels.linear import HEAD_MAKERS, MAKERS, Linear, Weights
 
 
@@ -37,7 +31,7 @@ class LeanDecoder:
     """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
 
     Args:
-        model: a model for which `why_not_lean` has no reason.
+        model: a model for which `FastPath.why_not` has no reason.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
             reads fastest, "int8" and "int4" with copies in so many bits, the two others with those of the LM head in
             more or in fewer. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the
@@ -170,9 +164,9 @@ class LeanDecoder:
         return all(self.blocks[layer] is not None for layer in layers)
 
     @property
-    def is_native(self) -> bool:
-        """Whether its steps are the compiled kernels'."""
-        return self._native is not None
+    def draft_weights(self) -> Weights:
+        """The weights of drafts that it verifies: fewer bits where the compiled kernels run them faster."""
+        return "int8" if self.weights == "packed" and self._native is not None else self.weights
 
     def prefill(
         self,
@@ -273,106 +267,6 @@ class LeanDecoder:
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self.head(hidden)
-
-
-# model -> what it was when its decoders were made, and those for each kind of weights, and for drafts
-_DECODERS: weakref.WeakKeyDictionary[nn.Module, tuple[Origin, dict[str, LeanDecoder]]] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
-
-
-def lean_decoder(model: PreTrainedModel, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
-    """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
-
-    What is looked at: which modules there are and what their settings are, where each parameter lies, its version, and
-    32 of its values (`skipdecode.fastpath.support.Origin` says what that can't see).
-
-    Args:
-        model, weights: as in LeanDecoder; None for what `choose_weights` says.
-        looked: whether `why_not_lean` has just been asked, which looks at the modules too.
-
-    Raises:
-        ConfigError: for kinds of weights that don't exist, or not on the model's device or in its type.
-    """
-    weights = choose_weights(model) if weights is None else weights
-    if weights not in get_args(Weights):
-        raise unknown("weights", str(weights), get_args(Weights))
-    if weights != "model" and (model.device.type != "cpu" or not torch.backends.mkldnn.is_available()):
-        raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {model.device}")
-    if weights == "packed" and model.dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"weights='packed' is for float32 and bfloat16, and the model is of {model.dtype}")
-    if "int4" in weights and kernels() is None:
-        raise ConfigError(
-            f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode anew "
-            "where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
-        )
-    with _MAKING:  # of two threads that ask at once, one makes it
-        known = _DECODERS.get(model)
-        if known is None or not known[0].still_holds(model, looked=looked):
-            known = _DECODERS[model] = (Origin(model), {})  # copies there were are freed before others are made
-        _, decoders = known
-        if weights not in decoders:
-            decoders[weights] = LeanDecoder(model, weights)
-        return decoders[weights]
-
-
-def draft_decoder(model: PreTrainedModel, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
-    """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, since drafts need not be exact.
-
-    It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted, and
-    where they don't fit in half of the memory that is free.
-    """
-    if draft_weights(decoder) == decoder.weights:
-        return decoder
-    with _MAKING:
-        _, decoders = _DECODERS[model]
-        held = decoders.get("drafts")
-        if held is None or not held.runs(layers):
-            modules: list[Any] = [decoder_layers(model)[n] for n in layers]
-            needed = sum(p.numel() for module in (*modules, model.get_output_embeddings()) for p in module.parameters())
-            if needed > free_memory() / 2:
-                return decoder
-            held = decoders["drafts"] = LeanDecoder(model, "int8", layers, held)
-        return held
-
-
-def draft_weights(decoder: LeanDecoder) -> Weights:
-    """The weights of drafts that `decoder` verifies."""
-    return "int8" if decoder.weights == "packed" and decoder.is_native else decoder.weights
-
-
-def choose_weights(model: PreTrainedModel) -> Weights:
-    """The weights of lean steps unless they are told: "packed" on a CPU with oneDNN where the copies fit in half of the
-    memory that is free, else "model". Bfloat16 needs instructions of it or compiled kernels for this processor.
-    """
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return "model"
-    compiled = kernels()
-    of_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
-    if not (of_bfloat16 if model.dtype == torch.bfloat16 else model.dtype == torch.float32):
-        return "model"
-    _, decoders = _DECODERS.get(model, (None, {}))
-    if "packed" in decoders:
-        return "packed"
-    needed = sum(p.numel() * p.element_size() for p in model.parameters())
-    return "packed" if needed < free_memory() / 2 else "model"
-
-
-def usual_weights(model: PreTrainedModel, *, lean: bool | None = None) -> Weights:
-    """The weights that a model decodes with unless they are told: those of `choose_weights` where it can be `lean`,
-    which a caller may know.
-    """
-    lean = why_not_lean(model) is None if lean is None else lean
-    return choose_weights(model) if lean else "model"
-
-
-def free_memory() -> float:
-    """Bytes that can be allocated without swapping, as Linux says it; elsewhere as many as one likes."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return math.inf
-    free = [line for line in lines if line.startswith("MemAvailable:")]
-    return int(free[0].split()[1]) * 1024 if free else math.inf
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,6 @@ compares lists of all modules at once, and looks at each module only where somet
 """
 
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter, methodcaller
@@ -102,17 +101,6 @@ class Look:
         return [*of_config, *[attributes.get(name) for attributes, name in self._read_once]]
 
 
-_LOOKS: weakref.WeakKeyDictionary[nn.Module, Look] = weakref.WeakKeyDictionary()
-
-
-def look_at(model: PreTrainedModel) -> Look:
-    """What there is to be seen of a model: as before, where nothing of it has changed."""
-    look = _LOOKS.get(model)
-    if look is None or not look.still_holds(model):
-        look = _LOOKS[model] = Look(model)
-    return look
-
-
 class Origin:
     """The origin of a decoder: the model's parts as they were, and values of its weights.
 
@@ -122,8 +110,8 @@ class Origin:
     of them isn't seen, such as a single row of an embedding that is written through `.data`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._look = look_at(model)
+    def __init__(self, look: Look) -> None:
+        self._look = look
         self._counted = [p for p in self._look.parameters if not p.is_inference()]
         self._versions = versions_of(self._counted)
         self._views = [_spread_values(p) for p in self._look.parameters]
@@ -131,9 +119,8 @@ class Origin:
         self._arrays = [view.view(_INTEGERS[view.element_size()]).numpy() for view in self._views] if on_cpu else None
         self._values = self._sample()
 
-    def still_holds(self, model: PreTrainedModel, *, looked: bool = False) -> bool:
-        """Whether the model is what it was; `looked` says that somebody has just looked at it."""
-        look = _LOOKS[model] if looked else look_at(model)
+    def still_holds(self, look: Look) -> bool:
+        """Whether the model, at which that is the latest look, is what it was."""
         same = look.same_weights_as(self._look) and versions_of(self._counted) == self._versions
         return same and self._sample() == self._values
 
@@ -152,8 +139,8 @@ def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
     return values.as_strided((min(span, SAMPLED),), (step,), values.storage_offset() + (step - 1) // 2)
 
 
-def why_not_lean(model: PreTrainedModel) -> str | None:
-    """The reason why a model's decode steps must go through its own forward pass; None where they needn't."""
+def why_another_computation(model: PreTrainedModel) -> str | None:
+    """What of a model's settings and functions asks for its own forward pass, if anything, whatever its parts are."""
     parts = parts_of(model)
     if parts is None:
         return f"the parts of model_type {model.config.model_type!r} are not known"
@@ -170,7 +157,7 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
         return "autocast is on"
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantised"
-    return _changed_functions(model, config) or look_at(model).reason
+    return _changed_functions(model, config)
 
 
 def _changed_functions(model: PreTrainedModel, config: Any) -> str | None:

@@ -14,6 +14,8 @@ def accept_chosen(drafts: Sequence[Sequence[int]], scores: torch.Tensor) -> list
         scores: full depth's [tokens, vocabulary], for each row of its drafts and of what follows the last one.
     """
     chosen = scores.argmax(dim=-1).tolist()
+    if not any(drafts):
+        return [[token] for token in chosen]
     found, at = [], 0
     for drafted in drafts:
         best = chosen[at : at + len(drafted) + 1]

@@ -3,25 +3,25 @@
 import functools
 import math
 import statistics
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from skipdecode.fastpath.cpu_steps import DraftRule, kind_of
-from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.schedule.cost import CostModel
 from skipdecode.schedule.machine_profile import Profile
-from skipdecode.schedule.schedule import SkipSchedule
 
 MOST_DRAFTS = 12  # of a row in a round
 MOST_ROUNDS = 8  # before what they showed is looked at
 # What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
 # depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
-START, MOST_HELD, MAY_LOSE = 1.0, 24.0, 0.02
+START, MOST_HELD, MAY_LOSE = 1.0, 24.0, 0.01
 # How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one
 # that the machine interrupted says little, and may say no more than that it took so many steps more.
 _NEW, _STRAY = 0.1, 3.0
+_MOST_RESTED = 32  # steps of full depth before it is asked again whether drafts pay
 _CHEAPEST = 0.3  # of what drafts are expected to cost
+PACE_STEPS = 4  # of full depth, whose time is taken
 _PACES = 9  # times of full depth's steps that are remembered
 _PACE_LASTS = 40  # rounds with drafts: what a machine does is not for ever what it did
 # Drafts of like confidence are taken alike: up to each of these probabilities, how often at first guess.
@@ -30,6 +30,9 @@ _BOUNDS = tuple(_GUESSES)
 _GUESSED = 4.0  # drafts that a guess counts for
 _REMEMBERED = 256.0  # drafts, beyond which the older ones fade
 
+# How tokens are chosen: several in a call of the kernels, one by one where a streamer sees each, or of logits that
+# somebody looks at. What rounds of one kind take says nothing of another.
+LoopKind = Literal["ahead", "streamed", "looked at"]
 # layers and tokens of a pass -> seconds
 PassSeconds = Callable[[int, int], float]
 
@@ -43,6 +46,7 @@ class DraftRecord:
         beyond: what rounds with drafts take beyond their passes, in steps of full depth.
         scale: what drafts and the columns that verify them cost, over what is expected of them; 1 at most.
         rounds: with drafts, since full depth's pace was taken.
+        paced: steps of full depth whose time was taken since there were so many rounds that it no longer counted.
     """
 
     def __init__(self) -> None:
@@ -52,7 +56,7 @@ class DraftRecord:
         self.pace: deque[float] = deque(maxlen=_PACES)
         self.beyond = 0.0
         self.scale = 1.0
-        self.rounds = 0
+        self.rounds = self.paced = 0
 
     @property
     def tells(self) -> bool:
@@ -103,12 +107,18 @@ class DraftLength:
         self._draft_seconds = seconds if draft_seconds is None else draft_seconds
         self._num_layers = num_layers
         self._rows = 1
+        self._rests = 0.0  # steps of full depth before `rule` is worth asking
         self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
+
+    @property
+    def rests(self) -> bool:
+        """Whether steps of full depth come first before drafts may be tried again, which `rule` says then, too."""
+        return self._rests > 0
 
     @property
     def has_pace(self) -> bool:
         """Whether it is known what full depth's steps take by now."""
-        return bool(self._record.pace) and self._record.rounds < _PACE_LASTS
+        return self._record.paced >= PACE_STEPS
 
     def rule(self, rows: int, budgets: Sequence[int]) -> DraftRule:
         """What to draft in a round of so many rows, whose drafts would run so many layers each."""
@@ -125,6 +135,8 @@ class DraftLength:
         worth = [rate * _least_cost(self._each[done:], taken) for done in range(len(self._each))]
         if worth and (rate <= rows or worth[0] >= 1):  # one draft, to see whether it still doesn't pay
             worth, self._each = [-1.0], self._each[:1]
+        if not worth:
+            self._rests = min(_MOST_RESTED, (spent - self._record.may_lose) / MAY_LOSE)
         return DraftRule(worth, _BOUNDS, self._record.shares())
 
     @property
@@ -143,16 +155,17 @@ class DraftLength:
         such a share of drafts that are taken; None for that of the drafts so far.
         """
         self._rows = rows
-        taken = self._record.taken() if taken is None else taken
+        record = self._record
+        taken = record.taken() if taken is None else taken
         best = tokens = float(rows)
-        cost, share = 0.0, 1.0
+        step = self._seconds(self._num_layers, rows)
+        drafting, share = 0.0, 1.0
         for done, budget in enumerate(budgets, start=1):
             share *= taken
             tokens += rows * share
-            cost += self._draft_cost(budget)
-            drafted = cost + self._cost(self._num_layers, rows * (done + 1)) - 1
-            whole = 1 + self._record.scale * drafted + self._record.beyond
-            best = max(best, tokens / whole)
+            drafting += self._draft_seconds(budget, rows)
+            drafted = (drafting + self._seconds(self._num_layers, rows * (done + 1))) / step - 1
+            best = max(best, tokens / (1 + record.scale * drafted + record.beyond))
         return best
 
     def learn(
@@ -182,8 +195,11 @@ class DraftLength:
                     _NEW * min(seconds / self._pace() - took - record.beyond, _STRAY), (took - 1) / record.scale
                 )
                 record.rounds += 1
+                if record.rounds >= _PACE_LASTS:
+                    record.rounds = record.paced = 0
             took += record.beyond
         given = tokens / rows
+        self._rests -= given
         record.may_lose = min(MOST_HELD, max(-START, record.may_lose + given - took + MAY_LOSE * given))
 
     def _correct(self, error: float, drafted: float) -> None:
@@ -195,7 +211,9 @@ class DraftLength:
 
     def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
         """End a few steps of so many rows at full depth, without drafts."""
-        self._rows, self._record.rounds = rows, 0
+        self._rows = rows
+        self._rests -= steps
+        self._record.paced += steps
         self._record.pace.append(seconds / steps / self._seconds(self._num_layers, rows))
         self._record.may_lose = min(MOST_HELD, self._record.may_lose + MAY_LOSE * steps)
 
@@ -233,28 +251,10 @@ def hoped(refused: Sequence[float | None]) -> list[float]:
     return found
 
 
-# decoder -> schedule -> what its drafts have shown
-_RECORDS: weakref.WeakKeyDictionary[LeanDecoder, dict[SkipSchedule, DraftRecord]] = weakref.WeakKeyDictionary()
-
-
-def draft_record(decoder: LeanDecoder, schedule: SkipSchedule, *, do_sample: bool) -> DraftRecord:
-    """What earlier calls have shown, for greedy texts, which don't depend on it; for sampled ones a new record, so that
-    a seed gives the same text in every call.
-    """
-    return DraftRecord() if do_sample else _RECORDS.setdefault(decoder, {}).setdefault(schedule, DraftRecord())
-
-
 def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     """The time of a pass by a machine's clock where there is a profile, which knows as many rows as were timed; beyond
     them on the line through the last two of these numbers, and without a profile by bytes and operations.
-
-    Prompts count by the next multiple of 16, and what was worked out is kept: every call asks.
     """
-    return _pass_seconds(sizes, profile, -(-prompt_length // 16) * 16)
-
-
-@functools.lru_cache(maxsize=64)
-def _pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
     predicted = sizes.at(prompt_length=prompt_length)
     if profile is None:
         return functools.cache(lambda layers, tokens: predicted.step_seconds(layers, 0, tokens))

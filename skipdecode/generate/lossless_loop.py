@@ -8,7 +8,7 @@ them.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,15 +30,15 @@ from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule
 from skipdecode.fastpath.cuda_graphs import MOST_AHEAD
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.generate.acceptance import accept_chosen, accept_sampled
-from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength
+from skipdecode.generate.draft_policy import MOST_DRAFTS, PACE_STEPS, DraftLength, LoopKind
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.generate.stopping import Endings
 from skipdecode.internals import allowed_tokens, padding_token
 from skipdecode.schedule.schedule import SkipSchedule
 
-PACE_STEPS = 4  # of full depth, whose time is taken
 # Processors that look at no text: all tokens go through them at once.
 _OF_SCORES_ALONE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_NO_DRAFTS = DraftRule((), (), ())
 
 
 @dataclass
@@ -61,6 +61,11 @@ class DraftCounts:
 class LosslessLoop:
     """One generation. The arguments are those that `generate` gives a `custom_generate`.
 
+    Args:
+        runner: of the call.
+        choose_draft: gives the schedule that drafts and how much, in a loop of a kind; it is asked once there is
+            something to draft.
+
     Attributes:
         texts: prompts and new tokens [batch, prompt columns + new tokens at most]; drafts behind a row's text.
         counts: new tokens of each row.
@@ -72,8 +77,7 @@ class LosslessLoop:
     def __init__(
         self,
         runner: ColumnsRunner,
-        schedule: SkipSchedule,
-        draft_length: DraftLength,
+        choose_draft: Callable[[LoopKind], tuple[SkipSchedule, DraftLength]],
         input_ids: torch.Tensor,
         *,
         logits_processor: LogitsProcessorList,
@@ -92,8 +96,7 @@ class LosslessLoop:
         self.running = list(range(batch))
         self.shown = 0
         self._runner = runner
-        self._schedule = schedule
-        self._length = draft_length
+        self._choose_draft = choose_draft
         self._drafts = DraftCounts() if draft_counts is None else draft_counts
         self._asked: Collection[int] = ()  # rows that processors are asked about
         self._processor = LogitsProcessorList(map(self._asked_of_rows_at_hand, logits_processor))
@@ -129,17 +132,17 @@ class LosslessLoop:
         logits = self._runner.prefill(self.texts[:, : self.prompt])
         self._extend(self.running, [0] * len(self.running), logits)
         del logits  # those of a prefill are large
-        while not self._show():
+        ended = self._show()
+        if not ended:  # a prompt alone costs what a prompt costs
+            kind: LoopKind = "ahead" if self._plain else "streamed" if self._ahead else "looked at"
+            self._schedule, self._length = self._choose_draft(kind)
+        while not ended:
             self._let_rows_leave()
             rows = [row for row in self.running if self._goes_on(row)]
-            if self._ahead and self._run_ahead(rows):
-                continue
-            drafts = self._draft(rows)
-            tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
-            logits = self._runner.run(tokens, starts, counts)
-            self._drafts.rounds += 1
-            self._drafts.layers += len(self._runner.all_layers)
-            self._extend(rows, drafts, logits)
+            ahead = self._plain or (self._ahead and not self._length.rests)
+            if not (ahead and self._run_ahead(rows)):
+                self._run_round(rows)
+            ended = self._show()
         if self._streamer is not None:
             self._streamer.end()
         texts = self.texts[:, : self.prompt + self.shown]
@@ -153,6 +156,26 @@ class LosslessLoop:
             past_key_values=self._runner.cache,
         )
 
+    def _run_round(self, rows: Sequence[int]) -> None:
+        """Draft tokens of `rows`, verify them in one pass, and give each row those that full depth takes."""
+        start = time.perf_counter()
+        timed = not self._config.do_sample  # sampled texts must not depend on the clock
+        self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
+        drafting = not self._length.rests and (self._length.has_pace or not timed)
+        drafts = self._draft(rows) if drafting else [0] * len(rows)
+        tokens, starts, counts = self._columns(rows, [1 + draft for draft in drafts])
+        logits = self._runner.run(tokens, starts, counts)
+        self._drafts.rounds += 1
+        self._drafts.layers += len(self._runner.all_layers)
+        before = sum(self.counts[row] for row in rows)
+        outcomes = self._extend(rows, drafts, logits)
+        seconds = time.perf_counter() - start if timed else None
+        if seconds is not None and not any(drafts):
+            self._length.learn_pace(len(rows), 1, seconds)
+        else:
+            given = sum(self.counts[row] for row in rows) - before
+            self._length.learn(outcomes, drafts, given, len(rows), seconds)
+
     def _goes_on(self, row: int) -> bool:
         """True for a row that needs more tokens."""
         return self.counts[row] < self._most(row) and (not self.ended[row] or self._handed_out)
@@ -163,7 +186,6 @@ class LosslessLoop:
 
     def _draft(self, rows: Sequence[int]) -> list[int]:
         """Draft tokens of `rows` behind their texts. Returns how many each got."""
-        self._proposed, self._confidence = {row: [] for row in rows}, {row: [] for row in rows}
         room = {row: min(MOST_DRAFTS, self._most(row) - self.counts[row] - 1) for row in rows}
         drafting = [row for row in rows if room[row] and not self.ended[row]]
         rule, layers = self._rule(rows, max(room.values()))
@@ -197,6 +219,8 @@ class LosslessLoop:
 
     def _rule(self, rows: Sequence[int], most: int) -> tuple[DraftRule, list[Sequence[int]]]:
         """What to draft of `rows`, so many at most, and the layers of each draft."""
+        if self._length.rests:
+            return _NO_DRAFTS, []
         first = min(self.counts[row] for row in rows) - 1  # of several rows the earliest says the layers
         budgets = [self._schedule.budget(first + n) for n in range(most)]
         rule = self._length.rule(len(rows), budgets)
@@ -207,7 +231,9 @@ class LosslessLoop:
         start = time.perf_counter()
         texts = self._at_hand(rows)
         rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.most) - 1))
-        if self._plain and not (layers and self._length.has_pace):
+        if not (layers and self._length.has_pace):
+            if not self._plain:
+                return False
             steps = min(PACE_STEPS if layers else MOST_AHEAD, max(texts.most))
             found = self._runner.choose(texts, steps)
             if found is None:
@@ -219,7 +245,7 @@ class LosslessLoop:
             self._length.learn_pace(len(rows), done, time.perf_counter() - start)
             return True
         rounds = self._length.rounds if self._plain else 1
-        drafted = self._runner.draft(texts, layers, rule, rounds) if layers else None
+        drafted = self._runner.draft(texts, layers, rule, rounds)
         if drafted is None:
             return False
         self._take(rows, drafted.chosen)
@@ -246,11 +272,11 @@ class LosslessLoop:
 
     def _take(self, rows: Sequence[int], found: ChosenTokens) -> None:
         """Write tokens of full depth behind the texts of `rows`."""
-        for row, count, new in zip(rows, found.counts, found.tokens, strict=True):
+        for n, (row, count) in enumerate(zip(rows, found.counts, strict=True)):
             start = self.prompt + self.counts[row]
-            self.texts[row, start : start + count] = new[:count]
+            self.texts[row, start : start + count] = found.tokens[n, :count]
             self.counts[row] += count
-            if int(new[count - 1]) in self._ends.tokens:
+            if self._ends.tokens and int(found.tokens[n, count - 1]) in self._ends.tokens:
                 self._end(row, self.counts[row])
 
     def _count(self, found: DraftedRounds, layers: Sequence[int]) -> None:
@@ -293,6 +319,11 @@ class LosslessLoop:
             return logits
         if all(type(each) in _OF_SCORES_ALONE for each in self._processor):
             return self._processor(cast(torch.LongTensor, self.texts), cast(torch.FloatTensor, logits))
+        starts = {self.counts[row] for row in rows}
+        if len(rows) == len(self.texts) == len(logits) and len(starts) == 1:  # as in any loop
+            self._asked = rows
+            text = self.texts[:, : self.prompt + starts.pop() + skip]
+            return self._processor(cast(torch.LongTensor, text), cast(torch.FloatTensor, logits))
         places = [
             (row, self.prompt + self.counts[row] + skip + n)
             for row, count in zip(rows, counts, strict=True)
@@ -307,10 +338,11 @@ class LosslessLoop:
             scores[at] = self._processor(cast(torch.LongTensor, self.texts[:, :length]), whole)[of_rows]
         return scores
 
-    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> None:
+    def _extend(self, rows: Sequence[int], counts: Sequence[int], logits: torch.Tensor) -> list[tuple[float, bool]]:
         """Give `rows` the drafts that full depth takes, so many at most, and its own next token.
 
-        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts.
+        `logits` [tokens, vocabulary] are full depth's, of each row's last token and its drafts. Returns the drafts'
+        probabilities and whether they were taken, where that is known.
         """
         scores = self._process(rows, [1 + count for count in counts], logits)
         starts = [self.prompt + self.counts[row] for row in rows]
@@ -321,7 +353,7 @@ class LosslessLoop:
             found = accept_sampled(drafts, [self._proposed[row] for row in rows], scores)
         else:
             found = accept_chosen(drafts, scores)
-        first, before = 0, sum(self.counts[row] for row in rows)
+        first = 0
         outcomes: list[tuple[float, bool]] = []
         for row, start, count, new in zip(rows, starts, counts, found, strict=True):
             agreed = len(new) - 1
@@ -338,7 +370,7 @@ class LosslessLoop:
             if new[-1] in self._ends.tokens:
                 self._end(row, self.counts[row])
             first += count + 1
-        self._length.learn(outcomes, counts, sum(self.counts[row] for row in rows) - before, len(rows))
+        return outcomes
 
     def _end(self, row: int, count: int) -> None:
         """End a row's text behind so many new tokens."""
@@ -378,8 +410,7 @@ class LosslessLoop:
         going = [self.counts[row] for row in range(len(self.counts)) if self._goes_on(row)]
         shown = min(going) if going else max(self.counts)
         if shown > self.shown:
-            columns = self.prompt + shown
-            self._ends(cast(torch.LongTensor, self.texts[:, :columns]), None, shown - self.shown)
+            self._ends.show(self.texts, self.prompt + shown)
             self.shown = shown
         return not going
 

@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 
 from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
 from skipdecode.generate.skip_generate import skip_generate
 
 _ASKED = ("schedule", "speedup", "over", "strict", "lossless", "order", "weights", "cuda_graphs")
@@ -54,7 +54,7 @@ def _within_positions(model: Any, passed: Any, inputs: Any = None, **kwargs: Any
     `transformers serve` asks for 1,024 at least where a request names no limit.
     """
     ids = kwargs.get("input_ids") if inputs is None else inputs
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if ids is None or positions is None or passed.max_new_tokens is None:
         return passed
     room = positions - ids.shape[-1] + 1  # the last token is never an input

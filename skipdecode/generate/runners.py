@@ -1,5 +1,6 @@
 """Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule
 from skipdecode.fastpath.cuda_graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
 from skipdecode.fastpath.layer import PreparedInputs
-from skipdecode.fastpath.model import LeanDecoder, lean_decoder
+from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.support import why_not_lean
 from skipdecode.fastpath.verify_inputs import ColumnsInputs
 from skipdecode.gating import LayerGate, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.internals import attention_name, is_given_cache, next_arguments
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import SkipSchedule
@@ -188,8 +189,8 @@ def make_runner(
     model_kwargs: dict[str, Any],
     not_lean: str | None,
 ) -> ForwardRunner | LeanRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `why_not_lean` says. Layers
-    are `gated` where the model's own forward pass runs them.
+    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not`
+    says. Layers are `gated` where the model's own forward pass runs them.
 
     Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
     window too.
@@ -205,7 +206,7 @@ def make_runner(
         if cuda_graphs:
             raise ConfigError(f"cuda_graphs is True, which this model can't decode with: {reason}")
         return ForwardRunner(model, gated(), schedule, model_kwargs)
-    decoder = lean_decoder(unwrap(model), weights, looked=True)  # `not_lean` says so
+    decoder = fast_path(model).decoder(weights, looked=True)  # `not_lean` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
     lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
@@ -238,8 +239,8 @@ class ColumnsRunner:
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
         self.all_layers = tuple(range(len(decoder.blocks)))
         # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
-        full_depth = SkipSchedule.full_depth(len(decoder.blocks))
-        self.cache = PlannedCache(full_depth, steps, prompt_columns=self._mask.shape[1])
+        rows, columns = self._mask.shape
+        self.cache = PlannedCache(_full_depth(len(decoder.blocks)), steps, prompt_columns=columns if rows > 1 else 0)
 
     def draft_with(self, decoder: LeanDecoder) -> None:
         """Run what needn't be exact by another decoder of the same model."""
@@ -302,6 +303,11 @@ class ColumnsRunner:
         self._step_inputs.keep_rows(rows)
 
 
+@functools.cache
+def _full_depth(num_layers: int) -> SkipSchedule:
+    return SkipSchedule.full_depth(num_layers, horizon=1)
+
+
 def make_columns_runner(
     model: GenerativeModel,
     input_ids: torch.Tensor,
@@ -322,7 +328,7 @@ def make_columns_runner(
     if cuda_graphs:
         raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
     steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
-    return ColumnsRunner(lean_decoder(unwrap(model), weights), input_ids, steps, model_kwargs)
+    return ColumnsRunner(fast_path(model).decoder(weights, looked=True), input_ids, steps, model_kwargs)
 
 
 def _why_not_called_again(processors: LogitsProcessorList) -> str | None:
@@ -344,7 +350,7 @@ def why_not_lean_steps(
 ) -> str | None:
     """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    return reason or _why_a_forward_pass(why_not_lean(unwrap(model)), synced_gpus, model_kwargs)
+    return reason or _why_a_forward_pass(fast_path(model).why_not(), synced_gpus, model_kwargs)
 
 
 def _why_another_cache(

@@ -1,10 +1,7 @@
 """Decoding under a schedule, behind `model.generate(custom_generate=skip_generate)`."""
 
-import copy
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -19,29 +16,24 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError, unknown
-from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.fastpath.model import LeanDecoder, draft_decoder, draft_weights, lean_decoder, usual_weights
-from skipdecode.fastpath.support import why_not_lean
+from skipdecode.families import decoder_layers, longest_sequence, unwrap
+from skipdecode.fastpath.model import LeanDecoder
 from skipdecode.gating import check_detached, check_schedule, gated_layers, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
-from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, PassSeconds, draft_record, hoped, pass_seconds
+from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, LoopKind, hoped
+from skipdecode.generate.fast_path import FastPath, fast_path
 from skipdecode.generate.lossless_loop import DraftCounts, LosslessLoop
 from skipdecode.generate.runners import make_columns_runner, make_runner, prompt_columns
+from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.generate.stopping import limited_config
 from skipdecode.internals import dropped_by_generate, given_a_tokenizer
 from skipdecode.kernels.linear import Weights
-from skipdecode.schedule.cost import CostModel
-from skipdecode.schedule.machine_profile import Profile, describe_clock, find_profile, has_profiles, setting_of
+from skipdecode.schedule.machine_profile import describe_clock
 from skipdecode.schedule.plan import SpeedPlan
-from skipdecode.schedule.schedule import Over, SkipSchedule, check_order
+from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.schedule.solver import check_speedup
 
-MOST_SOLVED = 1000  # schedules that are kept of a model
-DRAFTS = 4  # depths that may draft where none is named: so many multiples of a twelfth of the layers
-UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # shares of the layers that may, where only their order is known
-_SOLVED: "weakref.WeakKeyDictionary[Any, _Solved]" = weakref.WeakKeyDictionary()
 _WARNED: set[Any] = set()  # targets that can't be reached, with their models: each is told once
 
 
@@ -130,10 +122,12 @@ def skip_generate(
             "order is given without lossless=True, or beside a schedule or a speedup, which say what drafts: leave it "
             "out"
         )
-    drafts = draft_candidates(model, order) if chosen else []
+    fast = fast_path(model)
+    solved = fast.solved() if chosen else None
+    drafts = solved.draft_candidates(order) if solved is not None else []
     schedule = drafts[0] if drafts else schedule
-    not_lean = why_not_lean(unwrap(model))  # every call asks: it is answered once
-    usual = weights or usual_weights(unwrap(model), lean=not_lean is None)
+    not_lean = fast.why_not()  # every call asks: it is answered once
+    usual = weights or fast.usual_weights(available=not_lean is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     how["strict"] = strict
     schedule = resolve_schedule(model, schedule, speedup, **how)
@@ -165,11 +159,15 @@ def skip_generate(
             model_kwargs,
             not_lean,
         )
-        schedule, length = _best_draft(
-            model, columns_runner.decoder, drafts or [schedule], len(input_ids), columns, do_sample=do_sample
-        )
-        columns_runner.draft_with(draft_decoder(unwrap(model), columns_runner.decoder, schedule.layers_at(0)))
-        return LosslessLoop(columns_runner, schedule, length, input_ids, draft_counts=draft_counts, **arguments).run()
+        candidates, decoder = drafts or [schedule], columns_runner.decoder
+
+        def choose(kind: LoopKind) -> tuple[SkipSchedule, DraftLength]:
+            known, rows = solved or fast.solved(), len(input_ids)
+            best, length = _best_draft(fast, known, decoder, candidates, rows, columns, kind, do_sample=do_sample)
+            columns_runner.draft_with(fast.draft_decoder(decoder, best.layers_at(0)))
+            return best, length
+
+        return LosslessLoop(columns_runner, choose, input_ids, draft_counts=draft_counts, **arguments).run()
     plan = whole_columns(schedule.num_layers, schedule.prompt_layers)
     gates = gated_layers(model, schedule, plan, prompt_columns=columns)
     with ExitStack() as entered:
@@ -243,7 +241,8 @@ def resolve_plan(
         raise unknown("over", str(over), get_args(Over))
     if lossless:
         over = over or "decode"  # prompts run every layer: a target of them too is one that drafts can't meet
-    solved = _solved(unwrap(model))
+    fast = fast_path(model)
+    solved = fast.solved()
     if solved.config is None:
         if speedup == 1:
             return SpeedPlan(SkipSchedule.full_depth(solved.sizes.num_layers), 1.0, 1.0, clock=describe_clock(None))
@@ -251,7 +250,7 @@ def resolve_plan(
             f"speedup is {speedup!r}, but this model's config doesn't say what schedules it was trained for: "
             "pass schedule=solve_schedule(model, speedup)"
         )
-    found = solved.plan(float(speedup), over, prompts, profile_for(model, weights))
+    found = solved.plan(float(speedup), over, prompts, fast.profile(weights))
     # Its config may be of another depth than what is left of the model.
     check_schedule(found.schedule, decoder_layers(model))
     if not found.reached:
@@ -269,12 +268,6 @@ def prompt_tokens(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list
     return [prompt_columns(input_ids, model_kwargs)] * len(input_ids)
 
 
-def profile_for(model: GenerativeModel, weights: Weights | None = None) -> Profile | None:
-    """The profile of this machine's clock that speedups of a model are solved for; None where none was measured."""
-    inner = unwrap(model)
-    return _solved(inner).profile(inner, weights)
-
-
 def choose_draft(
     model: GenerativeModel,
     prompts: Sequence[int],
@@ -283,74 +276,38 @@ def choose_draft(
     do_sample: bool = False,
     order: Sequence[int] | None = None,
 ) -> SkipSchedule:
-    """The schedule that drafts for a lossless batch: of `draft_candidates` the one that is expected to give most.
+    """The schedule that drafts for a lossless batch: of `SolvedSchedules.draft_candidates` the one that is expected to
+    give most.
 
     Raises ConfigError as these do.
     """
-    candidates = draft_candidates(model, order)
-    if why_not_lean(model) is not None:
+    fast = fast_path(model)
+    solved = fast.solved()
+    candidates = solved.draft_candidates(order)
+    if fast.why_not() is not None:
         return candidates[0]  # refused later, with the reason
-    decoder = lean_decoder(unwrap(model), weights)
-    return _best_draft(model, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
-
-
-def draft_candidates(model: GenerativeModel, order: Sequence[int] | None = None) -> list[SkipSchedule]:
-    """The schedules that may draft where none is named, of more and more layers that stay.
-
-    Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are the first ones of an
-    order, or those of the fastest speed that the model was trained for.
-
-    Raises ConfigError where there is no order and its config names no speed above 1, and for what is no order.
-    """
-    if order is not None:
-        depth = len(decoder_layers(model))
-        placed: dict[str, Any] = {"placement": "order", "order": check_order(order, depth), "decay": "constant"}
-        budgets = dict.fromkeys(max(1, round(share * depth)) for share in UNTRAINED_DRAFTS)
-        return [SkipSchedule(depth, budget, budget, **placed) for budget in budgets]
-    solved = _solved(unwrap(model))
-    trained = solved.config.schedules if solved.config else {}
-    if max(trained, default=1) <= 1:
-        raise ConfigError(
-            "lossless is True without a schedule or a speedup, and this model's config names no speed above 1 that it "
-            "was trained for: pass schedule=..., which drafts, or order=..., as `skipdecode order` finds it"
-        )
-    fastest = trained[max(trained)]
-    step = max(fastest.min_layers, round(fastest.num_layers / 12))
-    depths = [min(step * (n + 1), fastest.num_layers) for n in range(DRAFTS)]
-    return [replace(fastest, max_layers=depth, min_layers=depth) for depth in dict.fromkeys(depths)]
-
-
-def lossless_costs(model: GenerativeModel, decoder: LeanDecoder, prompt_length: int) -> tuple[PassSeconds, PassSeconds]:
-    """The time of a pass of full depth, and of one of drafts, by this machine's clock where it was measured
-    (`skipdecode calibrate`); drafts whose own weights weren't timed cost less by as much as they read and compute less.
-    """
-    sizes, kinds = _solved(unwrap(model)).sizes, (decoder.weights, draft_weights(decoder))
-    profile, of_drafts = (profile_for(model, weights) for weights in kinds)
-    by_bytes, drafts_by_bytes = (pass_seconds(sizes.stored_as(weights), None, prompt_length) for weights in kinds)
-    if profile is None:
-        return by_bytes, drafts_by_bytes
-    whole = pass_seconds(sizes.stored_as(kinds[0]), profile, prompt_length)
-    if of_drafts is not None:
-        return whole, pass_seconds(sizes.stored_as(kinds[1]), of_drafts, prompt_length)
-    return (
-        whole,
-        lambda layers, tokens: whole(layers, tokens) * drafts_by_bytes(layers, tokens) / by_bytes(layers, tokens),
-    )
+    decoder = fast.decoder(weights, looked=True)
+    return _best_draft(fast, solved, decoder, candidates, len(prompts), max(prompts), do_sample=do_sample)[0]
 
 
 def _best_draft(
-    model: GenerativeModel,
+    fast: FastPath,
+    solved: SolvedSchedules,
     decoder: LeanDecoder,
     schedules: Sequence[SkipSchedule],
     rows: int,
     prompt_length: int,
+    kind: LoopKind = "ahead",
     *,
     do_sample: bool,
 ) -> tuple[SkipSchedule, DraftLength]:
     """Of schedules of more and more layers the one that is expected to draft best, and the choice of how much."""
-    whole, drafts = lossless_costs(model, decoder, prompt_length)
+    kinds = (decoder.weights, decoder.draft_weights)
+    full, drafts = solved.lossless_costs(fast.model, *kinds, prompt_length)
     lengths = [
-        DraftLength(draft_record(decoder, schedule, do_sample=do_sample), whole, schedule.num_layers, drafts)
+        DraftLength(
+            fast.draft_record(decoder.weights, schedule, kind, do_sample=do_sample), full, schedule.num_layers, drafts
+        )
         for schedule in schedules
     ]
     if len(schedules) == 1:
@@ -365,72 +322,12 @@ def _best_draft(
     return schedules[best], lengths[best]
 
 
-class _Solved:
-    """Schedules, with what they are expected to reach, by speedup and batch, as they follow from a model's config."""
-
-    def __init__(self, model: Any, origin: Any) -> None:
-        self.origin = copy.deepcopy(origin)
-        self.config = SkipConfig.of(model.config)
-        self.sizes = CostModel.of(model)
-        self._plans: dict[Any, SpeedPlan] = {}
-
-    def profile(self, model: Any, weights: Weights | None) -> Profile | None:
-        """What was measured of this machine's clock for the model, if it was."""
-        if not has_profiles():
-            return None
-        return find_profile(setting_of(model, self.sizes, weights or usual_weights(model)))
-
-    def plan(
-        self, speedup: float, over: Over | None, prompts: Sequence[int] | None, profile: Profile | None
-    ) -> SpeedPlan:
-        """What a speedup is decoded with in a batch."""
-        assert self.config is not None
-        asked = (speedup, over, tuple(prompts) if prompts is not None else None, profile)
-        found = self._plans.get(asked)
-        if found is not None:
-            return found
-        batches = None if prompts is None else [prompts]
-        conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
-        names = ("batch_size", "prompt_length", "prompt_tokens", "expected_steps")
-        at_hand = [conditions.get(name) for name in names]
-        key = (speedup, over, *at_hand, profile)
-        found = self._plans.get(key)
-        if len(self._plans) >= MOST_SOLVED:
-            self._plans.clear()
-        if found is None:
-            found = self._plans[key] = self.config.plan_for(
-                self.sizes, speedup, over=over, prompts=batches, profile=profile
-            )
-            if found.reached:
-                _warn_beyond(self.config, speedup)
-        self._plans[asked] = found
-        return found
-
-
-def _solved(model: Any) -> _Solved:
-    """What is known of a model; what is kept for another config, depth or type is forgotten."""
-    origin = (getattr(model.config, CONFIG_KEY, None), len(decoder_layers(model)), model.dtype)
-    known = _SOLVED.get(model)
-    if known is None or known.origin != origin:
-        known = _SOLVED[model] = _Solved(model, origin)
-    return known
-
-
 def _warn_once(model: GenerativeModel, over: Over | None, plan: SpeedPlan) -> None:
     """Say that a target can't be reached, once for each model and target: the next batch has the same in its way."""
     key = (unwrap(model).config.name_or_path, plan.target, over)
     if key not in _WARNED:
         _WARNED.add(key)
         logging.get_logger("transformers.skipdecode").warning(plan.warning())
-
-
-def _warn_beyond(config: SkipConfig, speedup: float) -> None:
-    trained = config.trained_range
-    if trained is not None and not trained[0] <= speedup <= trained[1]:
-        logging.get_logger("transformers.skipdecode").warning(
-            f"speedup {speedup:g} lies outside of {trained[0]:g} to {trained[1]:g}, for which this model was trained: "
-            "expect worse texts"
-        )
 
 
 def check_request(
@@ -480,7 +377,7 @@ def check_unhealed(token_healing: object) -> None:
 def _check_positions(
     model: GenerativeModel, input_ids: torch.Tensor, max_length: int | None, model_kwargs: dict[str, Any]
 ) -> None:
-    positions = getattr(text_config(model.config), "max_position_embeddings", None)
+    positions = longest_sequence(model.config)
     if positions is None:
         return
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")

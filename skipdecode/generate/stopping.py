@@ -83,6 +83,16 @@ class Endings:
         """Tokens that a row may grow by, of so many columns."""
         return self._limits[row] - columns
 
+    def show(self, input_ids: torch.Tensor, columns: int) -> None:
+        """Show the first `columns` to criteria that only watch, where lengths and end tokens are all that is asked for;
+        transformers' own warns of a text that is too long.
+        """
+        if columns >= self._warns_from:
+            self._criteria(input_ids[:, :columns], None)
+            return
+        for look in self._looks:
+            look(columns)
+
     def by_length(self, input_ids: torch.Tensor) -> bool:
         """Whether the text of `input_ids` [1, columns], which has ended, has done so by its length alone."""
         if self.room(0, input_ids.shape[1]) > 0 or int(input_ids[0, -1]) in self.tokens:
@@ -95,12 +105,9 @@ class Endings:
         Several new columns are for what is `known` alone.
         """
         columns = input_ids.shape[1]
-        if not self.known or columns >= self._warns_from:
+        if not self.known:
             found: list[bool] = self._criteria(input_ids, scores).tolist()
-            if not self.known:
-                return found
-        else:
-            for look in self._looks:
-                look(columns)
+            return found
+        self.show(input_ids, columns)
         rows = zip(input_ids[:, columns - new :].tolist(), self._limits, strict=True)
         return [columns >= limit or not self.tokens.isdisjoint(row) for row, limit in rows]

@@ -138,7 +138,7 @@ class Profile:
         """
         try:
             if path is None:
-                path = _profile_path(self.setting)
+                path = profiles_folder() / profile_name(self.setting)
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -212,18 +212,23 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights, device: torch.dev
 
 def find_profile(setting: Mapping[str, Any]) -> Profile | None:
     """The profile that was kept for a setting; None where there is none. Raises ConfigError for a damaged one."""
-    path = _profile_path(setting)
+    return read_profile(profile_name(setting))
+
+
+def read_profile(name: str) -> Profile | None:
+    """`find_profile` by `profile_name`, for who asks often."""
     try:
-        written = path.stat().st_mtime_ns
-    except OSError:
+        path = os.path.join(_profiles_folder(), name)
+        written = os.stat(path).st_mtime_ns
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return _profile_of(path, written)
 
 
 @lru_cache(maxsize=32)
-def _profile_of(path: Path, written: int) -> Profile:
+def _profile_of(path: str, written: int) -> Profile:
     """The profile of a file that was written at a time: every call of generate asks for it."""
-    return Profile.load(path)
+    return Profile.load(Path(path))
 
 
 def describe_clock(profile: Profile | None) -> str:
@@ -231,22 +236,20 @@ def describe_clock(profile: Profile | None) -> str:
     return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
 
 
-def has_profiles() -> bool:
-    """Whether there is a folder of profiles; there is none where the home can't be read, or isn't known."""
-    try:
-        return profiles_folder().is_dir()
-    except (OSError, RuntimeError):
-        return False
-
-
 def profiles_folder() -> Path:
     """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / "profiles"
+    return Path(_profiles_folder())
 
 
-def _profile_path(setting: Mapping[str, Any]) -> Path:
+def _profiles_folder() -> str:  # every call of generate asks, and paths of pathlib take their time
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
+    return os.path.join(cache, "skipdecode", "profiles")
+
+
+def profile_name(setting: Mapping[str, Any]) -> str:
+    """The name of a setting's file in the folder of profiles."""
     described = json.dumps({"format": _PROFILE_FORMAT, **setting}, sort_keys=True)
-    return profiles_folder() / f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
+    return f"{setting['model_type']}-{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
 
 
 @cache

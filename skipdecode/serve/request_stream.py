@@ -14,7 +14,7 @@ from typing import Any
 from skipdecode.engine.engine import Engine, EngineClosed, EngineFull
 from skipdecode.engine.sequence import Answer, Chosen
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.serve.detokenizer import Words
 from skipdecode.serve.metrics import Metrics
@@ -242,7 +242,7 @@ class Job:
                 last = self._engine.vocabulary - 1
                 raise ConfigError(f"logit_bias names token {token}: the model knows those from 0 to {last}")
         sampling = asked.sampling
-        positions = getattr(text_config(self._engine.model.config), "max_position_embeddings", None)
+        positions = longest_sequence(self._engine.model.config)
         for prompt in prompts:
             if asked.new_tokens is None and positions is not None:  # a chat may go on until none is left
                 new_tokens = max(1, min(settings.new_tokens, positions + 1 - len(prompt)))

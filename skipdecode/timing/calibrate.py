@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig
 
 from skipdecode.errors import ConfigError, check_counts
-from skipdecode.families import decoder_layers, text_config, unwrap
-from skipdecode.fastpath.model import usual_weights
+from skipdecode.families import decoder_layers, longest_sequence, text_config, unwrap
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.skip_generate import skip_generate
 from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
@@ -22,7 +22,7 @@ from skipdecode.schedule.cost import CostModel, MeasuredCost
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 from skipdecode.schedule.schedule import PromptPolicy, SkipSchedule
 from skipdecode.timing.interleave import Ratio, order_of_turn
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import generate_timed
 
 # Depths that are timed, as shares of all layers, and one layer: closer together where few layers run, as these stay in
 # a processor's caches and cost less each, up to some number of them.
@@ -71,7 +71,7 @@ def room_for(model: nn.Module, steps: int = STEPS) -> tuple[int, int]:
     Raises ConfigError where the model hasn't the positions for a single one.
     """
     config: Any = unwrap(model).config
-    positions = getattr(text_config(config), "max_position_embeddings", None)
+    positions = longest_sequence(config)
     if positions is None:
         return steps, sys.maxsize
     if positions < SHORT + 2:
@@ -179,26 +179,24 @@ def _time_text(
     stop: int | None = None,
 ) -> tuple[float, float]:
     """The seconds of the prompts' pass and of so many steps, all through so many layers; prompts may stop."""
-    config = text_config(inner.config)
-    positions, room = getattr(config, "max_position_embeddings", None), _ROOM
+    vocabulary: int = text_config(inner.config).vocab_size
+    positions, room = longest_sequence(inner.config), _ROOM
     if positions is not None:
         room = min(room, positions - columns)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (rows, columns), generator=generator).to(inner.device)
-    clock = StepClock(inner.device)
-    ends = RowLengths([steps + 1] * rows, columns, config.vocab_size, inner.device)
-    inner.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+    ids = torch.randint(vocabulary, (rows, columns), generator=generator).to(inner.device)
+    ends = RowLengths([steps + 1] * rows, columns, vocabulary, inner.device)
+    clock = generate_timed(
+        inner,
+        ids,
+        stopping_criteria=[ends],
         custom_generate=skip_generate,
         schedule=SkipSchedule(len(decoder_layers(inner)), depth, depth, prompt=prompt, prompt_stop=stop),
         weights=weights,
         max_new_tokens=max(steps + 1, room),
-        do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([ends, clock]),
-    )
+    ).clock
     return clock.prefill_seconds, clock.decode_seconds
 
 
@@ -284,7 +282,7 @@ def measure_profile(
         ConfigError: as `measure_cost` does.
     """
     inner: Any = unwrap(model)
-    weights = weights or usual_weights(inner)
+    weights = weights or fast_path(inner).usual_weights()
     for columns in prompt_lengths:
         check_counts(prompt_length=columns)
     steps, most = room_for(inner)

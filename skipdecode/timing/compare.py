@@ -7,20 +7,21 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.errors import ConfigError
-from skipdecode.families import text_config
+from skipdecode.families import longest_sequence
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.lossless_loop import DraftCounts
-from skipdecode.generate.skip_generate import check_unhealed, choose_draft, profile_for, resolve_plan, skip_generate
+from skipdecode.generate.skip_generate import check_unhealed, choose_draft, resolve_plan, skip_generate
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import Cost, CostModel
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.timing.agreement import agreeing_tokens
 from skipdecode.timing.interleave import Ratio, order_of_turn
-from skipdecode.timing.step_clock import StepClock
+from skipdecode.timing.step_clock import generate_timed
 
 # `compare` times at least so much decoding at full depth, in at most so many rounds: a short text is over within
 # milliseconds, in which a busy machine does something else.
@@ -124,7 +125,7 @@ class Decoder:
         self.weights = weights
         self._lossless, self._strict = lossless, strict
         self._request = {"max_new_tokens": max_new_tokens, "weights": weights, "do_sample": False, **sampling}
-        self._positions = getattr(text_config(model.config), "max_position_embeddings", None)
+        self._positions = longest_sequence(model.config)
 
     def plan(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SpeedPlan:
         """What the checkpoint decodes a speedup with. Raises ConfigError as `skip_generate` does.
@@ -183,18 +184,18 @@ class Decoder:
         counts = DraftCounts()
         if self._lossless:
             request |= {"lossless": True, "draft_counts": counts}
-        clock = StepClock(self.model.device)
-        ids = self.model.generate(
-            **{name: inputs[name] for name in ("input_ids", "attention_mask")},
+        timed = generate_timed(
+            self.model,
+            inputs["input_ids"],
+            inputs["attention_mask"],
             custom_generate=skip_generate,
             schedule=schedule,
-            stopping_criteria=StoppingCriteriaList([clock]),
             streamer=streamer,
             tokenizer=self.tokenizer,  # for the checkpoint's own stop strings
-            return_dict_in_generate=False,
             **request,
         )
-        new = self._up_to_stops(ids, inputs["input_ids"].shape[1])
+        clock = timed.clock
+        new = self._up_to_stops(timed.ids, inputs["input_ids"].shape[1])
         completions = tuple(self._completion(*pair, schedule) for pair in zip(prompts, new, strict=True))
         if self._lossless:
             layers = counts.layers / max(1, clock.steps)
@@ -338,7 +339,7 @@ def price(
 ) -> list[Price]:
     """The price of each speedup for texts of one length. Raises ConfigError as `Decoder.plan` does."""
     sizes = CostModel.of(decoder.model)
-    profile = profile_for(decoder.model, decoder.weights)
+    profile = fast_path(decoder.model).profile(decoder.weights)
     at_hand: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length}
     cost: Cost = sizes.at(**at_hand) if profile is None else profile.at(**at_hand)
     config = SkipConfig.of(decoder.model.config)

@@ -1,9 +1,14 @@
 """The wall clock of one call of `model.generate`: prefill, and every decode step."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from skipdecode.generate.decode_loop import GenerativeModel
 
 
 class StepClock(StoppingCriteria):
@@ -53,3 +58,41 @@ class StepClock(StoppingCriteria):
         if self._on_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class TimedGeneration:
+    """A call of `model.generate` and its clock.
+
+    Attributes:
+        ids: prompts and new tokens [batch, columns].
+        clock: which has seen all of them.
+    """
+
+    ids: torch.Tensor
+    clock: StepClock
+
+
+def generate_timed(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    stopping_criteria: Sequence[StoppingCriteria] = (),
+    **options: Any,
+) -> TimedGeneration:
+    """Call `model.generate`, greedily unless the options say otherwise, and time it.
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: prompts [batch, columns].
+        attention_mask: [batch, columns]; None where all prompts are equally long.
+        stopping_criteria: beside the clock.
+        options: what else `generate` is given.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    options = {"do_sample": False, "return_dict_in_generate": False, **options}
+    clock = StepClock(model.device)
+    criteria = StoppingCriteriaList([*stopping_criteria, clock])
+    ids: torch.Tensor = model.generate(input_ids=input_ids, attention_mask=mask, stopping_criteria=criteria, **options)
+    return TimedGeneration(ids, clock)

@@ -13,25 +13,27 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from skipdecode.errors import ConfigError, check_counts, first_line
-from skipdecode.families import decoder_layers, text_config, unwrap
+from skipdecode.families import decoder_layers, longest_sequence, unwrap
 from skipdecode.files import write_whole
 from skipdecode.gating import LayerGate, gated_layers, whole_columns
 from skipdecode.schedule.schedule import SkipSchedule, check_order
-from skipdecode.training.batch_layout import IGNORED, lay_out
 
 SHORTLIST = 5  # layers that each removal tries, of those that cost least when they were last tried
-BATCH_TOKENS = 2048  # padded tokens of one forward pass
+BATCH_TOKENS = 512  # padded tokens of one forward pass: few, so that there is little padding
+HEAD_ROWS = 64  # predicted tokens whose distributions are compared at once
 # What an order is measured on unless somebody says otherwise: rows, and tokens of them all, for which full depth's
 # distributions of the completions are kept, a vocabulary of floats a token.
 ORDER_ROWS, MEASURED_TOKENS = 64, 4096
@@ -142,7 +144,7 @@ def find_order(
 
     Raises:
         ConfigError: for no rows, an empty prompt or completion, rows longer than the model has positions, a shortlist
-            below 1, a model of fewer than 3 layers.
+            below 1, a model of fewer than 3 layers, predictions that are no finite numbers.
     """
     if shortlist is not None:
         check_counts(shortlist=shortlist)
@@ -155,7 +157,7 @@ def find_order(
         if not prompt or not completion:
             raise ConfigError(f"row {number} has no {'prompt' if not prompt else 'completion'}")
     start, inner = time.perf_counter(), unwrap(model)
-    positions = getattr(text_config(inner.config), "max_position_embeddings", None)
+    positions = longest_sequence(inner.config)
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     if positions is not None and longest > positions:
         raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: take shorter prompts")
@@ -165,7 +167,7 @@ def find_order(
         plan = whole_columns(depth, tuple(range(depth)))
         full_depth = SkipSchedule.full_depth(depth)
         with torch.inference_mode(), gated_layers(model, full_depth, plan, prompt_columns=1) as gate, gate.obeyed():
-            measured = _Measured(inner, gate, depth, _batches(rows))
+            measured = _Measured(inner, gate, depth, _batches(rows, inner.device))
             removed, divergence = _remove(measured, depth, shortlist, advance)
     finally:
         inner.train(training)
@@ -175,122 +177,168 @@ def find_order(
     )
 
 
-class _Measured:
-    """The rows, full depth's predictions of them, and what enters each layer that is kept."""
+class _Batch(NamedTuple):
+    """Rows of similar lengths, padded on the right: no token sees what follows it, so no mask is needed.
 
-    def __init__(self, model: Any, gate: LayerGate, depth: int, batches: Sequence[dict[str, Any]]) -> None:
+    Attributes:
+        input_ids: [rows, positions].
+        real: whether a position holds a token, [rows, positions].
+        predicting: whether a position predicts a token of its row's completion, [rows, positions].
+        tokens: how many do.
+    """
+
+    input_ids: torch.Tensor
+    real: torch.Tensor
+    predicting: torch.Tensor
+    tokens: int
+
+
+class _Measured:
+    """The rows, full depth's predictions of them, and what enters each of the layers that are left.
+
+    Attributes:
+        kept: the layers that are left, ascending.
+        tokens: predicted tokens of all rows.
+        influence: Block Influence of each layer, by its index.
+    """
+
+    def __init__(self, model: Any, gate: LayerGate, depth: int, batches: Sequence[_Batch]) -> None:
         self._model, self._gate, self._depth = model, gate, depth
-        self._layers = decoder_layers(model)
-        self._batches = [
-            {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in batches
-        ]
-        self._entering: list[dict[int, torch.Tensor]] = []  # of each batch: layer -> [batch, positions, hidden]
-        self._kept: tuple[int, ...] = ()
-        full = self.enter(tuple(range(depth)))
-        self._teacher = [functional.log_softmax(logits, dim=-1) for logits in full]
-        self.tokens = sum(len(logits) for logits in full)
+        self._layers, self._batches = decoder_layers(model), batches
+        self.kept = list(range(depth))
+        self.tokens = sum(batch.tokens for batch in batches)
+        self._entering: list[dict[int, torch.Tensor]] = []  # of each batch: layer -> [rows, positions, hidden]
+        self._shares: list[torch.Tensor] = []  # of each batch: full depth's distributions, [predicted, vocabulary]
+        self._entropies: list[float] = []  # of each batch: the sum over them of share * log share
+        for batch in batches:
+            entering, logits = self._run(batch, self.kept)
+            self._entering.append(entering)
+            self._shares.append(torch.cat([part.float().softmax(dim=-1) for part in logits.split(HEAD_ROWS)]))
+            self._entropies.append(_agreement(self._shares[-1], logits))
         self.influence = self._influence()
 
-    def enter(self, kept: tuple[int, ...]) -> list[torch.Tensor]:
-        """Keep what enters each of the layers `kept` when they alone run.
+    def without(self, layer: int, limit: float) -> tuple[float, list[dict[int, torch.Tensor]]]:
+        """The divergence without one of the layers that are left; those below it aren't computed again.
 
-        Returns the logits of each batch's predicted tokens, [predicted, vocabulary].
+        Args:
+            layer: to leave out.
+            limit: the divergence above which it doesn't matter. No token has a negative one, so what passes the limit
+                with some of the rows is known to lie above it, and the others aren't computed.
+
+        Returns:
+            The mean over the predicted tokens that were computed, and, where these are all, what enters each layer
+            above, by batch, for `remove`.
         """
-        self._kept, self._entering, found = kept, [], []
-        for batch in self._batches:
-            entering: dict[int, torch.Tensor] = {}
-            with self._hooked({layer: _keep(entering, layer) for layer in kept}):
-                found.append(self._logits(batch, kept))
-            self._entering.append(entering)
-        return found
+        above, states = self.kept[self.kept.index(layer) + 1 :], []
+        total, tokens = 0.0, 0
+        for batch, entering, shares, entropy in zip(
+            self._batches, self._entering, self._shares, self._entropies, strict=True
+        ):
+            entered, logits = self._run(batch, above, entering[layer])
+            states.append(entered)
+            total += entropy - _agreement(shares, logits)
+            tokens += batch.tokens
+            if total > limit * self.tokens:
+                break
+        return total / tokens, states
 
-    def without(self, layer: int) -> float:
-        """The divergence without one of the kept layers; the layers below it aren't computed again."""
-        above = self._kept[self._kept.index(layer) + 1 :]
-        total = 0.0
-        for batch, entering, teacher in zip(self._batches, self._entering, self._teacher, strict=True):
-            with self._hooked({above[0]: _give(entering[layer])}):
-                student = functional.log_softmax(self._logits(batch, above), dim=-1)
-            total += float(functional.kl_div(student, teacher, reduction="sum", log_target=True))
-        return total / self.tokens
+    def remove(self, layer: int, states: list[dict[int, torch.Tensor]]) -> None:
+        """Leave a layer out for good, with what then enters those above."""
+        self.kept.remove(layer)
+        for entering, entered in zip(self._entering, states, strict=True):
+            del entering[layer]
+            entering |= entered
 
-    def _logits(self, batch: dict[str, Any], layers: tuple[int, ...]) -> torch.Tensor:
-        """Of the predicted tokens of a batch, when `layers` alone run, [predicted, vocabulary], in float32."""
-        self._gate.plan = whole_columns(self._depth, layers)
-        labels = batch["labels"][:, batch["prompt_columns"] :]
-        columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        logits = self._model(**columns, use_cache=False, logits_to_keep=labels.shape[1] + 1).logits
-        predicted: torch.Tensor = logits[:, :-1][labels != IGNORED].float()
-        return predicted
+    def _run(
+        self, batch: _Batch, layers: Sequence[int], hidden: torch.Tensor | None = None
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Run `layers` alone, the first of them on `hidden` where it is given.
+
+        Returns what enters each of them, and the logits of the predicted tokens [predicted, vocabulary].
+        """
+        self._gate.plan = whole_columns(self._depth, tuple(layers))
+        entering: dict[int, torch.Tensor] = {}
+        with ExitStack() as hooks:
+
+            def enter(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                given = hidden if hidden is not None and layer == layers[0] else args[0]
+                entering[layer] = given
+                return (given, *args[1:]), kwargs
+
+            def predict(module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+                return args[0][batch.predicting][None]  # [rows, positions, hidden] -> [1, predicted, hidden]
+
+            for layer in layers:
+                hook = self._layers[layer].register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
+                hooks.callback(hook.remove)
+            hooks.callback(self._model.get_output_embeddings().register_forward_pre_hook(predict).remove)
+            logits: torch.Tensor = self._model(batch.input_ids, use_cache=False).logits
+        return entering, logits[0]
 
     def _influence(self) -> tuple[float, ...]:
         """Block Influence of each layer, over the positions that hold tokens; the last layer's is not known: 1."""
         shares = []
         for layer in range(self._depth - 1):
             cosines = [
-                functional.cosine_similarity(entering[layer].float(), entering[layer + 1].float(), dim=-1)[
-                    batch["attention_mask"].bool()
-                ]
+                functional.cosine_similarity(entering[layer].float(), entering[layer + 1].float(), dim=-1)[batch.real]
                 for batch, entering in zip(self._batches, self._entering, strict=True)
             ]
             shares.append(1 - float(torch.cat(cosines).mean()))
         return (*shares, 1.0)
 
-    @contextmanager
-    def _hooked(self, hooks: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        handles = [self._layers[n].register_forward_pre_hook(hook, with_kwargs=True) for n, hook in hooks.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+def _agreement(shares: torch.Tensor, logits: torch.Tensor) -> float:
+    """The sum over tokens of full depth's shares times the log shares of `logits`, both [tokens, vocabulary].
+
+    Few tokens at a time: a vocabulary of floats for each would not fit the processor's caches.
+    """
+    total = 0.0
+    for part, given in zip(shares.split(HEAD_ROWS), logits.split(HEAD_ROWS), strict=True):
+        total += float(functional.log_softmax(given.float(), dim=-1).mul_(part).sum())
+    return total
 
 
 def _remove(
     measured: _Measured, depth: int, shortlist: int | None, advance: Callable[[int, int, float], None]
 ) -> tuple[list[int], dict[int, float]]:
     """Remove one layer after the other. Returns them, the least important first, and the divergence by layers left."""
-    kept, removed, now = list(range(depth)), list[int](), 0.0
+    removed, now = list[int](), 0.0
     divergence = {depth: 0.0}
-    costs: dict[int, float] = {}  # layer -> what its removal added to the divergence when it was last tried
+    # layer -> what its removal added to the divergence when it was last tried; at first a guess, which only orders
+    costs = dict(enumerate(measured.influence))
     total = depth - 2
-    while len(kept) > 2:
-        measured.enter(tuple(kept))
-        candidates = sorted(kept[1:-1], key=lambda layer: costs.get(layer, -math.inf))
-        tried = {layer: measured.without(layer) for layer in candidates[: shortlist if costs else None]}
-        costs |= {layer: value - now for layer, value in tried.items()}
-        least = min(tried, key=lambda layer: (tried[layer], layer))
-        now = tried[least]
-        kept.remove(least)
-        del costs[least]
+    while len(measured.kept) > 2:
+        candidates = sorted(measured.kept[1:-1], key=lambda layer: costs[layer])
+        least, lowest, entering = -1, math.inf, list[dict[int, torch.Tensor]]()
+        for layer in candidates[: shortlist if removed else None]:
+            found, states = measured.without(layer, lowest)
+            costs[layer] = found - now  # of some of the rows, where it passed the limit
+            if found < lowest:
+                least, lowest, entering = layer, found, states
+        if least < 0:
+            raise ConfigError("without a layer the model's predictions are not finite: take another dtype, as float32")
+        now = lowest
+        measured.remove(least, entering)
         removed.append(least)
-        divergence[len(kept)] = now
+        divergence[len(measured.kept)] = now
         advance(len(removed), total, now)
     return removed, divergence
 
 
-def _keep(entering: dict[int, torch.Tensor], layer: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering[layer] = args[0]
-
-    return hook
-
-
-def _give(hidden: torch.Tensor) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (hidden, *args[1:]), kwargs
-
-    return hook
-
-
-def _batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[dict[str, Any]]:
+def _batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> list[_Batch]:
     """The rows in batches of similar lengths, of `BATCH_TOKENS` padded tokens or a single row."""
-    ordered = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
     groups: list[list[tuple[Sequence[int], Sequence[int]]]] = [[]]
-    for row in ordered:
-        longer = [*groups[-1], row]
-        width = max(len(prompt) for prompt, _ in longer) + max(len(completion) for _, completion in longer)
-        if groups[-1] and width * len(longer) > BATCH_TOKENS:
+    for row in sorted(rows, key=lambda row: len(row[0]) + len(row[1])):
+        if groups[-1] and (len(row[0]) + len(row[1])) * (len(groups[-1]) + 1) > BATCH_TOKENS:
             groups.append([])
         groups[-1].append(row)
-    return [lay_out([list(p) for p, _ in group], [list(c) for _, c in group], 0) for group in groups]
+    return [_batch(group, device) for group in groups]
+
+
+def _batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> _Batch:
+    ids = pad_sequence([torch.tensor([*prompt, *completion]) for prompt, completion in rows], batch_first=True)
+    positions = torch.arange(ids.shape[1])
+    starts = torch.tensor([len(prompt) for prompt, _ in rows])[:, None]
+    ends = starts + torch.tensor([len(completion) for _, completion in rows])[:, None]
+    predicting = (starts - 1 <= positions) & (positions < ends - 1)
+    return _Batch(ids.to(device), (positions < ends).to(device), predicting.to(device), int(predicting.sum()))

@@ -10,7 +10,7 @@ from tiny_models import END, PAD, ragged_prompts, tiny_opt
 from eval.systems.calm import calm_generate, margins
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
-from skipdecode.fastpath.model import lean_decoder
+from skipdecode.generate.fast_path import fast_path
 
 LAYERS, NEW = 6, 10
 NORMS = {
@@ -175,6 +175,6 @@ def test_copies_for_propagation_are_made_once() -> None:
     ids, mask = ragged_prompts([4], 6)
     model = tiny("opt")
     calm(model, ids, mask, 0.5, weights="packed")
-    made = module._KEY_VALUES[lean_decoder(model, "packed")]
+    made = module._KEY_VALUES[fast_path(model).decoder("packed")]
     calm(model, ids, mask, 0.9, weights="packed")
-    assert module._KEY_VALUES[lean_decoder(model, "packed")] is made
+    assert module._KEY_VALUES[fast_path(model).decoder("packed")] is made

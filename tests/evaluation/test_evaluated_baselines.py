@@ -67,9 +67,11 @@ def set_generation(folder: Path, **settings: Any) -> None:
 def test_a_checkpoint_whose_generate_returns_more_than_texts_has_the_same_ones(full: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(full, tmp_path / "full"))
     set_generation(folder, return_dict_in_generate=True, output_scores=True)
+    order = tmp_path / "order.json"  # by which also a model drafts that wasn't trained to skip
+    order.write_text("[0, 5, 2, 4, 1, 3]")
     for checkpoint, output in ((full, tmp_path / "plain"), (folder, tmp_path / "more")):
-        evaluate(output, "--checkpoint", checkpoint, "--speedup", "2", "--lossless", "2")
-    for label in ("1x", "2x", "lossless-2x"):
+        evaluate(output, "--checkpoint", checkpoint, "--speedup", "2", "--lossless", "2", "auto", "--order", order)
+    for label in ("1x", "2x", "lossless-2x", "lossless"):
         assert predictions(tmp_path / "more", label) == predictions(tmp_path / "plain", label)
 
 
@@ -351,6 +353,13 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--max-new-tokens", "120"], "the model has 128 positions and max_new_tokens is 120"),
         (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference takes no exits by itself"),
         (["--speedup", "1", "--lossless", "auto"], "--lossless is auto: the checkpoint names no speed above 1"),
+        (["--order", "ORDER"], "--order says which layers draft for --lossless auto"),
+        (["--lossless", "2", "--order", "ORDER"], "--order says which layers draft for --lossless auto"),
+        (
+            ["--lossless", "auto", "--order", "ORDER"],
+            "order file 'ORDER': order has 2 layers: it must have",
+        ),
+        (["--lossless", "auto", "--order", "nowhere.json"], "order file 'nowhere.json' can't be read"),
         (["--compare", "nothing"], "expected NAME=PATH"),
         (["--compare", "=report.json"], "expected NAME=PATH"),
         (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
@@ -364,6 +373,7 @@ def test_a_bad_request_is_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("DEEPER").write_text(SkipSchedule(9, 5, 3).to_json())
+    Path("ORDER").write_text("[0, 1]")
     Path("2x.json").write_text(SkipSchedule(6, 5, 3).to_json())
     Path("E2E").mkdir()
     for name in ("devset.csv", "testset_w_refs.csv"):

@@ -75,6 +75,10 @@ def test_lossless_texts_are_those_of_full_depth_and_every_token_is_held_against_
         assert row.same_texts == full.same_texts == report.examples
         texts = [(evaluated / "predictions" / f"{label}.jsonl").read_text() for label in (row.label, "1x")]
         assert texts[0] == texts[1]
+        for timing in row.timings:
+            assert timing.acceptance_rate is None or 0 <= timing.acceptance_rate <= 1  # None: drafts did not pay
+            assert timing.tokens_per_verification >= 1
+    assert all(timing.tokens_per_verification is None for row in (full, fast) for timing in row.timings)
     checkpoint = load_checkpoint(report.checkpoint, None, torch.device("cpu"))
     lines = (evaluated / "predictions" / "1x.jsonl").read_text().splitlines()
     prompts = [checkpoint.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]

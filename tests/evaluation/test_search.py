@@ -13,7 +13,6 @@ import torch
 from small_runs import train_small
 
 import eval.cli
-import eval.lineup
 import eval.search.trials
 from data import load_task
 from eval.decoding import decode_test_set
@@ -26,6 +25,7 @@ from skipdecode import SkipSchedule, skip_generate
 from skipdecode.checkpoint.checksums import SEAL
 from skipdecode.checkpoint.loading import load_model, load_tokenizer
 from skipdecode.checkpoint.skip_config import SkipConfig
+from skipdecode.generate.fast_path import FastPath
 
 VALIDATION, TOKENS = 20, 10
 DATA = f"data.options={{train_size: 60, validation_size: {VALIDATION}, test_size: 6}}"
@@ -165,7 +165,7 @@ def test_a_search_goes_on_with_its_weights_whatever_memory_is_free(
     monkeypatch.setattr(eval.search.trials, "decode_test_set", noted)
     before = report_of(found)["weights"]
     other = "model" if before == "packed" else "packed"
-    monkeypatch.setattr(eval.lineup, "choose_weights", lambda model: other)
+    monkeypatch.setattr(FastPath, "usual_weights", lambda fast: other)
     assert main(arguments(checkpoint, copy)) == 0
     assert [*chosen, report_of(copy)["weights"]] == [before] * 2
 

@@ -29,14 +29,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.skip_generate import resolve_schedule
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.lengths import Lengths
-from skipdecode.schedule.machine_profile import (
-    Profile,
-    TimedBatch,
-    find_profile,
-    has_profiles,
-    profiles_folder,
-    setting_of,
-)
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile, relative_times
 from skipdecode.timing.step_clock import StepClock
@@ -116,7 +109,7 @@ def test_measuring_gives_a_line_over_all_depths_and_leaves_the_model_as_it_was(
             return prefill(stop) + 0.3 * (prefill(most) - prefill(stop)) + 0.002 * (most - stop)
 
     monkeypatch.setattr("skipdecode.timing.calibrate.skip_generate", decoded)
-    monkeypatch.setattr("skipdecode.timing.calibrate.StepClock", Clock)
+    monkeypatch.setattr("skipdecode.timing.step_clock.StepClock", Clock)
     model = tiny_opt("opt", layers).train()
     try:
         cost = measure_cost(model, batch_size=2, prompt_length=500, repeats=2, steps=3)  # it has 96 positions
@@ -420,7 +413,7 @@ def test_a_home_that_cannot_be_read_holds_no_profile_and_keeps_none(
 
     for name in ("is_dir", "mkdir"):
         monkeypatch.setattr(Path, name, refuse)
-    assert not has_profiles()
+    assert find_profile(timed.setting) is None
     with pytest.raises(ConfigError, match=r"the profile can't be kept: .*XDG_CACHE_HOME"):
         timed.save()
 

@@ -16,8 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.fastpath.model import lean_decoder
-from skipdecode.fastpath.support import why_not_lean
+from skipdecode.generate.fast_path import fast_path
 
 FULL = SkipSchedule.full_depth(6)
 
@@ -79,7 +78,7 @@ def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
     model = fresh(name)
     both(model)
     UPDATES["EMA"][1](model, None)
-    assert why_not_lean(model) is None
+    assert fast_path(model).why_not() is None
     assert_same(both(model))
 
 
@@ -101,10 +100,10 @@ def test_an_unchanged_model_keeps_its_copies_also_where_weights_are_not_numbers(
     model = fresh("opt")
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = float("nan")
-    first = lean_decoder(model, "packed")
-    assert lean_decoder(model, "packed") is first
-    assert lean_decoder(model, "model") is lean_decoder(model, "model")
-    assert lean_decoder(model, "packed") is first
+    first = fast_path(model).decoder("packed")
+    assert fast_path(model).decoder("packed") is first
+    assert fast_path(model).decoder("model") is fast_path(model).decoder("model")
+    assert fast_path(model).decoder("packed") is first
 
 
 def layer(model: Any) -> Any:
@@ -240,5 +239,5 @@ def test_what_transformers_leaves_in_a_model_does_not_slow_it_down(name: str) ->
     model(torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2))
     adapted.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
-    assert why_not_lean(adapted.merge_and_unload()) is None
+    assert fast_path(adapted.merge_and_unload()).why_not() is None
     assert_same(both(model))

@@ -21,7 +21,7 @@ from skipdecode import SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.cli.process import quick_imports, run_command
-from skipdecode.fastpath.model import usual_weights
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, profiles_folder, setting_of
 from skipdecode.timing.compare import Decoded, Decoder, compare
 
@@ -235,7 +235,7 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
     model, _ = skipdecode.load(trained)
     sizes, times = skipdecode.CostModel.of(model), {1: 1.0, 6: 3.0}
     batch = TimedBatch(1, 64, 72, times, times, dict.fromkeys(times, 0.0))
-    path = Profile(setting_of(model, sizes, usual_weights(model)), 6, (batch,), "2026-01-02").save()
+    path = Profile(setting_of(model, sizes, fast_path(model).usual_weights()), 6, (batch,), "2026-01-02").save()
     try:
         assert main(["info", trained]) == 0
         out, _ = said(capsys)

@@ -19,7 +19,8 @@ from tiny_models import ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
-from skipdecode.fastpath.model import LeanDecoder, choose_weights, lean_decoder
+from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.kernels import cpu as native
 from skipdecode.kernels.cpu import CHOICE, NativeLinear, kernels
@@ -409,11 +410,11 @@ def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
     instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a processor with AVX2 alone, for which oneDNN has no bfloat16."""
-    for module in ("lean", "projections"):
+    for module in ("generate.fast_path", "kernels.linear"):
         monkeypatch.setattr(f"skipdecode.{module}.has_bfloat16_on_cpu", lambda: False)
     monkeypatch.setattr("skipdecode.kernels.linear.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
     model = tiny_opt.__wrapped__("opt", 6).bfloat16()
-    assert choose_weights(model) == ("packed" if instructions in ("avx512_vnni", "avx2") else "model")
+    assert fast_path(model).usual_weights() == ("packed" if instructions in ("avx512_vnni", "avx2") else "model")
     packed, plain = (logits_of(LeanDecoder(model, weights), [5, 12, 30]) for weights in ("packed", "model"))
     for ours, theirs in zip(packed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.1 * float(theirs.abs().max()), rtol=0)
@@ -422,8 +423,8 @@ def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
 def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with chosen("none", monkeypatch):
         model = tiny_opt.__wrapped__("opt", 6)
-        assert lean_decoder(model, "packed")._native is None
-        assert isinstance(lean_decoder(model, "int8").blocks[0].out, Int8Linear)
+        assert fast_path(model).decoder("packed")._native is None
+        assert isinstance(fast_path(model).decoder("int8").blocks[0].out, Int8Linear)
         with pytest.raises(ConfigError, match=r"int4.*compiler"):
             generate(model, [3], SCHEDULES[0], weights="int4")
         plain = generate(model, [3, 9], SCHEDULES[0], weights="packed")

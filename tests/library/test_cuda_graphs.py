@@ -13,7 +13,7 @@ from tiny_models import tiny_opt
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.fastpath import cuda_graphs as graphs
-from skipdecode.fastpath.model import lean_decoder
+from skipdecode.generate.fast_path import fast_path
 
 
 @pytest.mark.parametrize("name", sorted({*MODELS} - WINDOWED))
@@ -24,7 +24,7 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
     for lengths in ([3, 12, 5], [9], [2, 4, 6], [40], [3, 12, 5], [6, 6]):
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
-    assert lean_decoder(model).kept_graphs
+    assert fast_path(model).decoder().kept_graphs
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
@@ -109,7 +109,7 @@ def test_positions_that_are_given_share_buffers_with_those_that_are_not(name: st
 def test_graphs_are_freed_with_their_model() -> None:
     model: Any = fresh("llama")
     generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
-    decoder = weakref.ref(lean_decoder(model))
+    decoder = weakref.ref(fast_path(model).decoder())
     assert decoder().kept_graphs  # type: ignore[union-attr]
     del model
     # Twice: what comes back to life in a pass, as a tensor's Python object may, is left with all the rest for the next.
@@ -123,7 +123,7 @@ def test_copies_and_graphs_of_weights_that_have_changed_are_freed_before_others_
     gc.disable()  # which would find them later
     try:
         generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
-        decoder = weakref.ref(lean_decoder(model))
+        decoder = weakref.ref(fast_path(model).decoder())
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
@@ -136,7 +136,7 @@ def test_threads_keep_and_take_graphs_at_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(graphs, "KEPT", 5)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    decoder = lean_decoder(tiny("opt"))
+    decoder = fast_path(tiny("opt")).decoder()
     try:
 
         def work(seed: int) -> None:
@@ -184,7 +184,7 @@ def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) ->
     model = tiny_opt("opt", 6, seed=10)
     for rows in (1, 2, 3, 4, 1, 5):
         generate(model, [4] * rows, SCHEDULES[0], cuda_graphs=True)
-    assert [key[2] for key in lean_decoder(model).kept_graphs] == [3, 4, 1, 5]
+    assert [key[2] for key in fast_path(model).decoder().kept_graphs] == [3, 4, 1, 5]
 
 
 def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_way() -> None:
@@ -196,7 +196,7 @@ def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_w
             generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert len(lean_decoder(model).kept_graphs) == 2
+    assert len(fast_path(model).decoder().kept_graphs) == 2
 
 
 def test_a_cache_that_is_handed_out_is_never_written_again() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,16 +11,9 @@ from lean_cases import SCHEDULES, fresh, generate
 
 from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_generate
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.fastpath.model import lean_decoder
-from skipdecode.generate import skip_generate as decode
-from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, DraftRecord, draft_record, hoped, pass_seconds
-from skipdecode.generate.skip_generate import (
-    choose_draft,
-    draft_candidates,
-    lossless_costs,
-    resolve_plan,
-    resolve_schedule,
-)
+from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, DraftRecord, hoped, pass_seconds
+from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.skip_generate import choose_draft, resolve_plan, resolve_schedule
 from skipdecode.kernels.cpu import kernels
 from skipdecode.schedule.machine_profile import Profile, TimedBatch
 from skipdecode.timing.compare import Decoder
@@ -163,6 +157,20 @@ def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
     assert rounds == 40
 
 
+def test_after_drafts_that_never_pay_full_depth_runs_for_a_while_before_the_next_one() -> None:
+    length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
+    tried: list[int] = []
+    for step in range(200):
+        drafted = not length.rests and len(length.rule(1, [3] * MOST_DRAFTS).worth) > 0
+        if drafted:
+            length.learn([(0.95, False)], [1], 1, 1)
+            tried.append(step)
+        else:
+            length.learn_pace(1, 1, 1.0)
+    assert tried[:4] == [0, 1, 2, 3], "a step's time may be lost at first, and each costs a quarter"
+    assert all(after - before > 20 for before, after in pairwise(tried[3:]))
+
+
 def test_an_unsure_draft_is_the_last() -> None:
     record = DraftRecord()
     for _ in range(100):
@@ -193,17 +201,17 @@ def test_passes_take_what_was_measured_and_beyond_it_what_that_and_bytes_say() -
 @pytest.mark.skipif(kernels() is None, reason="else drafts are computed as full depth is")
 def test_drafts_whose_weights_were_not_timed_cost_less_by_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("opt")
-    decoder, sizes = lean_decoder(model, "packed"), CostModel.of(model)
+    sizes, solved = CostModel.of(model), fast_path(model).solved()
     by_bytes, fewer = (pass_seconds(sizes.stored_as(weights), None, 64) for weights in (None, "int8"))
-    whole, drafts = lossless_costs(model, decoder, 64)
+    whole, drafts = solved.lossless_costs(model, "packed", "int8", 64)
     assert (whole(6, 1), drafts(2, 1)) == (by_bytes(6, 1), fewer(2, 1))
     timed = Profile({}, 6, (TimedBatch(1, 64, 64, {1: 1.0, 6: 6.0}, {1: 1.0, 6: 2.0}, {1: 0.0, 6: 0.0}),), "today")
-    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed if weights == "packed" else None)
-    whole, drafts = lossless_costs(model, decoder, 64)
+    monkeypatch.setattr(solved, "profile", lambda model, weights: timed if weights == "packed" else None)
+    whole, drafts = solved.lossless_costs(model, "packed", "int8", 64)
     assert whole(6, 1) == pytest.approx(6)
     assert drafts(2, 1) == pytest.approx(whole(2, 1) * fewer(2, 1) / by_bytes(2, 1))
-    monkeypatch.setattr(decode, "profile_for", lambda model, weights: timed)
-    assert lossless_costs(model, decoder, 64)[1](2, 1) == pytest.approx(whole(2, 1))
+    monkeypatch.setattr(solved, "profile", lambda model, weights: timed)
+    assert solved.lossless_costs(model, "packed", "int8", 64)[1](2, 1) == pytest.approx(whole(2, 1))
 
 
 def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
@@ -214,14 +222,15 @@ def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
     trained = {1.0: SkipSchedule.full_depth(6), 2.0: SkipSchedule(6, 5, 2, horizon=8), 3.0: fastest}
     model.config.skipdecode = SkipConfig(trained, solver={"horizon": 8}).to_dict()
     one, two = (replace(fastest, max_layers=n, min_layers=n) for n in (1, 2))
-    decoder = lean_decoder(model)
+    fast = fast_path(model)
+    weights = fast.decoder().weights
     assert choose_draft(model, prompts) != one, "of more layers twice as many are hoped to be taken"
-    for candidate in draft_candidates(model):
+    for candidate in fast_path(model).solved().draft_candidates():
         for _ in range(500):
-            draft_record(decoder, candidate, do_sample=False).add(0.8, candidate == two)
+            fast.draft_record(weights, candidate, do_sample=False).add(0.8, candidate == two)
     assert choose_draft(model, prompts) == two
     for _ in range(2000):
-        draft_record(decoder, one, do_sample=False).add(0.8, True)
+        fast.draft_record(weights, one, do_sample=False).add(0.8, True)
     assert choose_draft(model, prompts) == one
     sampled = choose_draft(model, prompts, do_sample=True)
     assert sampled != one, "a seed gives one text, whatever was decoded before"
@@ -236,15 +245,22 @@ def test_of_layers_that_have_hardly_drafted_it_is_hoped_that_they_do_better() ->
 
 def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:
     model = fresh("opt")
-    decoder = lean_decoder(model)
+    fast = fast_path(model)
+    weights = fast.decoder().weights
     request: dict[str, Any] = {"lossless": True, "max_new_tokens": 30}
     generate(model, [5], SCHEDULES[0], **request)
-    kept = draft_record(decoder, SCHEDULES[0], do_sample=False)
+    kept = fast.draft_record(weights, SCHEDULES[0], do_sample=False)
+    looked_at = fast.draft_record(weights, SCHEDULES[0], "looked at", do_sample=False)
+    assert not looked_at.pace, "what one kind of loop takes says nothing of another"
+    generate(model, [5], SCHEDULES[0], **request, repetition_penalty=1.1)
+    assert looked_at.pace
     assert kept.taken() < 0.75 < DraftRecord().taken()
     generate(model, [5], SCHEDULES[0], **{**request, "do_sample": True})
-    assert draft_record(decoder, SCHEDULES[0], do_sample=False) is kept
-    assert draft_record(decoder, SCHEDULES[0], do_sample=True).taken() == DraftRecord().taken()
-    assert draft_record(decoder, replace(SCHEDULES[0], horizon=9), do_sample=False).taken() == DraftRecord().taken()
+    assert fast.draft_record(weights, SCHEDULES[0], do_sample=False) is kept
+    assert fast.draft_record(weights, SCHEDULES[0], do_sample=True).taken() == DraftRecord().taken()
+    assert (
+        fast.draft_record(weights, replace(SCHEDULES[0], horizon=9), do_sample=False).taken() == DraftRecord().taken()
+    )
 
 
 def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for_that_of_the_whole(
@@ -265,7 +281,7 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
         drafted.append(found.schedule)
         return found
 
-    for module in ("decode", "engine", "texts"):
+    for module in ("generate.skip_generate", "engine.engine", "timing.compare"):
         monkeypatch.setattr(f"skipdecode.{module}.resolve_plan", note)
     ids = torch.arange(6, 30)[None]
     request: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}

@@ -13,9 +13,8 @@ from torch import nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.fastpath import model as lean
-from skipdecode.fastpath.model import alibi_slopes, choose_weights, lean_decoder
-from skipdecode.fastpath.support import look_at, why_not_lean
+from skipdecode.fastpath.model import alibi_slopes
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels import int8
 from skipdecode.kernels.int8 import Int8Linear
 
@@ -25,7 +24,7 @@ from skipdecode.kernels.int8 import Int8Linear
 @pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["skipping", "even placement"])
 def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule: SkipSchedule) -> None:
     model = tiny(name)
-    assert why_not_lean(model) is None
+    assert fast_path(model).why_not() is None
     answers = {"return_dict_in_generate": True, "output_logits": True}
     lean = generate(model, lengths, schedule, **answers)
     stock = generate(model, lengths, schedule, cache_implementation="dynamic", **answers)
@@ -61,14 +60,14 @@ def test_weights_of_a_type_without_a_packed_layout_are_refused(dtype: torch.dtyp
 def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_opt("opt", 6, seed=12)
     size = sum(p.numel() * 4 for p in model.parameters())
-    monkeypatch.setattr(lean, "free_memory", lambda: 2 * size)
-    assert choose_weights(model) == "model"
-    monkeypatch.setattr(lean, "free_memory", lambda: 2 * size + 1)
-    assert choose_weights(model) == "packed"
-    lean_decoder(model)
-    monkeypatch.setattr(lean, "free_memory", lambda: 0)
-    assert choose_weights(model) == "packed"  # they are there already
-    assert choose_weights(tiny_opt("opt", 6, seed=13).half()) == "model"
+    monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 2 * size)
+    assert fast_path(model).usual_weights() == "model"
+    monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 2 * size + 1)
+    assert fast_path(model).usual_weights() == "packed"
+    fast_path(model).decoder()
+    monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 0)
+    assert fast_path(model).usual_weights() == "packed"  # they are there already
+    assert fast_path(tiny_opt("opt", 6, seed=13).half()).usual_weights() == "model"
 
 
 def test_copies_of_weights_are_for_the_cpu() -> None:
@@ -76,7 +75,7 @@ def test_copies_of_weights_are_for_the_cpu() -> None:
         model = tiny_opt.__wrapped__("opt", 2)
     for weights in ("packed", "int8"):
         with pytest.raises(ConfigError, match=f"weights='{weights}' needs a CPU with oneDNN, and the model is on meta"):
-            lean_decoder(model, weights)
+            fast_path(model).decoder(weights)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "opt-350m", "bloom"])
@@ -85,17 +84,17 @@ def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> 
     expected = generate(model, [3, 12, 5], SCHEDULES[0])
     handle = model.register_forward_hook(lambda *_: None)
     try:
-        assert why_not_lean(model) == "the model has hooks"
+        assert fast_path(model).why_not() == "the model has hooks"
         assert torch.equal(generate(model, [3, 12, 5], SCHEDULES[0]), expected)
     finally:
         handle.remove()
-    assert why_not_lean(model) is None
+    assert fast_path(model).why_not() is None
 
 
 def test_an_adapter_is_never_left_out() -> None:
     model = get_peft_model(tiny_opt("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     model.eval()
-    reason = why_not_lean(model.get_base_model())
+    reason = fast_path(model.get_base_model()).why_not()
     assert "is a Linear" in str(reason)  # peft's, not torch's
     adapted = generate(model, [5, 5], SCHEDULES[0])
     with model.disable_adapter():
@@ -134,10 +133,10 @@ class Doubled(nn.Sequential):
 )
 def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
     model = tiny_family.__wrapped__("gpt2")
-    assert why_not_lean(model) is None
+    assert fast_path(model).why_not() is None
     spoil(model)
-    assert reason in str(why_not_lean(model))
-    assert why_not_lean(model) == why_not_lean(model)
+    assert reason in str(fast_path(model).why_not())
+    assert fast_path(model).why_not() == fast_path(model).why_not()
 
 
 def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> None:
@@ -156,11 +155,11 @@ def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> N
 def test_decoding_leaves_nothing_that_the_next_call_must_look_at_again(name: str) -> None:
     model = tiny(name)
     generate(model, [3, 5], SCHEDULES[0])
-    look = look_at(model)
+    look = fast_path(model).look()
     generate(model, [3, 5], SCHEDULES[0])
-    assert look_at(model) is look
+    assert fast_path(model).look() is look
     assert generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None  # behind gates
-    assert look_at(model).same_weights_as(look)
+    assert fast_path(model).look().same_weights_as(look)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 16])

@@ -23,7 +23,7 @@ FAMILIES = ["opt", "opt-350m", "llama", "gpt2", "bloom"]
 
 
 def rows(seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Of unlike lengths, so that both sides of a batch are padded."""
+    """Of unlike lengths, so that a batch is padded."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
@@ -125,6 +125,14 @@ def test_rows_are_drawn_without_replacement_within_a_number_of_tokens() -> None:
 def test_rows_that_nothing_can_be_measured_on_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_order(fresh("opt"), given)
+
+
+def test_predictions_that_are_not_finite_are_refused() -> None:
+    model: Any = fresh("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0] = torch.nan
+    with pytest.raises(ConfigError, match="predictions are not finite"):
+        find_order(model, rows())
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:

@@ -26,10 +26,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
-from skipdecode.fastpath import model as lean
-from skipdecode.fastpath.model import draft_decoder, lean_decoder
 from skipdecode.generate import lossless_loop as lossless
-from skipdecode.generate import skip_generate as decode
+from skipdecode.generate.fast_path import FastPath, fast_path
 from skipdecode.generate.lossless_loop import DraftCounts
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.kernels.cpu import kernels
@@ -181,7 +179,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 def test_a_draft_that_is_never_wrong_is_taken_whole(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)  # as exact as full depth
+    monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)  # as exact as full depth
     (theirs, _), (ours, _) = both("opt", FULL, lengths, max_new_tokens=12, drafts=4)
     assert torch.equal(ours, theirs)
     rows = len(lengths)
@@ -207,23 +205,30 @@ def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     assert sum(layers == LAYERS for layers, _ in passes) == 19
 
 
+def test_a_prompt_alone_asks_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("draft_record", "draft_decoder"):
+        monkeypatch.setattr(FastPath, name, lambda *_, **__: pytest.fail("something drafts"))
+    (theirs, _), (ours, _) = both("opt", FULL, LENGTHS, max_new_tokens=1)
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deepcopy(fresh_model("llama"))
-    packed = lean_decoder(model, "packed")
-    drafter = draft_decoder(model, packed, (0, 5))
+    packed = fast_path(model).decoder("packed")
+    drafter = fast_path(model).draft_decoder(packed, (0, 5))
     assert drafter.weights == "int8"
     assert drafter.runs((0, 5))
     assert not drafter.runs((0, 4, 5))
-    assert draft_decoder(model, packed, (0,)) is drafter
-    more = draft_decoder(model, packed, (0, 4, 5))
+    assert fast_path(model).draft_decoder(packed, (0,)) is drafter
+    more = fast_path(model).draft_decoder(packed, (0, 4, 5))
     assert more.runs((0, 4, 5))
     assert more.blocks[5] is drafter.blocks[5], "a copy is made once"
-    monkeypatch.setattr(lean, "free_memory", lambda: 0.0)
-    assert draft_decoder(model, packed, (0, 3)) is packed
+    monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 0.0)
+    assert fast_path(model).draft_decoder(packed, (0, 3)) is packed
     for weights in ("model", "int8", "int4"):
-        own = lean_decoder(model, weights)
-        assert draft_decoder(model, own, (0,)) is own
+        own = fast_path(model).decoder(weights)
+        assert fast_path(model).draft_decoder(own, (0,)) is own
 
 
 def test_no_padding_is_asked_for_where_no_token_ends_a_text() -> None:
@@ -274,7 +279,7 @@ def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.
 def test_a_draft_from_full_depths_own_distribution_is_taken_whole(
     monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    monkeypatch.setattr(decode, "draft_decoder", lambda model, decoder, layers: decoder)
+    monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)
     sampled_texts("opt", FULL, rows=50, calls=1)
     assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
 
@@ -342,7 +347,7 @@ def test_an_untrained_model_drafts_by_an_order_of_its_layers(order: tuple[int, .
     expected = model.generate(ids, **request)
     found = model.generate(ids, **request, custom_generate=skip_generate, lossless=True, order=order)
     assert torch.equal(found, expected)
-    for candidate in decode.draft_candidates(model, order):
+    for candidate in fast_path(model).solved().draft_candidates(order):
         assert set(candidate.layers_at(0)) == set(order[: candidate.max_layers])
 
 

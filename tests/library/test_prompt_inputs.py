@@ -11,7 +11,7 @@ from skipdecode import PlannedCache, SkipSchedule, skip_layers
 from skipdecode.fastpath import prompt_inputs as prefill
 from skipdecode.fastpath.layer import LeanBlock
 from skipdecode.fastpath.model import LeanDecoder
-from skipdecode.fastpath.support import why_not_lean
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 
 FULL = SkipSchedule(LAYERS, 5, 2, horizon=4)
@@ -63,7 +63,7 @@ def assert_prefills_alike(model: Any, schedule: SkipSchedule, ids: torch.Tensor,
 @pytest.mark.parametrize("schedule", [FULL, AS_MAX, STOPPED], ids=["full", "max", "stopped"])
 def test_logits_keys_and_values_are_the_models_own(name: str, schedule: SkipSchedule) -> None:
     model = fresh_model(name)
-    assert why_not_lean(model) is None
+    assert fast_path(model).why_not() is None
     ids, _ = ragged_prompts([12, 12, 12], 3)
     for shown in ("all", "padded", "holes"):
         assert_prefills_alike(model, schedule, ids, masks(shown))

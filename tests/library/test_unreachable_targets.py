@@ -18,8 +18,8 @@ from skipdecode import ConfigError, CostModel, Engine, MeasuredCost, SkipSchedul
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
 from skipdecode.cli.options import main
-from skipdecode.fastpath.model import usual_weights
 from skipdecode.generate import remote_entry as hub
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 from skipdecode.schedule.plan import PLANNED_HEADER, rounded_down
@@ -44,7 +44,9 @@ def profile_of(model: Any, reach: float = REACH) -> Profile:
     """A clock on which a step of one layer is so many times as fast as one of all, and nothing else takes time."""
     times, nothing = {1: 1.0, DEPTH: reach}, {1: 0.0, DEPTH: 0.0}
     batch = TimedBatch(1, 64, 72, times, {1: 1e-9, DEPTH: 1e-9}, nothing)
-    return Profile(setting_of(model, CostModel.of(model), usual_weights(model)), DEPTH, (batch,), "2026-01-02")
+    return Profile(
+        setting_of(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, (batch,), "2026-01-02"
+    )
 
 
 def planned(reach: float = REACH) -> float:
@@ -272,7 +274,9 @@ def test_a_strict_command_refuses_a_later_batch_before_it_writes_an_earlier_ones
         TimedBatch(1, columns, columns, {1: 1.0, DEPTH: reach}, {1: 1.0, DEPTH: 1.0}, nothing)
         for columns, reach in zip(ends, (5.0, 1.2), strict=True)
     )
-    found = Profile(setting_of(model, CostModel.of(model), usual_weights(model)), DEPTH, batches, "2026-01-02")
+    found = Profile(
+        setting_of(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, batches, "2026-01-02"
+    )
     path = found.save()
     try:
         words = [text.replace("\n", "\\n") for text in (short, long)]

@@ -11,6 +11,7 @@ from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
+from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.cost import MACHINES, CostModel, PredictedCost
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
 from train.build import build_task
@@ -80,9 +81,8 @@ def test_profile_auto_uses_this_machines_profile_if_there_is_one(
     for speedup, schedule in zip(without.sampler.speedups, without.sampler.schedules, strict=True):
         assert cpu.speedup(schedule, over="all") >= speedup
     assert SkipConfig.from_dict(without.skip_config.to_dict()).cost_for(without.cost) == cpu, "as it decodes later"
-    from skipdecode.fastpath.model import usual_weights
 
-    weights = usual_weights(without.model)
+    weights = fast_path(without.model).usual_weights()
     profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))
     profile.save()
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
