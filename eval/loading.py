@@ -13,7 +13,7 @@ import torch
 from transformers import DistributedConfig
 
 from data import Example, Task, load_task
-from data.columns import Prompt
+from data.batches import Prompt
 from data.options import task_options_of
 from eval.decoding import encode_test_set
 from eval.difference import difference

@@ -199,7 +199,7 @@ def test_skipdecode_order_reads_rows_from_a_file_or_a_task(
         (["--task", "departure"], "did you mean 'departures'"),
         (["--task", "departures", "--rows", "0"], "--rows is 0: it must be between 1 and 1000000"),
         (["--task", "departures", "--shortlist", "0"], "--shortlist is 0"),
-        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 fit"),
+        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 are allowed"),
         (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists already: name a new file"),
         (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is not a folder"),
     ],
