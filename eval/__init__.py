@@ -1,1 +1,1 @@
-"""Evaluation: decoding a test set at several speeds, scores, wall clock, the report."""
+"""Evaluation: decode a test set at several speeds, compute scores, measure wall-clock time and write reports."""

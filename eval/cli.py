@@ -9,29 +9,29 @@ from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
 
 _DESCRIPTION = """\
-Decode a test set at several speeds; write report.json, report.md, predictions/ and frontier.png. An evaluation that was
-cut off goes on when it is started again with the same options. Under torchrun the processes share the prompts, and the
-first one writes.
+Decode a test set at several speedups and measure quality and speed; write report.json, report.md, predictions/ and
+frontier.png. An interrupted evaluation continues when it is started again with the same options. Under torchrun the
+processes share the prompts, and the first one writes the report.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate a checkpoint. Returns the exit status, as `run_command` does."""
     options = vars(_parser().parse_args(arguments))
-    return run_command(lambda: _evaluate(options), left=lambda: "the same command goes on")
+    return run_command(lambda: _evaluate(options), left=lambda: "run the same command again to continue")
 
 
 def _evaluate(options: dict[str, Any]) -> None:
     compare = _named_paths(options.pop("compare"))
-    from eval.processes import join_processes  # here: they take seconds, and a mistyped option should not
+    from eval.processes import join_processes  # imported here, after options are parsed: it takes seconds
     from eval.request import Request
-    from eval.run import take_part
+    from eval.run import run_process
     from eval.score.bertscore import bert_model
 
     tuples = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
     bert = bert_model(options.pop("bertscore_model"), options.pop("bertscore_layers"))
     request = Request(**{**options, **tuples, "compare": compare, "bert": bert})
-    take_part(request, join_processes(share_model=request.tensor_parallel))
+    run_process(request, join_processes(share_model=request.tensor_parallel))
 
 
 def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
@@ -39,9 +39,9 @@ def _named_paths(pairs: Sequence[str]) -> dict[str, Path]:
     for pair in pairs:
         name, equals, path = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--compare {pair!r}: expected NAME=PATH of a report.json")
+            raise ConfigError(f"--compare {pair!r}: expected NAME=PATH, where PATH is a report.json")
         if name in named:
-            raise ConfigError(f"--compare names {name!r} twice: give each report a name of its own")
+            raise ConfigError(f"--compare names {name!r} twice: give each report its own name")
         named[name] = Path(path)
     return named
 
@@ -60,12 +60,18 @@ def _parser() -> argparse.ArgumentParser:
         "  torchrun --nproc_per_node 8 -m eval --checkpoint outputs/e2e-tiny --data-dir E2E --output out",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a finished run's folder, or a Hub name")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="the folder of a finished run, or a Hub name"
+    )
     add_gguf_file(parser)
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that holds no report")
-    _add_what(parser)
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="the output folder; it must not hold a report"
+    )
+    _add_data(parser)
     _add_systems(parser)
-    parser.add_argument("--batch-size", type=int, default=32, metavar="B", help="prompts decoded together (default 32)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="B", help="number of prompts decoded together (default 32)"
+    )
     parser.add_argument(
         "--time-batch-size",
         dest="time_batch_sizes",
@@ -73,95 +79,109 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=[],
         metavar="B",
-        help="batch sizes to take the speeds at, on prompts drawn evenly from the test set (default: --batch-size)",
+        help="batch sizes for measuring speed, on prompts drawn evenly from the test set (default: --batch-size)",
     )
     parser.add_argument(
         "--time-limit",
         type=int,
         metavar="N",
-        help="how many prompts that is (default 24, or 8 batches); fewer than 5 batches are timed several times",
+        help="number of prompts for measuring speed (default 24 or 8 batches); fewer than 5 batches are repeated",
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's")
     parser.add_argument(
         "--weights",
         choices=["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"],
-        help="what prompts and steps compute with, as in skip_generate (8 and 4 bits on CPU, activations in 8 bits)",
+        help="weight format of prefill and decode, as in skip_generate (8 and 4 bits on CPU, with 8-bit activations)",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda where there is one, or one a process")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a checkpoint contains")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda if available, with one GPU per process")
     parser.add_argument(
         "--device-map",
         metavar="MAP",
-        help="spread the layers of a model that is too large for one GPU over several, as transformers does: auto, "
+        help="spread the layers of a model that is too large for one GPU over several GPUs, as in transformers: auto, "
         "balanced, sequential",
     )
     parser.add_argument(
         "--tensor-parallel",
         action="store_true",
-        help="share each layer among torchrun's processes, by the plan that transformers has for the model: they "
+        help="split each layer over torchrun's processes, by the model's tensor-parallel plan in transformers; they "
         "decode every batch together",
     )
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="default: the task's (bleu, nist, rougeL, …)")
-    add_tokenizer(parser)
-    parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
-    parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
     parser.add_argument(
-        "--compare", nargs="+", default=[], metavar="NAME=REPORT", help="other report.json files to draw in the picture"
+        "--metrics", nargs="+", metavar="NAME", help="default: those of the task (bleu, nist, rougeL, …)"
+    )
+    add_tokenizer(parser)
+    parser.add_argument(
+        "--bertscore-model", metavar="MODEL", help="compute BERTScore with this model: a folder or a Hub name"
+    )
+    parser.add_argument(
+        "--bertscore-layers",
+        type=int,
+        metavar="N",
+        help="layer for BERTScore; default: that of bert-score for the model",
+    )
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="NAME=REPORT",
+        help="other report.json files to include in the picture",
     )
     return parser
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is decoded")
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
     add_task(group)
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the task's")
+    group.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts of the test set")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: that of the task")
 
 
 def add_gguf_file(parser: argparse._ActionsContainer) -> None:
-    """The option that names a GGUF file of the checkpoint."""
-    parser.add_argument("--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in it")
+    """Add the option for a GGUF file."""
+    parser.add_argument(
+        "--gguf-file", metavar="FILE", help="read model and tokenizer from this GGUF file in the checkpoint folder"
+    )
 
 
 def add_task(parser: argparse._ActionsContainer) -> None:
-    """The options that name a task."""
+    """Add the options of the task."""
     add = parser.add_argument
-    add("--task", help="default: what the checkpoint was trained on")
-    add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
+    add("--task", help="default: the task that the checkpoint was trained on")
+    add("--data-dir", metavar="DIR", help="a local folder with the data of the task; default: the Hub, or built in")
     add(
         "--task-option",
         dest="task_options",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="options of the task beside or in place of those that the checkpoint was trained with, such as "
-        "prompt_column=question",
+        help="change options of the task that the checkpoint was trained with, such as prompt_column=question",
     )
 
 
 def add_strict(parser: argparse._ActionsContainer) -> None:
-    """The option that refuses what can't be reached."""
+    """Add the option that fails on unreachable targets."""
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse a target that can't be reached; without it the fastest schedule that the checkpoint was trained "
-        "for decodes, and the report marks the row",
+        help="fail on a target that can't be reached; by default the fastest schedule that the checkpoint was trained "
+        "for is used, and the report marks the row",
     )
 
 
 def add_tokenizer(parser: argparse._ActionsContainer) -> None:
-    """The option that names the words of metrics."""
+    """Add the option for the tokenizer of metrics."""
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="count the words of one of sacrebleu's tokenizers in BLEU, NIST, ROUGE and CIDEr: intl (any language with "
-        "spaces between words), zh, ja-mecab, ko-mecab, flores101, flores200 (downloads a model once), char, 13a, none "
-        "(spaces alone); default: each metric's own words, which are made for English",
+        help="a tokenizer of sacrebleu for BLEU, NIST, ROUGE and CIDEr: intl (any language with spaces between words), "
+        "zh, ja-mecab, ko-mecab, flores101, flores200 (downloads a model once), char, 13a, none (split at spaces); "
+        "default: each metric's own tokenizer, designed for English",
     )
 
 
 def _add_systems(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how", "What is named here takes turns with full depth on each batch.")
+    group = parser.add_argument_group("systems", "All systems take turns with full depth on each batch.")
     group.add_argument(
         "--speedup",
         dest="speedups",
@@ -169,14 +189,15 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="X",
-        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, of many 1 2 "
-        "3 4; none with --reference or --calm-threshold; an exported checkpoint has one speed alone)",
+        help="target wall-clock speedups; 1x is added (default: those that the checkpoint was trained for, or 1 2 3 4 "
+        "if there are more than five; none with --reference or --calm-threshold; an exported checkpoint has a single "
+        "speedup)",
     )
     group.add_argument(
         "--over",
         choices=["decode", "all"],
-        help="what targets are of: decoding, or prompt and decoding together (default: what the checkpoint was trained "
-        "for); both speeds are measured",
+        help="the speedup that targets apply to: decode, or all: end-to-end (prefill + decode); default: as in "
+        "training. Both are measured",
     )
     add_strict(group)
     group.add_argument(
@@ -185,7 +206,7 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="schedules of your own beside the targets: JSON files, whose names the rows get",
+        help="additional schedules: JSON files, whose names become the names of the rows",
     )
     group.add_argument(
         "--lossless",
@@ -193,31 +214,32 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=_draft,
         default=[],
         metavar="X|auto",
-        help="full depth's own texts, drafted at these speedups and verified; auto: drafted by as many layers as pay",
+        help="self-speculative decoding, whose output is identical to full depth, with drafts at these speedups; auto: "
+        "choose the best draft depth",
     )
     group.add_argument(
         "--order",
         metavar="FILE",
-        help="with --lossless auto: the layers of an order draft (skipdecode order finds one), also of a model that "
-        "wasn't trained to skip",
+        help="with --lossless auto: draft with the first layers of this order, from `skipdecode order`; the model "
+        "doesn't have to be trained for skipping",
     )
     group.add_argument(
         "--agreement",
         action="store_true",
-        help="count the tokens that full depth would have chosen, by place in the text: a quality without references",
+        help="measure the agreement with full depth by output position: a quality measure without references",
     )
     group.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's clock for this evaluation, and solve the targets for it (skipdecode calibrate "
-        "measures it once for all)",
+        help="measure a profile of this machine and solve the targets with it, for this evaluation only (skipdecode "
+        "calibrate saves a profile)",
     )
     group.add_argument(
         "--system",
         choices=["skip", "calm"],
         default="skip",
-        help="skip (default): targets are schedules. calm: confidence exits (CALM), as many layers per token as the "
-        "target's schedule, by a threshold that is found on validation data",
+        help="skip (default): layer skipping with schedules. calm: confidence exits (CALM), with the threshold "
+        "calibrated on validation data to the mean layers of the target's schedule",
     )
     group.add_argument(
         "--calm-threshold",
@@ -226,10 +248,10 @@ def _add_systems(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[],
         metavar="L",
-        help="confidences at which tokens leave, in place of targets: 0 is the first layer, above 1 the last",
+        help="exit thresholds instead of targets: at 0 tokens exit after the first layer, above 1 after the last",
     )
     group.add_argument(
         "--reference",
         metavar="DIR",
-        help="measure against this model's full depth: what a shallower checkpoint, or one trained otherwise, gains",
+        help="measure speedups relative to this model at full depth, for example to evaluate a shallower checkpoint",
     )

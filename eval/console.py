@@ -1,16 +1,16 @@
-"""The terminal that results and progress are shown on."""
+"""Consoles and progress bars."""
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, TextColumn
 
 
 def make_console(*, stderr: bool = False, quiet: bool = False, width: int | None = None) -> Console:
-    """A console that prints texts as they are: names of folders and files are no markup, and no emoji.
+    """A console that prints text literally, without markup or emoji, since file names may look like either.
 
     Args:
-        stderr: to standard error.
+        stderr: print to standard error.
         quiet: print nothing.
-        width: columns for tables where the output is a file or a pipe, which has none of its own.
+        width: the width in columns where the output is not a terminal.
     """
     console = Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
     if width is not None and not console.is_terminal:
@@ -19,5 +19,5 @@ def make_console(*, stderr: bool = False, quiet: bool = False, width: int | None
 
 
 def bar_columns() -> tuple[ProgressColumn, ProgressColumn]:
-    """A task's description, as it is, and its bar."""
+    """The columns of a progress bar: its description without markup, and the bar."""
     return TextColumn("{task.description}", markup=False), BarColumn()

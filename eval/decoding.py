@@ -1,4 +1,4 @@
-"""Decoding a test set by several systems, which take turns on each batch."""
+"""Decode a test set with several systems, which take turns on each batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass
 class DecodedSet:
-    """The work of one system on a test set so far: texts and their lengths in its order, and every batch's turn."""
+    """The results of one system on a test set so far: outputs and their lengths in its order, and every batch."""
 
     system: System
     predictions: list[str]
@@ -31,74 +31,74 @@ class DecodedSet:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens after the first of each row, end tokens included, padding not."""
+        """Generated tokens after the first of each sequence, including end tokens, without padding."""
         return sum(turn.tokens for turn in self.turns)
 
     @property
     def steps(self) -> int:
-        """Decode steps of all batches."""
+        """The number of decode steps of all batches."""
         return sum(turn.steps for turn in self.turns)
 
     @property
     def prefill_seconds(self) -> float:
-        """Of all batches, up to their first tokens."""
+        """Seconds of all batches up to their first tokens."""
         return sum(turn.prefill_seconds for turn in self.turns)
 
     @property
     def decode_seconds(self) -> float:
-        """Of all batches, from their first tokens on."""
+        """Seconds of all batches after their first tokens."""
         return sum(turn.decode_seconds for turn in self.turns)
 
     @property
     def mean_layers(self) -> float:
-        """Layers per generated token."""
+        """Mean layers per generated token."""
         return sum(turn.layers for turn in self.turns) / self.tokens if self.tokens else self._first_budget
 
     @property
     def layers_per_step(self) -> float:
-        """Layers that a batch ran per decode step, which are those of the row that goes deepest."""
+        """Mean layers of a batch per decode step, which are those of its deepest sequence."""
         return sum(turn.batch_layers for turn in self.turns) / self.steps if self.steps else self._first_budget
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding."""
+        """Decode throughput."""
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of drafted tokens that stand in the texts; None where nothing was drafted."""
+        """The fraction of drafted tokens that were accepted; None without drafts."""
         drafted = sum(turn.drafted for turn in self.turns)
         return sum(turn.accepted for turn in self.turns) / drafted if drafted else None
 
     @property
     def tokens_per_verification(self) -> float | None:
-        """Tokens of all of a batch's rows for each pass that verified drafts; None where nothing was drafted."""
+        """Tokens of all sequences of a batch per full-depth pass; None without drafts."""
         verifications = sum(turn.verifications for turn in self.turns)
         return self.tokens / verifications if verifications else None
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of the largest batch."""
+        """KV cache of the largest batch."""
         return max((turn.cache_bytes for turn in self.turns), default=0)
 
     @property
     def agreement(self) -> list[tuple[int, int]]:
-        """For each place in a text, tokens that full depth would have chosen, and tokens; empty where not asked for."""
+        """For each output position, the tokens equal to full depth's choice, and all tokens; empty if not requested."""
         agreeing = [turn.agreeing for turn in self.turns if turn.agreeing is not None]
         return [
-            (sum(place), sum(length > n for length in self.lengths))
-            for n, place in enumerate(zip_longest(*agreeing, fillvalue=0))
+            (sum(counts), sum(length > n for length in self.lengths))
+            for n, counts in enumerate(zip_longest(*agreeing, fillvalue=0))
         ]
 
     def bound_over(self, slower: "DecodedSet") -> float | None:
-        """Bytes that the steps of another system must read for texts as long, over those of its own; None without."""
+        """Bytes that a slower system must read, divided by those of this one; None where they aren't known."""
         theirs, ours = (sum(turn.read_bytes for turn in each.turns) for each in (slower, self))
         return theirs / ours if ours else None
 
     def speed_over(self, slower: "DecodedSet", over: Over) -> Ratio:
-        """Seconds in which another system, which took turns, made texts as long, over its own: over the batches.
+        """The speedup over a slower system that took turns with it on sequences of equal length, over the batches.
 
-        With `over="decode"` batches that ended with their first tokens say nothing.
+        With `over="decode"`, batches that ended with their first tokens are left out.
         """
         pairs = [
             (theirs.seconds(over), ours.seconds(over))
@@ -120,9 +120,10 @@ def encode_test_set(
     max_prompt_tokens: int,
     max_new_tokens: int,
 ) -> list[Prompt]:
-    """The prompts of a test set, those with an instruction cut to `max_prompt_tokens` or what the model has room for.
+    """Encode the prompts of a test set.
 
-    Raises ConfigError where one without is longer than the model's positions allow.
+    Prompts with an instruction are truncated to `max_prompt_tokens` or the model's positions. Raises ConfigError
+    where a prompt without an instruction exceeds the model's positions.
     """
     positions = longest_sequence(model.config)
     limit = positions - max_new_tokens + 1 if positions is not None else 2**31
@@ -142,9 +143,9 @@ def decode_test_set(
     batch_size: int,
     max_new_tokens: int,
 ) -> Iterator[list[DecodedSet]]:
-    """Decode `prompts`, the token ids of `examples`, under each schedule, as `take_turns` does.
+    """Decode `prompts`, the token ids of `examples`, under each schedule in turns (`take_turns`).
 
-    The results are in the order of the schedules.
+    Results are in the order of the schedules.
     """
     systems = [SkipSystem(str(number), checkpoint, schedule) for number, schedule in enumerate(schedules)]
     yield from take_turns(
@@ -153,18 +154,18 @@ def decode_test_set(
 
 
 def batch_count(prompts: int, batch_size: int) -> int:
-    """Batches of a set of prompts."""
+    """The number of batches of a set of prompts."""
     return -(-prompts // batch_size)
 
 
 def batches_of_like_length(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """The numbers of the prompts that decode together, those of like length."""
+    """The indices of the prompts in each batch, after sorting by length."""
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def spread_over_lengths(lengths: Sequence[int], count: int) -> list[int]:
-    """The numbers of `count` prompts drawn evenly from all, in order of length; of all where there are no more.
+    """The indices of `count` prompts spread evenly over all, in order of length; all indices where there are fewer.
 
     >>> spread_over_lengths([4, 1, 2, 3, 9, 5], 3)
     [2, 0, 4]
@@ -191,17 +192,17 @@ def take_turns(
 ) -> Iterator[list[DecodedSet]]:
     """Decode `prompts`, the token ids of `examples`, greedily by each system.
 
-    Yields the results so far after every batch of prompts. What `journal` has of this `stage` isn't decoded again; what
-    it hasn't is added as it comes.
+    Yields the results so far after every batch of prompts. Batches that `journal` holds for this `stage` aren't decoded
+    again; new ones are added to it.
 
-    Each text ends where its system ends it; with `lengths`, after so many tokens. With `agreement`, texts are held
-    against full depth.
+    Sequences end at their end token; with `lengths`, after that many tokens. With `agreement`, outputs are compared
+    with full depth's choices.
 
-    Batches hold prompts of like length, padded on the left. In each batch the systems take turns
-    (`order_of_turn`, from `first_turn` on). Each decodes a few tokens untimed first.
+    Batches hold prompts of similar length, padded on the left. The systems take turns on each batch (`order_of_turn`,
+    starting at `first_turn`). Each system decodes a few untimed tokens first.
 
-    Several processes decode a batch each and then tell each other: all yield the same, and `journal`, which must hold
-    the same for all of them, goes on doing so.
+    Several processes decode one batch each and then exchange results: all yield the same, and `journal` must have the
+    same content on all of them.
     """
     results = [DecodedSet(system, [""] * len(examples), [0] * len(examples)) for system in systems]
     warm: set[str] = set()
@@ -211,7 +212,7 @@ def take_turns(
         return (stage, str(batch_size), str(number), system.label)
 
     def decode(number: int) -> list[tuple[Key, Any]]:
-        """Decode a batch by the systems whose turn at it the journal hasn't. Returns what was added to it."""
+        """Decode a batch with the systems that the journal lacks. Returns the new entries."""
         ids = [prompts[n] for n in batches[number]]
         ends = None if lengths is None else [lengths[n] for n in batches[number]]
         added = []

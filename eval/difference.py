@@ -1,17 +1,17 @@
-"""Differences between two sets of settings, for a person."""
+"""Differences between two sets of settings, for messages."""
 
 from collections.abc import Collection
 from typing import Any
 
 
 def difference(before: Any, now: Any, *, apart_from: Collection[str] = ()) -> str:
-    """Such as `optim.learning_rate was 0.001, is 0.002`, of nested plain values; empty where nothing differs.
+    """Describe differences of nested values, such as `optim.learning_rate was 0.001, is 0.002`; empty if equal.
 
-    `apart_from` are keys that may differ, as `optim.learning_rate`, or with all below them, as `optim`.
+    `apart_from` holds keys to ignore, such as `optim.learning_rate`, or `optim` for all keys below it.
     """
     old, new = _flat(before), _flat(now)
-    looked_at = [key for key in {**old, **new} if not {key, key.partition(".")[0]} & set(apart_from)]
-    changed = [key for key in looked_at if old.get(key) != new.get(key)]
+    compared = [key for key in {**old, **new} if not {key, key.partition(".")[0]} & set(apart_from)]
+    changed = [key for key in compared if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)}, is {new.get(key)}" for key in changed)
 
 

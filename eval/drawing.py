@@ -1,4 +1,4 @@
-"""Drawing: the look of every picture, and the parts that several of them share."""
+"""The style of all pictures, and what several of them draw."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.results import SPEEDS_IN_FULL, Report, Row, speed_shown
+from eval.results import SPEED_NAMES, Report, Row, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
 from skipdecode.files import atomic_replacement
 from skipdecode.schedule.schedule import Over, SkipSchedule
 
-# Told apart in print and by colour-blind readers (Okabe and Ito), and by marker as well. Black is SVG's default, which
-# matplotlib leaves out: a black that is named can be replaced by a page's style sheet.
+# Colours that colour-blind readers and black-and-white print can distinguish (Okabe and Ito), each with a marker. Not
+# #000000, which matplotlib omits from SVG as the default, so that a style sheet couldn't replace it.
 SERIES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P")]
 SERIES += [("#010101", "X"), ("#999999", "*")]
 INK, MUTED, RULE, EMPTY = "#222222", "#767676", "#dddddd", "#efefef"
 
-# What every picture is drawn with. Text stays text, as it came: no mathematics between dollar signs; the same input
-# gives the same bytes.
-STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
+# Text stays text in SVG, dollar signs don't start mathematics, and the same input gives the same bytes.
+STYLE: Any = {  # matplotlib doesn't export the type of its keys
     "svg.fonttype": "none",
     "svg.hashsalt": "skipdecode",
     "font.family": "sans-serif",
@@ -48,17 +47,17 @@ STYLE: Any = {  # its keys have a type that matplotlib keeps to itself
     "ytick.labelcolor": INK,
     "legend.frameon": False,
 }
-MOST_MAPS = 5  # of schedules in one picture; of more, as many evenly spaced ones
+MAX_MAPS = 5  # schedules in one picture; of more, this many evenly spaced ones are drawn
 
 
 def save_png(path: Path, figure: Figure) -> None:
-    """Write a figure as a PNG that is there whole or not at all."""
+    """Write a figure as a PNG, atomically."""
     with atomic_replacement(path) as partial:
         figure.savefig(partial, format="png", dpi=160)
 
 
 def draw_series(axes: Axes, number: int, label: str, x: Sequence[float], y: Sequence[float], **bars: Any) -> None:
-    """Draw the line of a number, in a colour and with a marker of its own; `bars` are `xerr` and `yerr`."""
+    """Draw line `number` in its own colour and marker; `bars` are `xerr` and `yerr`."""
     colour, marker = SERIES[number % len(SERIES)]
     dashes = "-" if number < len(SERIES) else "--"
     sizes: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2}
@@ -66,14 +65,14 @@ def draw_series(axes: Axes, number: int, label: str, x: Sequence[float], y: Sequ
 
 
 def error_bars(values: Sequence[float], intervals: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """Lengths of error bars below and above; none where a resampled interval leaves its value out."""
+    """Lengths of error bars below and above; 0 on the side where a bootstrap interval excludes its value."""
     below = [max(0.0, value - low) for value, (low, _) in zip(values, intervals, strict=True)]
     above = [max(0.0, high - value) for value, (_, high) in zip(values, intervals, strict=True)]
     return [below, above]
 
 
 def interval_of(row: Row, metric: Metric) -> tuple[float, float]:
-    """The confidence interval of a score; the score alone where it has none."""
+    """The confidence interval of a score, empty around the score where it has none."""
     return row.intervals.get(metric.name, (row.scores[metric.name],) * 2)
 
 
@@ -87,10 +86,10 @@ def draw_quality(
     *,
     with_intervals: bool = False,
 ) -> None:
-    """Draw a metric against a measured speed, a point for each row, with the quartiles of the speed.
+    """Draw a metric against the measured speedup, a point for each row, with the quartiles of the speedup.
 
-    Lossless rows, which have full depth's quality at another speed, are stars beside the line. With the metric's
-    confidence intervals where that is asked for.
+    Lossless rows, which have the quality of full depth, are stars beside the line. `with_intervals` adds the confidence
+    intervals of the metric.
     """
     skipping = [row for row in rows if row.system != "lossless"]
     speeds = [row.speed(over) for row in skipping]
@@ -102,14 +101,14 @@ def draw_quality(
     if lossless := [row for row in rows if row.system == "lossless"]:
         places = [row.speed(over).median for row in lossless], [row.scores[metric.name] for row in lossless]
         axes.plot(*places, "*", color=SERIES[number % len(SERIES)][0], markersize=10, label="lossless")
-    axes.set_xlabel(f"measured speed of {SPEEDS_IN_FULL[over]}, times full depth")
+    axes.set_xlabel(f"measured {SPEED_NAMES[over]} speedup over full depth")
     axes.xaxis.set_major_formatter("{x:g}x")
 
 
 def leave_room(axes: Axes, values: Sequence[float], *, above: float = 1.0) -> None:
-    """Show at least a fifth of the largest value, so that a difference of noise doesn't look like a cliff.
+    """Make the y axis span at least a fifth of the largest value, so that noise doesn't look like a large difference.
 
-    `above` is the room above the middle, times that below it.
+    `above` is the space above the middle divided by that below it.
     """
     if not values:
         return
@@ -120,9 +119,9 @@ def leave_room(axes: Axes, values: Sequence[float], *, above: float = 1.0) -> No
 
 
 def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
-    """Fill which layer (upwards) runs for which of the first `tokens` generated tokens (to the right)."""
+    """Draw which layer (y axis) runs for which of the first `tokens` generated tokens (x axis)."""
     layers = range(1, schedule.num_layers + 1)
-    # By law 3 the tokens that a layer runs are the first ones: a bar is the whole of it.
+    # The tokens that run a layer are a prefix of the sequence (docs/explanation.md), so one bar per layer suffices.
     axes.barh(layers, [tokens] * len(layers), height=1.0, color=EMPTY, linewidth=0)
     axes.barh(layers, schedule.cutoffs(tokens), height=0.9, color=SERIES[0][0], linewidth=0)
     axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")
@@ -134,11 +133,11 @@ def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
 
 
 def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over: Over | None = None) -> None:
-    """Draw BLEU, or the first metric without it, against the measured speed, a line for each report, into a PNG.
+    """Draw BLEU (else the first metric) against the measured speedup into a PNG, a line for each report.
 
-    The speed is that of `over`; without it that of the whole where all targets are, else that of decoding.
-    The first report's points carry their target or name, and mean layers; horizontal bars are the speed's quartiles. A
-    line is of a report's own checkpoint; the first report's reference is a point beside it.
+    `over` selects the speedup; by default end-to-end where all targets are, else decode. Points of the first report are
+    annotated with target or name and mean layers; horizontal bars are the quartiles of the speedup. A line shows the
+    rows of a report's own checkpoint; the reference of the first report is a separate point.
     """
     first = next(iter(reports.values()))
     full, metric = first.rows[0], headline(first.rows[0].scores)
@@ -149,9 +148,11 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         for number, (name, report) in enumerate(reports.items()):
             own = [row for row in report.rows if row.checkpoint == report.checkpoint]
             rows = sorted(own, key=lambda row: row.speed(over).median)
-            draw_quality(axes, number, f" {name}", rows, metric, over)  # a legend leaves out names that start with _
+            draw_quality(axes, number, f" {name}", rows, metric, over)  # legends omit names that start with _
             if number == 0 and few:
-                alike: dict[tuple[float, float], list[Row]] = {}  # targets that got the same budget, which stays
+                alike: dict[
+                    tuple[float, float], list[Row]
+                ] = {}  # targets with the same constant schedule share a label
                 for row in own:
                     alike.setdefault((row.mean_layers, row.scores[metric.name]), []).append(row)
                 for same in alike.values():
@@ -165,10 +166,10 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
         axes.margins(x=0.12)
         axes.set_ylabel(metric.label)
         axes.set_title(title, fontsize=12, pad=20)
-        conditions = f"speed at batch {first.timed_batch_size}, {first.dtype}, {first.machine['processor']}"
-        add_note(axes, f"{conditions}, {first.examples} prompts; bars: quartiles over batches; dotted: full depth")
+        conditions = f"speedup at batch {first.timed_batch_size}, {first.dtype}, {first.machine['processor']}"
+        add_note(axes, f"{conditions}, {first.examples} prompts; bars: quartiles over batches; dotted line: full depth")
         if len(reports) > 1 or first.reference is not None:
-            # A few names have room below the lines; more of them would cover some.
+            # A few names fit below the lines; more would cover some of them.
             if few:
                 axes.legend(loc="lower left")
             else:
@@ -177,7 +178,7 @@ def draw_frontier(path: Path, reports: Mapping[str, Report], title: str, *, over
 
 
 def _annotate(axes: Axes, rows: Sequence[Row], metric: Metric, over: Over) -> None:
-    """Write what was asked for, or the names, and the layers above rows that lie beside each other."""
+    """Write the targets or names, and the mean layers, above rows that have the same schedule."""
     targets = [f"{row.speedup_target:g}x" for row in rows if row.speedup_target is not None]
     named = [row.label for row in rows if row.speedup_target is None]
     name = ", ".join([*([f"target {', '.join(targets)}"] if targets else []), *named])
@@ -194,18 +195,18 @@ def _annotate(axes: Axes, rows: Sequence[Row], metric: Metric, over: Over) -> No
 
 
 def add_note(axes: Axes, note: str) -> None:
-    """Write a small line between a picture and its title."""
+    """Write a small line between the picture and its title."""
     axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color=MUTED)
 
 
 def draw_schedules(path: Path, schedules: Mapping[float, SkipSchedule], *, tokens: int | None = None) -> None:
-    """Draw a map for each target speedup into a PNG: layers upwards, generated tokens to the right, filled where run.
+    """Draw which layer runs for which generated token into a PNG, a panel for each target speedup.
 
-    `tokens` to the right; by default a quarter more than the longest horizon.
+    `tokens` is the length of the x axis; by default 1.25 times the longest horizon.
     """
     speedups = sorted(schedules)
-    if len(speedups) > MOST_MAPS:
-        speedups = [speedups[round(n * (len(speedups) - 1) / (MOST_MAPS - 1))] for n in range(MOST_MAPS)]
+    if len(speedups) > MAX_MAPS:
+        speedups = [speedups[round(n * (len(speedups) - 1) / (MAX_MAPS - 1))] for n in range(MAX_MAPS)]
     tokens = tokens or max(round(1.25 * schedules[speedup].horizon) for speedup in speedups)
     with matplotlib.rc_context(STYLE | {"font.size": 8, "axes.titlesize": 9}):
         figure = Figure(figsize=(1.2 + 1.9 * len(speedups), 2.9), layout="constrained")

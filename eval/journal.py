@@ -1,4 +1,4 @@
-"""The results of long work so far, in a file, so that work that is killed goes on where it was."""
+"""A file of intermediate results, with which interrupted work continues."""
 
 import json
 import os
@@ -16,19 +16,19 @@ Key: TypeAlias = tuple[str, ...]
 
 
 class Journal:
-    """Keys and the plain values that were found for them, each on the disk as soon as it is added.
+    """Keys with JSON values, written to disk as soon as they are added.
 
-    A file of JSON lines: first a header that says what the values depend on, then a key and its value a line. Each line
-    is on the disk (fsync) before the next one begins, so where a process is killed, or a machine stops, the last line
-    alone can be torn, and is dropped. Nothing is written before the first value is added.
+    The file holds JSON lines: a header with everything that the values depend on, then a key and its value per line.
+    Each line is flushed to disk (fsync) before the next one is written, so if the process is killed or the machine
+    stops, only the last line can be incomplete, and it is dropped. The file is created when the first value is added.
 
     Args:
-        path: the file; None for a journal in memory alone.
-        header: plain values; a file that begins with others is refused.
+        path: the file; None for a journal in memory only.
+        header: JSON values; a file with another header is refused.
         work: the kind of work, for messages.
 
     Raises:
-        ConfigError: for a file of another header, naming what differs, and for one that is no journal.
+        ConfigError: for a file with another header, with the differences, and for a file that isn't a journal.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Journal:
     ) -> None:
         self._path = path
         self._work = work
-        # As a file gives it back: without tuples, and with texts for keys.
+        # As read back from a file: lists instead of tuples, strings as keys.
         self._header: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **(header or {})}))
         self._values: dict[Key, Any] = {}
-        self._whole = 0  # bytes of the file that are whole lines
+        self._size = 0  # bytes of complete lines in the file
         if path is not None and path.exists():
             self._read(path)
 
@@ -53,24 +53,24 @@ class Journal:
         return len(self._values)
 
     def add(self, key: Key, value: Any) -> None:
-        """Keep the value of a key that isn't there yet."""
+        """Add a value for a new key."""
         if self._path is not None:
-            lines = [[key, value]] if self._whole else [self._header, [key, value]]
+            lines = [[key, value]] if self._size else [self._header, [key, value]]
             self._append(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         self._values[key] = value
 
     def entries(self) -> list[tuple[Key, Any]]:
-        """All keys with their values, in the order in which they were added."""
+        """All keys and values, in the order of insertion."""
         return list(self._values.items())
 
     def merge(self, entries: Iterable[tuple[Key, Any]]) -> None:
-        """Add those whose keys aren't there yet."""
+        """Add the entries with new keys."""
         for key, value in entries:
             if key not in self:
                 self.add(key, value)
 
     def get_or_add(self, key: Key, make: Callable[[], Any]) -> Any:
-        """The value of a key, which is made and added where it isn't there yet."""
+        """The value of a key, created with `make` if it is missing."""
         if key not in self:
             self.add(key, make())
         return self[key]
@@ -84,29 +84,29 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = text.encode("utf-8")
         with path.open("r+b" if path.exists() else "wb") as file:
-            file.truncate(self._whole)  # a torn line goes
-            file.seek(self._whole)
+            file.truncate(self._size)  # removes an incomplete line
+            file.seek(self._size)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self._whole += len(content)
+        self._size += len(content)
 
     def _read(self, path: Path) -> None:
-        *lines, _torn = path.read_bytes().split(b"\n")
+        *lines, _incomplete = path.read_bytes().split(b"\n")
         if not lines:
-            return  # killed while its first line was written
+            return  # interrupted while the first line was written
         if len(lines) > 1 and not _is_json(lines[-1]):
-            del lines[-1]  # its end reached the disk, and not all of it
-        advice = "name another --output, or remove it"
+            del lines[-1]  # the end of the line reached the disk, but not all of it
+        advice = "give another --output, or remove the file"
         try:
             header, *entries = (json.loads(line) for line in lines)
             values = {tuple(key): value for key, value in entries}
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged, or no journal of this kind: {advice}") from error
+            raise ConfigError(f"{path} is damaged, or not a journal of this kind: {advice}") from error
         if header != self._header:
-            raise ConfigError(f"{path} is of another {self._work} ({difference(header, self._header)}): {advice}")
+            raise ConfigError(f"{path} belongs to another {self._work} ({difference(header, self._header)}): {advice}")
         self._values = values
-        self._whole = sum(len(line) + 1 for line in lines)
+        self._size = sum(len(line) + 1 for line in lines)
 
 
 def _is_json(line: bytes) -> bool:

@@ -31,13 +31,13 @@ _PLAN = ("plan",)
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions that are made as an evaluation starts and hold when it is resumed: memory and clock may differ by then.
+    """Decisions made when an evaluation starts and kept when it is resumed, since memory and profile may differ then.
 
     Attributes:
-        weights: what decode steps compute with.
-        schedules: by batch size and speedup, with what they are expected to reach.
-        drafts: those of lossless decoding, likewise.
-        clock: what the schedules were solved for, in words.
+        weights: the weight format of decode steps.
+        schedules: batch size -> target speedup -> the schedule and its predicted speedup.
+        drafts: the same for the drafts of lossless decoding.
+        clock: a description of the cost model or profile that schedules were solved with.
     """
 
     weights: Weights
@@ -46,7 +46,7 @@ class Plan:
     clock: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a journal."""
+        """JSON values, for the journal."""
         solved = {
             name: [
                 [size, speedup, one.schedule.to_dict(), one.speedup, one.limit]
@@ -68,7 +68,7 @@ class Plan:
         return cls(values["weights"], **solved, clock=values["clock"])
 
     def warnings(self) -> list[str]:
-        """Say of each target that can't be reached what decodes in its place, at the first batch size that has none."""
+        """A warning for each target that can't be reached, at the first batch size where that is so."""
         missed: dict[float | None, str] = {}
         for by_size in (self.schedules, self.drafts):
             for size, found in by_size.items():
@@ -80,11 +80,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lineup:
-    """The systems of an evaluation, in the order of the report; the first is what the others are measured against.
+    """The systems of an evaluation, in the order of the report; the first is the baseline of all speeds.
 
     Attributes:
-        by_batch: batch size -> the systems, under the schedules of batches of that size.
-        clock: what the schedules were solved for, in words.
+        by_batch: batch size -> the systems, with the schedules solved for that batch size.
+        clock: a description of the cost model or profile that schedules were solved with.
     """
 
     by_batch: Mapping[int, list[System]]
@@ -92,30 +92,31 @@ class Lineup:
 
 
 def line_up(request: Request, loaded: Loaded, journal: Journal, console: Console) -> Lineup:
-    """The systems that take part.
+    """The systems of an evaluation.
 
-    What is decided and found goes into the journal. Raises ConfigError, before anything does, for what can't be met.
+    Decisions and thresholds are added to the journal. Raises ConfigError, before anything is added, for a request that
+    can't be met.
     """
     if _PLAN not in journal:
         plan = _plan(request, loaded, console)
-        _take_part(request, loaded, plan, {}, request.batch_size)  # for the errors
+        _systems(request, loaded, plan, {}, request.batch_size)  # raises errors before the journal is written
         journal.add(_PLAN, plan.to_dict())
     plan = Plan.from_dict(journal[_PLAN])
     for warning in plan.warnings():
         console.print(f"warning: {warning}", soft_wrap=True)
     thresholds = _thresholds(request, loaded, plan, journal, console)
-    return Lineup({size: _take_part(request, loaded, plan, thresholds, size) for size in plan.schedules}, plan.clock)
+    return Lineup({size: _systems(request, loaded, plan, thresholds, size) for size in plan.schedules}, plan.clock)
 
 
 def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     checkpoint, config, reference = loaded.checkpoint, loaded.config, loaded.reference
-    for option, asked in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
-        if asked and (reason := fast_path(checkpoint.model).why_not()) is not None:
+    for option, given in (("--system calm", request.system == "calm"), ("--lossless", request.lossless)):
+        if given and (reason := fast_path(checkpoint.model).why_not()) is not None:
             raise ConfigError(f"{option} can't decode with this model: {reason}")
     if None in request.lossless and loaded.order is None and max(config.schedules, default=1.0) <= 1:
         raise ConfigError(
-            "--lossless is auto: the checkpoint names no speed above 1 that it was trained for, whose layers would "
-            "draft; name speeds, such as 3 4, or with --order an order of layers, as skipdecode order finds it"
+            "--lossless is auto: the checkpoint was trained for no speedup above 1 whose schedule could draft; give "
+            "speedups, such as 3 4, or with --order an order of layers from `skipdecode order`"
         )
     weights = common_weights(request.weights, [checkpoint, *([reference] if reference is not None else [])])
     exported = config.exported is not None
@@ -123,28 +124,28 @@ def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
     speedups = tuple(dict.fromkeys((*baseline, *loaded.speedups)))
     if reference is not None and speedups != (1.0,) and reference.cost != checkpoint.cost and not exported:
         raise ConfigError(
-            f"--speedup is {list(speedups)}: a target is over the checkpoint's own full depth, and --reference "
-            f"{reference.name} is of another shape: leave --speedup out"
+            f"--speedup is {list(speedups)}: targets are relative to the checkpoint's own full depth, but --reference "
+            f"{reference.name} has another shape: leave --speedup out"
         )
     decoder = replace(checkpoint, weights=weights)
     sizes = tuple(dict.fromkeys((request.batch_size, *request.time_batch_sizes)))
-    profile = clock_of(decoder, config, sizes, loaded.prompt_ids, console, calibrate=request.calibrate)
+    profile = profile_of(decoder, config, sizes, loaded.prompt_ids, console, calibrate=request.calibrate)
     schedules: dict[int, dict[float, SpeedPlan]] = {}
     drafts: dict[int, dict[float, SpeedPlan]] = {}
     for size in sizes:
-        prompts = prompts_at_hand(loaded.prompt_ids, size)
-        at_hand: Any = {"prompts": prompts, "profile": profile, "strict": request.strict}
+        prompts = prompt_lengths_by_batch(loaded.prompt_ids, size)
+        setting: Any = {"prompts": prompts, "profile": profile, "strict": request.strict}
         schedules[size] = {
-            speedup: config.plan_for(checkpoint.cost, speedup, over=request.over, **at_hand) for speedup in speedups
+            speedup: config.plan_for(checkpoint.cost, speedup, over=request.over, **setting) for speedup in speedups
         }
-        drafts[size] = {  # lossless prompts run every layer
-            speedup: config.plan_for(checkpoint.cost, speedup, over="decode", **at_hand)
+        drafts[size] = {  # decode only: lossless prompts run every layer
+            speedup: config.plan_for(checkpoint.cost, speedup, over="decode", **setting)
             for speedup in filter(None, request.lossless)
         }
     return Plan(weights, schedules, drafts, describe_cost_model(profile))
 
 
-def clock_of(
+def profile_of(
     checkpoint: Checkpoint,
     config: SkipConfig,
     batch_sizes: Sequence[int],
@@ -153,14 +154,14 @@ def clock_of(
     *,
     calibrate: bool,
 ) -> Profile | None:
-    """The clock that a target's schedule follows from: the profile that is kept for this machine.
+    """The profile to solve schedules with: that saved for this machine, or None for the analytical cost model.
 
-    Or one that is measured now, where that is asked for: as by `skipdecode calibrate`, but behind prompts such as
-    these, and not kept; the console is told where its rounds disagree. None: bytes and operations.
+    With `calibrate` a new profile is measured as by `skipdecode calibrate`, but for prompts of these lengths, and not
+    saved; a warning is printed where its rounds disagree.
     """
     if not calibrate:
         return fast_path(checkpoint.model).profile(checkpoint.weights)
-    fewer = {max(1, size // 4) for size in batch_sizes}  # rows whose texts have ended leave
+    fewer = {max(1, size // 4) for size in batch_sizes}  # ended sequences leave the batch
     measured = measure_profile(
         checkpoint.model,
         batch_sizes=sorted({*batch_sizes, *fewer}),
@@ -172,39 +173,41 @@ def clock_of(
     return measured.profile
 
 
-def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """The tokens of each prompt of each batch, for `SkipConfig.plan_for`: of full batches, where there is one."""
+def prompt_lengths_by_batch(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """The prompt lengths of each full batch, for `SkipConfig.plan_for`; of all batches where none is full."""
     batches = [[len(prompts[n]) for n in batch] for batch in batches_of_like_length(prompts, batch_size)]
     return [batch for batch in batches if len(batch) == batch_size] or batches
 
 
-def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
-    """The kind of weights that decode steps of all these models compute with, so that their clocks compare.
+def common_weights(requested: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
+    """The weight format that all these models decode with, so that their times are comparable.
 
-    Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
+    Raises ConfigError for a format that a model doesn't support, and where only some models have a fast path.
     """
     reasons = [fast_path(checkpoint.model).why_not() for checkpoint in checkpoints]
     reason = next(filter(None, reasons), None)
-    if asked not in (None, "model") and reason is not None:
-        raise ConfigError(f"--weights {asked}: this model can't decode with them: {reason}")
+    if requested not in (None, "model") and reason is not None:
+        raise ConfigError(f"--weights {requested}: this model can't decode with them: {reason}")
     if reason is not None and not all(reasons):
         raise ConfigError(
-            f"--reference: of {' and '.join(c.name for c in checkpoints)} one decodes through its own forward pass "
-            f"({reason}), the other doesn't have to: their clocks wouldn't compare"
+            f"--reference: of {' and '.join(c.name for c in checkpoints)}, one must decode through the forward pass of "
+            f"transformers ({reason}) and the other has a fast path, so their times aren't comparable"
         )
     if reason is not None:
         return "model"
-    if asked is None:
-        asked = "packed" if all(fast_path(c.model).usual_weights() == "packed" for c in checkpoints) else "model"
+    if requested is None:
+        usual = {fast_path(checkpoint.model).usual_weights() for checkpoint in checkpoints}
+        requested = "packed" if usual == {"packed"} else "model"
     for checkpoint in checkpoints:
-        fast_path(checkpoint.model).decoder(asked)  # which refuses what the device can't do
-    return asked
+        fast_path(checkpoint.model).decoder(
+            requested
+        )  # raises ConfigError for a format that the device doesn't support
+    return requested
 
 
 def _thresholds(
     request: Request, loaded: Loaded, plan: Plan, journal: Journal, console: Console
 ) -> dict[float, Threshold]:
-    """Of each target, where systems are confidence exits."""
     by_target = request.system == "calm" and loaded.config.exported is None
     speedups = [speedup for speedup in loaded.speedups if speedup > 1 and by_target]
     checkpoint = replace(loaded.checkpoint, weights=plan.weights)
@@ -216,7 +219,7 @@ def _thresholds(
             found[speedup] = calibrated_threshold(
                 checkpoint,
                 loaded.validation,
-                layers_a_token(schedule, loaded.config),
+                layers_per_token(schedule, loaded.config),
                 max_new_tokens=loaded.max_new_tokens,
                 journal=journal,
                 advance=lambda: progress.advance(bar),
@@ -225,14 +228,14 @@ def _thresholds(
     return found
 
 
-def _take_part(
+def _systems(
     request: Request, loaded: Loaded, plan: Plan, thresholds: Mapping[float, Threshold], batch_size: int
 ) -> list[System]:
     checkpoint, schedules = replace(loaded.checkpoint, weights=plan.weights), plan.schedules[batch_size]
     exported = loaded.config.exported
     targets = [speedup for speedup in loaded.speedups if speedup != 1]
     if loaded.reference is None:
-        # An exported checkpoint has one schedule, which is what others are measured against then.
+        # An exported checkpoint has a single schedule, which is then the baseline.
         systems: list[System] = [SkipSystem("1x", checkpoint, schedules[exported or 1.0].schedule, 1.0)]
         targets = [] if exported is not None else targets
     else:
@@ -262,17 +265,18 @@ def _take_part(
     labels = [system.label for system in systems]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"two rows would be called {label!r}: rename a schedule's file, or leave one out")
+            raise ConfigError(f"two rows would be named {label!r}: rename a schedule file, or leave one out")
     return systems
 
 
-def layers_a_token(schedule: SkipSchedule, config: SkipConfig) -> float:
-    """The layers of a token on average over texts as long as the training's; over the horizon where these aren't known.
+def layers_per_token(schedule: SkipSchedule, config: SkipConfig) -> float:
+    """Mean layers per token over outputs of the training lengths; over the horizon where these aren't known.
 
-    Texts end early, while a falling budget is still large: over the horizon it is a fifth smaller.
+    Most outputs end before the horizon, while a decaying budget is still large: over the horizon the mean is about a
+    fifth smaller.
     """
     if "lengths" not in config.solver:
         return schedule.mean_budget(config.horizon or schedule.horizon)
     counts = Lengths.read(config.solver["lengths"]).counts
-    tokens = sum(length * texts for length, texts in counts)
-    return sum(schedule.mean_budget(length) * length * texts for length, texts in counts) / tokens
+    tokens = sum(length * count for length, count in counts)
+    return sum(schedule.mean_budget(length) * length * count for length, count in counts) / tokens

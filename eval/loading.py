@@ -1,4 +1,4 @@
-"""Models and prompts of an evaluation: loaded, checked, and identified for its journal."""
+"""Load and check the models and prompts of an evaluation, and identify them for the journal."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ from skipdecode.generate.skip_generate import check_mode
 from skipdecode.training.layer_order import read_order
 
 DEFAULT_SPEEDUPS = (1.0, 2.0, 3.0, 4.0)
-MOST_SPEEDUPS = 5  # that are all evaluated where none is asked for
+MAX_SPEEDUPS = 5  # trained speedups up to this number are all evaluated by default
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,18 @@ class Loaded:
     """Models and prompts of an evaluation.
 
     Attributes:
-        checkpoint: under test.
-        reference: what it is measured against; None for its own full depth.
-        config: what the checkpoint remembers of its training, or what stands in for it.
-        speedups: the targets that were asked for, or by default those that the checkpoint was trained for: full depth
-            alone where it knows no others, and of an exported checkpoint the one speed that it was made for.
-        task: which examples are of.
-        examples, prompts: of the test set, in its order.
-        validation: token ids of validation prompts; there where a threshold is to be calibrated.
-        max_new_tokens: of each prompt.
-        schedules: of the files that were named, with their names in the report.
-        order: of layers, of which the first draft; None where no file was named.
+        checkpoint: the model under test.
+        reference: the baseline of all speeds; None for the checkpoint at full depth.
+        config: the SkipConfig of the checkpoint, or a default.
+        speedups: the requested targets; by default those that the checkpoint was trained for (full depth only if there
+            are none), and for an exported checkpoint its single speedup.
+        task: the task of the examples.
+        examples: the test set.
+        prompts: the encoded prompts of `examples`.
+        validation: token ids of validation prompts; empty unless thresholds are calibrated.
+        max_new_tokens: the maximum number of generated tokens per prompt.
+        schedules: names and schedules of the user's files.
+        order: the order of layers that drafts of `--lossless auto` use; None: as trained.
     """
 
     checkpoint: Checkpoint
@@ -72,12 +73,14 @@ class Loaded:
 
 
 def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
-    """Load what a request names. Raises ConfigError where something isn't there or doesn't fit together."""
+    """Load the models and data of a request. Raises ConfigError where something is missing or inconsistent."""
     device = None if request.device_map is not None else processes.device(request.device)
     placed: dict[str, Any] = {}
     if request.device_map is not None:
         if processes.count > 1:
-            raise ConfigError("--device-map spreads one model over all devices: start one process, without torchrun")
+            raise ConfigError(
+                "--device-map spreads one model over all devices: start a single process, without torchrun"
+            )
         placed = {"device_map": request.device_map}
     elif request.tensor_parallel:
         placed = {"distributed_config": DistributedConfig(tp_size=processes.count)}
@@ -96,13 +99,14 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
     validation = []
     if request.system == "calm" and any(speedup > 1 for speedup in speedups) and not request.calm_thresholds:
         validation = validation_examples(
-            task, PROMPTS, "--system calm finds its thresholds on it; or name thresholds with --calm-threshold"
+            task, PROMPTS, "--system calm calibrates thresholds on it; or give thresholds with --calm-threshold"
         )
     max_new_tokens = request.max_new_tokens or task.max_new_tokens
-    longest = remembered(config, name).get("max_prompt_tokens", task.max_prompt_tokens)
+    limit = remembered(config, name).get("max_prompt_tokens", task.max_prompt_tokens)
 
-    def encode(by: Checkpoint, texts: Sequence[Example]) -> list[Prompt]:
-        return encode_test_set(by.model, by.tokenizer, texts, max_prompt_tokens=longest, max_new_tokens=max_new_tokens)
+    def encode(by: Checkpoint, examples: Sequence[Example]) -> list[Prompt]:
+        limits = {"max_prompt_tokens": limit, "max_new_tokens": max_new_tokens}
+        return encode_test_set(by.model, by.tokenizer, examples, **limits)
 
     prompts = encode(checkpoint, examples)
     if reference is not None:
@@ -114,8 +118,8 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
             raise ConfigError(f"--reference {reference.name}: {error}") from error
         if not same:
             raise ConfigError(
-                f"--reference {reference.name} has room for another number of a prompt's tokens than --checkpoint "
-                f"{checkpoint.name}: lower --max-new-tokens until both read the same prompts"
+                f"--reference {reference.name} truncates prompts to another length than --checkpoint "
+                f"{checkpoint.name}: lower --max-new-tokens until both get the same prompts"
             )
     return Loaded(
         checkpoint=checkpoint,
@@ -133,35 +137,35 @@ def load_request(request: Request, processes: Processes = ALONE) -> Loaded:
 
 
 def evaluated_speedups(request: Request, config: SkipConfig | None) -> tuple[float, ...]:
-    """The targets of an evaluation. Raises ConfigError for those that an exported checkpoint hasn't."""
+    """The targets of an evaluation. Raises ConfigError for targets that an exported checkpoint doesn't have."""
     exported = None if config is None else config.exported
     if exported is not None:
         if request.speedups not in ((), (exported,)):
             raise ConfigError(
                 f"--speedup is {list(request.speedups)}: --checkpoint {request.checkpoint} was exported for "
-                f"{exported:g}x and decodes at that speed alone; leave --speedup out"
+                f"{exported:g}x and only decodes at that speed; leave --speedup out"
             )
         if request.system == "calm" and not request.calm_thresholds:
             raise ConfigError(
                 f"--system calm: --checkpoint {request.checkpoint} was exported for {exported:g}x and has no other "
-                "target to take exits for; name thresholds with --calm-threshold"
+                "target to calibrate thresholds for; give thresholds with --calm-threshold"
             )
         return (exported,)
     if request.speedups or request.reference is not None or request.calm_thresholds:
         return request.speedups or (1.0,)
     trained, solver = (sorted(config.schedules), config.solver) if config is not None else ([], {})
-    # With optim.exits=all every layer has learnt to be the last one.
+    # A checkpoint trained with optim.exits=all can exit after every layer.
     exits = trained == [1] and (solver.get("placement"), solver.get("decay")) == ("bottom", "constant")
     if request.system == "calm" or exits:
         return DEFAULT_SPEEDUPS
-    if len(trained) <= MOST_SPEEDUPS:
+    if len(trained) <= MAX_SPEEDUPS:
         return tuple(trained) or (1.0,)
     within = tuple(speedup for speedup in DEFAULT_SPEEDUPS if trained[0] <= speedup <= trained[-1])
     return within or (trained[0], trained[-1])
 
 
 def identity(request: Request, loaded: Loaded, processes: Processes = ALONE) -> dict[str, Any]:
-    """All that the texts, scores and clocks of an evaluation depend on, as plain values."""
+    """Everything that the outputs, scores and times of an evaluation depend on, as JSON values."""
     return {
         "checkpoint": checkpoint_identity(loaded.checkpoint),
         "reference": checkpoint_identity(loaded.reference) if loaded.reference is not None else None,
@@ -205,10 +209,10 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     **placed: Any,
 ) -> Checkpoint:
-    """The model and tokenizer of a folder or a Hub name, ready to decode. Raises ConfigError where they don't load.
+    """Load the model and tokenizer of a folder or a Hub name. Raises ConfigError where they can't be loaded.
 
-    With `gguf_file` both are read from that file there. With `placed`, transformers' `device_map` or
-    `distributed_config`, the model lies where that says.
+    `gguf_file` names a GGUF file in it to read both from. `placed` holds `device_map` or `distributed_config` of
+    transformers, which then decide the placement of the model.
     """
     try:
         model, tokenizer = load(
@@ -225,8 +229,8 @@ def load_checkpoint(
         raise ConfigError(f"{option}: {error}") from error
     if getattr(model.generation_config, "stop_strings", None):
         raise ConfigError(
-            f"the generation_config.json of {name} has stop_strings, and texts end at the end token alone here: take "
-            "them out"
+            f"the generation_config.json of {name} has stop_strings, but an evaluation ends sequences at the end token "
+            "only: remove them"
         )
     try:
         check_mode(model.generation_config)
@@ -239,32 +243,31 @@ def load_checkpoint(
 
 
 def remembered(config: SkipConfig | None, task: str) -> Mapping[str, Any]:
-    """A checkpoint's own settings of a task; none where it was trained on another."""
+    """The settings of a task saved in a checkpoint; empty where it was trained on another task."""
     return config.task if config is not None and config.task.get("name") == task else {}
 
 
 def task_options(
-    asked: str | None, config: SkipConfig | None, changes: Sequence[str] = ()
+    requested: str | None, config: SkipConfig | None, changes: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """Name and options of the task asked for, or else of the checkpoint's: those that it was trained with, changed by
-    pairs of key=value.
+    """The name and options of the requested task, by default the checkpoint's, with `changes` (key=value) applied.
 
-    Raises ConfigError where neither names a task, and for pairs that are none.
+    Raises ConfigError where no task is given, and for malformed changes.
     """
-    name = asked or (config.task.get("name") if config is not None else None)
+    name = requested or (config.task.get("name") if config is not None else None)
     if name is None:
-        raise ConfigError("--task is missing: the checkpoint doesn't say what it was trained on")
+        raise ConfigError("--task is missing: the checkpoint doesn't name the task that it was trained on")
     return name, {**remembered(config, name).get("options", {}), **task_options_of(changes)}
 
 
 def validation_examples(task: Task, limit: int | None, advice: str) -> list[Example]:
-    """Validation data, as much as is asked for. Raises ConfigError, with the advice, where there is none."""
+    """The first `limit` validation examples. Raises ConfigError, with the advice, where there are none."""
     try:
         examples = list(islice(task.stream("validation"), limit))
     except ConfigError as error:
         raise ConfigError(f"no validation data: {error}; {advice}") from error
     if not examples:
-        raise ConfigError(f"no validation data: the validation split of task {task.name!r} is empty here; {advice}")
+        raise ConfigError(f"no validation data: the validation split of task {task.name!r} is empty; {advice}")
     return examples
 
 
@@ -272,8 +275,8 @@ def _check_same_dtype(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     one, other = (str(each.model.dtype).removeprefix("torch.") for each in (checkpoint, reference))
     if one != other:
         raise ConfigError(
-            f"--reference {reference.name} is in {other} and --checkpoint {checkpoint.name} in {one}: their clocks "
-            "wouldn't compare; name one for both with --dtype"
+            f"--reference {reference.name} is in {other} and --checkpoint {checkpoint.name} in {one}: their times "
+            "aren't comparable; give one for both with --dtype"
         )
 
 
@@ -283,12 +286,12 @@ def _check_same_tokenizer(checkpoint: Checkpoint, reference: Checkpoint) -> None
         raise ConfigError(
             f"--reference {reference.name} has another tokenizer ({len(other)} tokens, ending in {other.eos_token!r}) "
             f"than --checkpoint {checkpoint.name} ({len(one)} tokens, ending in {one.eos_token!r}): "
-            "name a reference that reads the same tokens"
+            "give a reference with the same tokenizer"
         )
 
 
 def checkpoint_identity(checkpoint: Checkpoint, of_file: Callable[[Path], Any] | None = None) -> dict[str, Any]:
-    """`weights_identity` of a loaded checkpoint; of a GGUF file what tells that file."""
+    """The `weights_identity` of a loaded checkpoint; for a GGUF file that of the file."""
     path = checkpoint.gguf_file
     if path is not None:
         return {path.name: (of_file or _size_and_time)(path)}
@@ -296,8 +299,10 @@ def checkpoint_identity(checkpoint: Checkpoint, of_file: Callable[[Path], Any] |
 
 
 def weights_identity(name: str, of_file: Callable[[Path], Any] | None = None) -> dict[str, Any]:
-    """What tells whether a checkpoint is the same as before: of each file of a folder that decides its texts its size
-    and time, or what `of_file` says; of a name on the Hub the commit; of adapters also that of the model they adapt.
+    """Values that identify the content of a checkpoint.
+
+    For a folder, the size and modification time (or `of_file`) of each file that affects outputs; for a name on the
+    Hub, the commit; for adapters, also the identity of their base model.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -316,7 +321,7 @@ def _size_and_time(file: Path) -> list[int]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """The folder of the cache that holds a repository's commit, by whose name it goes; None where there is none."""
+    """The cache folder of a repository, whose name is the commit; None where the repository isn't cached."""
     try:
         where = without_network(name)
     except ConfigError:
@@ -326,9 +331,9 @@ def _snapshot(name: str) -> Path | None:
 
 
 def check_same(loaded: Loaded, processes: Processes) -> None:
-    """Raise ConfigError where a process of another machine has read other weights, prompts or versions than the first.
+    """Raise ConfigError where a process has other weights, prompts or package versions than the first process.
 
-    Each has looked for them on its own disk.
+    Processes on other machines read their own disks.
     """
     if processes.count == 1:
         return
@@ -346,11 +351,10 @@ def check_same(loaded: Loaded, processes: Processes) -> None:
     for rank, (theirs, host) in enumerate(others, start=1):
         if theirs != first:
             raise ConfigError(
-                f"process {rank} on {host} would evaluate something else than the first one: "
-                f"{difference(first, theirs)}"
+                f"process {rank} on {host} would evaluate something other than process 0: {difference(first, theirs)}"
             )
 
 
 def fingerprint(values: Any) -> str:
-    """A hash of plain values."""
+    """A hash of JSON values."""
     return hashlib.sha256(json.dumps(values).encode("utf-8")).hexdigest()[:16]

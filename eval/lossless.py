@@ -1,4 +1,4 @@
-"""The speed of lossless decoding as a system of the report drafts, on some of the test set's texts."""
+"""The speedup of self-speculative decoding with a system's schedule as the draft, on a sample of the test set."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from eval.systems.base import LosslessSystem, SkipSystem
 from skipdecode import SkipSchedule
 from skipdecode.generate.runners import why_not_lean_steps
 
-PROMPTS = 64  # whose texts are decoded
+PROMPTS = 64  # size of the sample
 
 
 def time_lossless(
     system: SkipSystem, prompts: Sequence[list[int]], lengths: Sequence[int], console: Console
 ) -> float | None:
-    """Times that lossless decoding, as `system` drafts it, is faster than full depth on full depth's texts.
+    """The median decode speedup of lossless decoding over full depth at batch 1, drafting with `system`'s schedule.
 
-    Texts from all over the test set are decoded one by one, both ways in turns, twice: the first time warms up, and
-    shows how often drafts are taken. It is the median over texts. Of so few it says what a row of all would show to
-    about a tenth; from acceptance and the time of passes it was no nearer and took longer (docs/decisions/0017).
+    A sample of prompts, spread evenly over the test set, is decoded at batch 1 by both systems in turns, twice: the
+    first pass is the warm-up and measures the acceptance rate. The result is within about 10 % of that of the whole
+    test set; an estimate from acceptance rate and step times was no more accurate and slower (docs/decisions/0017).
 
     Args:
-        system: whose schedule drafts.
-        prompts: token ids.
-        lengths: tokens of full depth's text behind each prompt, its end token included.
-        console: for the progress bar.
+        system: the system whose schedule drafts.
+        prompts: token ids of each prompt.
+        lengths: the number of tokens that full depth generates for each prompt, including the end token.
+        console: the console of the progress bar.
 
     Returns:
-        None where steps can't be lean, which drafts need, and where no text has a decode step.
+        The speedup; None for a model without a fast path, which drafts need, and where no sequence has a decode step.
     """
     checkpoint = system.checkpoint
     if why_not_lean_steps(checkpoint.model, checkpoint.model.generation_config, False, {}) is not None:
@@ -43,7 +43,7 @@ def time_lossless(
     lossless = LosslessSystem(system.label, checkpoint, system.schedule)
     ratios: list[float] = []
     with Progress(
-        *bar_columns(), MofNCompleteColumn(), TextColumn("texts"), TimeElapsedColumn(), console=console
+        *bar_columns(), MofNCompleteColumn(), TextColumn("prompts"), TimeElapsedColumn(), console=console
     ) as bar:
         for n in bar.track([*drawn, *drawn], description=f"lossless at {system.label}"):
             slow, fast = (each.decode([prompts[n]], lengths[n], [lengths[n]]) for each in (full, lossless))

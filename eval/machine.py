@@ -1,4 +1,4 @@
-"""The machine that a measurement ran on, and the versions of what ran."""
+"""The machine of a measurement, and package versions."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ PACKAGES = (
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads and memory of the machine that `device` belongs to, and which kernels run on a CPU."""
+    """Processor, cores, threads and memory of the machine, and the compiled kernels used on a CPU."""
     compiled = kernels() if device.type == "cpu" else None
     return {
         "processor": processor(device),
@@ -32,17 +32,19 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_identity(device: torch.device) -> dict[str, Any]:
-    """What of the machine a clock depends on, by which a benchmark that was cut off knows it again."""
+    """The properties that times depend on, which must be equal when a benchmark continues."""
     machine = describe_machine(device)
     return {name: machine[name] for name in ("processor", "kernels", "cores", "threads")}
 
 
 def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
-    """Bytes that a copy of `size` bytes reads and writes each second: what memory can give a decode step."""
+    """Bytes read and written per second by a copy of `size` bytes: the memory bandwidth available to a decode step."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     seconds = []
-    copies = 16 if device.type == "cuda" else 1  # one alone takes a tenth longer there, until it starts and is seen
+    copies = (
+        16 if device.type == "cuda" else 1
+    )  # amortizes launch and synchronization, which cost 10 % of a single copy
     for _ in range(5):
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -56,7 +58,7 @@ def copy_bytes_per_second(device: torch.device, size: int = 2**28) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that figures depend on."""
+    """Versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The processes that share an evaluation, and what they tell each other (docs/decisions/0008)."""
+"""The processes of a distributed evaluation and their communication (docs/decisions/0008)."""
 
 import atexit
 import os
@@ -16,18 +16,20 @@ from skipdecode.errors import ConfigError, first_line
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(days=1)  # the others wait while the first one searches for thresholds; one that dies is noticed
+_TIMEOUT = timedelta(
+    days=1
+)  # long, since the others wait for calibration on the first; a dead process is noticed at once
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of an evaluation.
+    """The rank of this process in an evaluation.
 
     Attributes:
-        rank: its number; the first, 0, is the one that writes and speaks.
-        count: how many there are.
-        share_model: whether they hold one model together, each a part of every layer, and so decode every batch
-            together. Else each has a model of its own, and decodes batches of its own.
+        rank: the rank of this process; rank 0 writes files and prints.
+        count: the number of processes.
+        share_model: whether the processes hold one model together (tensor parallelism) and decode every batch together;
+            otherwise each has its own copy and decodes its own batches.
     """
 
     rank: int = 0
@@ -36,21 +38,21 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def sharers(self) -> int:
-        """Processes, or groups of them, among which batches are shared."""
+        """The number of processes, or groups of processes, that batches are distributed over."""
         return 1 if self.share_model else self.count
 
     @property
     def share(self) -> int:
-        """The number of this one among the sharers."""
+        """The index of this process or group among `sharers`."""
         return 0 if self.share_model else self.rank
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in order, on each.
+        """The values of all processes in order of rank, on every process.
 
         Raises:
             ConnectionError: where another process has ended.
@@ -62,14 +64,14 @@ class Processes:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
             raise ConnectionError(
-                "another process of this evaluation has ended; the same command goes on where it was"
+                "another process of this evaluation has ended; run the same command again to continue"
             ) from error
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work` on each process. Where one can't, the first of those raises its error, and the others end after it.
+        """Run `work` on every process. If it fails, the lowest failing rank raises its error and the others exit later.
 
-        torchrun ends every process as soon as one has failed, so none may end before the error is reported.
+        torchrun terminates all processes as soon as one has failed, so none may exit before the error is printed.
         """
         failure, result = None, None
         try:
@@ -83,63 +85,65 @@ class Processes:
             raise failure
         if failed:
             with suppress(ConnectionError):
-                self.gather(None)  # until the one that reports has ended, and left the group
+                self.gather(None)  # waits until the reporting process has left the group
             raise SystemExit(2)
         return result  # type: ignore[return-value]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on the first process, and return what it gives on each. Fails as `together` does."""
+        """Run `work` on the first process and return its result on every process. Fails as `together` does."""
         return self.gather(self.together(lambda: work() if self.first else None))[0]  # type: ignore[return-value]
 
     def device(self, name: str | None) -> torch.device:
-        """The device of this process: what `resolve_device` gives one that is alone, else a GPU of its own, or the CPU.
+        """The device of this process: that of `resolve_device` for a single process, else its own GPU, or the CPU.
 
-        Raises ConfigError where there are fewer GPUs than processes on this machine, and for a GPU that is named.
+        Raises ConfigError where there are fewer GPUs than processes on this machine, and where several processes are
+        given one GPU.
         """
         device = resolve_device(name)
         if self.count == 1 or device.type != "cuda":
             return device
         if device.index is not None:
-            raise ConfigError(f"--device is {name!r}: each of several processes takes a GPU of its own; leave it out")
-        number, there = _local_rank(), torch.cuda.device_count()
-        if number >= there:
-            raise ConfigError(f"there are more processes than GPUs on this machine: start {there}, one for each")
-        torch.cuda.set_device(number)
-        return torch.device("cuda", number)
+            raise ConfigError(
+                f"--device is {name!r}: with several processes each takes its own GPU; leave --device out"
+            )
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise ConfigError(f"there are more processes than GPUs on this machine: start {gpus}, one per GPU")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
 
 
 ALONE = Processes()
 
 
 def join_processes(*, share_model: bool) -> Processes:
-    """This process among those that torchrun started, until it ends; alone without torchrun.
+    """Join the process group that torchrun started; ALONE without torchrun.
 
-    They meet through gloo, which needs no GPU; where they share a model on GPUs its parts meet through NCCL.
+    The group uses gloo, which needs no GPU; a model shared on GPUs uses NCCL.
 
-    Raises ConfigError for a model that is to be shared by one process.
+    Raises ConfigError for a shared model with a single process.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if share_model and count == 1:
-        raise ConfigError("--tensor-parallel shares a model among processes: start them by torchrun --nproc_per_node N")
+        raise ConfigError("--tensor-parallel needs several processes: start them with torchrun --nproc_per_node N")
     if count == 1:
         return ALONE
     cuda = share_model and torch.cuda.is_available()
     leave_group_at_exit()
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"the {count} processes that WORLD_SIZE speaks of can't meet ({first_line(error)}): start them by torchrun"
+            f"the process group of WORLD_SIZE={count} can't be initialized ({first_line(error)}): use torchrun"
         ) from error
     return Processes(int(os.environ["RANK"]), count, share_model)
 
 
 def leave_group_at_exit() -> None:
-    """Leave the group of processes as this one ends: neither before that, nor while Python is taken down.
+    """Leave the process group at exit: neither earlier, nor during interpreter shutdown.
 
-    The others fail as soon as it has left, and then torchrun ends every process: by then this one must have written
-    what it failed at. And while Python is taken down, a process that ends before the first one, which still writes, may
-    abort over a thread of the group's.
+    Once this process has left, the others fail and torchrun terminates all of them, so its error must have been printed
+    by then. During interpreter shutdown, a thread of the group may abort a process while rank 0 still writes.
     """
 
     @atexit.register
@@ -149,13 +153,9 @@ def leave_group_at_exit() -> None:
 
 
 def launcher() -> list[str]:
-    """The start of the command line that started this process, as a report repeats it."""
+    """The start of the command line of this process, for the report."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ["python"]
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return ["torchrun", *(["--nnodes", str(machines)] if machines > 1 else []), "--nproc_per_node", here]
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    per_node = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return ["torchrun", *(["--nnodes", str(machines)] if machines > 1 else []), "--nproc_per_node", per_node]

@@ -1,4 +1,4 @@
-"""Reports read back from JSON: every field of the kind that its dataclass says, or one line on what is wrong."""
+"""Read reports from JSON: every field is validated against its dataclass, with a one-line error."""
 
 import json
 from pathlib import Path
@@ -6,21 +6,21 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-# Of a dataclass that is read: `__pydantic_config__`.
+# The `__pydantic_config__` of dataclasses that are read.
 AS_WRITTEN = ConfigDict(extra="forbid", allow_inf_nan=False)
-# What reading and showing a file raise where it holds something else than was written into it.
+# The exceptions of reading and formatting a damaged file.
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 Kind = TypeVar("Kind")
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON holds. Raises OSError or ValueError where it can't be read."""
+    """Read a JSON file. Raises OSError or ValueError where it can't be read."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def as_kind(kind: type[Kind], values: Any) -> Kind:
-    """The dataclass of plain values. Raises ValueError, one line with the field, its value and what is allowed."""
+    """A dataclass from JSON values. Raises ValueError with the field, its value and what is allowed, on one line."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -34,6 +34,6 @@ def as_kind(kind: type[Kind], values: Any) -> Kind:
 
 
 def what_is_wrong(error: BaseException) -> str:
-    """One line on an exception of DAMAGED."""
+    """The message of an exception in DAMAGED, on one line."""
     message = " ".join(str(error).split())[:300]
     return f"{message} is missing" if isinstance(error, KeyError) else message or type(error).__name__

@@ -1,4 +1,4 @@
-"""An evaluation, from a request to report, predictions and picture."""
+"""Run an evaluation and write its report, predictions and picture."""
 
 import datetime
 import shlex
@@ -35,28 +35,28 @@ from eval.systems.base import LosslessSystem, SkipSystem, System
 from eval.systems.calm import CalmSystem
 from skipdecode import ConfigError
 
-# Prompts that are timed where the user says nothing: enough batches for quartiles, and some texts at batch 1.
-LEAST_PROMPTS, BATCHES = 24, 8
-FEWEST_BATCHES = 5  # that a median is of: fewer are timed several times
+# The default number of timed prompts: enough batches for quartiles, and enough sequences at batch 1.
+MIN_PROMPTS, BATCHES = 24, 8
+MIN_BATCHES = 5  # for a median: fewer batches are timed several times
 
 
 def evaluate(request: Request) -> Report:
-    """Decode the test set by every system and write `report.json`, `report.md`, `predictions/` and `frontier.png`.
+    """Decode the test set with every system and write `report.json`, `report.md`, `predictions/` and `frontier.png`.
 
-    One that is killed goes on where it was when it is asked for again: until the report is there, the output folder
-    holds a journal of what was decoded.
+    An interrupted evaluation continues when it is started again: until the report is written, the output folder holds a
+    journal of the decoded batches.
 
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
-    report = take_part(request, ALONE)
-    assert report is not None  # this process is the first
+    report = run_process(request, ALONE)
+    assert report is not None  # this is the first process
     return report
 
 
-def take_part(request: Request, processes: Processes) -> Report | None:
-    """Be one of the processes that share an evaluation: the first does what `evaluate` says, the others decode for it.
+def run_process(request: Request, processes: Processes) -> Report | None:
+    """Run one process of an evaluation: the first one writes the outputs of `evaluate`, the others decode for it.
 
-    Returns the report on the first process, and None on the others.
+    Returns the report on the first process, None on the others.
     """
     with ExitStack() as stack:
         writer = only_writer(request.output, "--output") if processes.first else nullcontext()
@@ -81,7 +81,7 @@ def _evaluate(request: Request, processes: Processes) -> Report | None:
     results = _decode(request, loaded, lineup.by_batch[request.batch_size], journal, processes, progress)
     if not (processes.first or processes.share_model):
         return None
-    # One process times alone, while no other computes; of a model that they share all must.
+    # Only the first process is timed, while the others are idle; with a shared model all are.
     timed = _time(request, loaded, lineup, results[0].lengths, journal, progress)
     if not processes.first:
         return None
@@ -95,24 +95,21 @@ def _evaluate(request: Request, processes: Processes) -> Report | None:
 
 
 def _line_up(request: Request, loaded: Loaded, processes: Processes, console: Console) -> tuple[Journal, Lineup]:
-    """The journal and the systems, which follow from it: the first process decides, and tells the others.
-
-    Its journal is the one on the disk.
-    """
+    """The journal and the systems. The first process decides, with the journal on its disk, and informs the others."""
     decided: list[Lineup] = []
 
     def decide() -> Journal:
         journal = Journal(request.output / FILE_NAME, identity(request, loaded, processes))
         if len(journal):
-            console.print(f"continuing: {request.output / FILE_NAME} holds what was decoded before")
+            console.print(f"continuing the evaluation in {request.output / FILE_NAME}")
         decided.append(line_up(request, loaded, journal, console))
         return journal
 
     journal = processes.together(lambda: decide() if processes.first else Journal())
-    told = processes.gather(journal.entries())[0]
+    entries = processes.gather(journal.entries())[0]
     if processes.first:
         return journal, decided[0]
-    journal.merge(told)
+    journal.merge(entries)
     return journal, line_up(request, loaded, journal, console)
 
 
@@ -124,7 +121,7 @@ def _decode(
     processes: Processes,
     console: Console,
 ) -> list[DecodedSet]:
-    """The whole test set by every system, each of which ends its texts where it likes."""
+    """Decode the whole test set with every system, each sequence up to its end token."""
     turns = take_turns(
         systems,
         loaded.task,
@@ -141,17 +138,17 @@ def _decode(
 
 
 def _check_metrics(request: Request, loaded: Loaded, metrics: Sequence[str], others: Mapping[str, Report]) -> None:
-    """Raise ConfigError, before anything is decoded, where no metric can be computed, or reports can't be compared."""
+    """Raise ConfigError where no metric can be computed, or reports can't be compared."""
     computable = computable_metrics(loaded.task, loaded.examples, metrics, request.bert, request.tokenizer)
     metric = headline(dict.fromkeys(computable, 0.0)).name
     for name, other in others.items():
         if other.task != loaded.task.name:
-            raise ConfigError(f"--compare {name}: that report is of the task {other.task}, not of {loaded.task.name}")
+            raise ConfigError(f"--compare {name}: that report is for the task {other.task}, not {loaded.task.name}")
         if any(metric not in row.scores for row in other.rows):
-            raise ConfigError(f"--compare {name}: reports are compared by {metric}, and that one has none")
+            raise ConfigError(f"--compare {name}: reports are compared by {metric}, which that report lacks")
         if other.tokenizer != request.tokenizer:
-            words = [each or "each metric's own" for each in (other.tokenizer, request.tokenizer)]
-            raise ConfigError(f"--compare {name}: the tokenizer of that report's scores is {words[0]}, here {words[1]}")
+            theirs, ours = (each or "each metric's own" for each in (other.tokenizer, request.tokenizer))
+            raise ConfigError(f"--compare {name}: the scores of that report use the tokenizer {theirs}, these {ours}")
 
 
 def computable_metrics(
@@ -161,9 +158,9 @@ def computable_metrics(
     bert: BertModel | None = None,
     tokenizer: str | None = None,
 ) -> list[str]:
-    """The metrics that can be computed of predictions for these examples. Raises ConfigError where none can.
+    """The metrics that can be computed for these examples. Raises ConfigError where none can.
 
-    What stands in a metric's way is looked for in all references, and what it needs of this machine by one example.
+    The references of all examples are checked, and one example is scored to check that dependencies are installed.
     """
     if tokenizer is not None:
         load_tokenizer(tokenizer)
@@ -181,7 +178,7 @@ def computable_metrics(
 
 
 def _known(task: Task, examples: Sequence[Example], bert: BertModel | None, tokenizer: str | None) -> dict[str, Any]:
-    """What predictions for these examples are scored by, but for the metrics."""
+    """The arguments of scoring that depend on the examples and options."""
     return {
         "references": [example.references for example in examples],
         "meanings": [example.meaning for example in examples] if all(example.meaning for example in examples) else None,
@@ -198,7 +195,7 @@ def _score(
     metrics: Sequence[str],
     predictions: Sequence[Sequence[str]],
 ) -> list[Scores]:
-    """The scores of each system, and of the others whether they differ from those of the first."""
+    """The scores of each system, with p values of the difference from the first system."""
     known: Any = {
         **_known(task, examples, request.bert, request.tokenizer),
         "metrics": metrics,
@@ -216,20 +213,22 @@ def _time(
     journal: Journal,
     console: Console,
 ) -> dict[int, list[DecodedSet]]:
-    """By batch size, the work of every system on prompts from all over the test set, every text of the same `lengths`.
+    """Time every system at each batch size on prompts drawn evenly from the test set.
 
-    So all do the same work: a system that ends its texts early isn't faster for it, nor one that goes on slower. Where
-    these are few batches, they all come again.
+    Sequence `lengths` are the same for all systems, so ending early doesn't make a system faster. A small number of
+    batches is timed several times.
     """
     found: dict[int, list[DecodedSet]] = {}
     prompt_lengths = list(map(len, loaded.prompt_ids))
-    for size in sorted(request.time_batch_sizes, key=lambda size: size != request.batch_size):  # the scored one first
-        drawn = spread_over_lengths(prompt_lengths, request.time_limit or max(LEAST_PROMPTS, BATCHES * size))
+    for size in sorted(
+        request.time_batch_sizes, key=lambda size: size != request.batch_size
+    ):  # the batch size of the scores first
+        drawn = spread_over_lengths(prompt_lengths, request.time_limit or max(MIN_PROMPTS, BATCHES * size))
         if len(drawn) < size:
-            why = "as there are no more prompts" if request.time_limit is None else "as --time-limit says"
-            console.print(f"clock at batch {size}: timed in a batch of {len(drawn)}, {why}")
+            why = "there are no more prompts" if request.time_limit is None else "limited by --time-limit"
+            console.print(f"timing at batch {size} uses a batch of {len(drawn)}: {why}")
         batches = batch_count(len(drawn), size)
-        for again in range(-(-FEWEST_BATCHES // batches)):
+        for again in range(-(-MIN_BATCHES // batches)):
             turns = take_turns(
                 lineup.by_batch[size],
                 loaded.task,
@@ -242,15 +241,14 @@ def _time(
                 lengths=[lengths[n] for n in drawn],
                 first_turn=again * batches,
             )
-            timed = _last(turns, f"clock at batch {size}", batches, console)
-            for whole, more in zip(found.setdefault(size, timed), timed, strict=True):
-                if whole is not more:
-                    whole.turns += more.turns
+            timed = _last(turns, f"timing at batch {size}", batches, console)
+            for total, repetition in zip(found.setdefault(size, timed), timed, strict=True):
+                if total is not repetition:
+                    total.turns += repetition.turns
     return found
 
 
 def _last(results: Iterator[list[DecodedSet]], title: str, batches: int, console: Console) -> list[DecodedSet]:
-    """The final results, with a progress bar on the way."""
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("batches"))
     final: list[DecodedSet] = []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
@@ -274,11 +272,10 @@ def _report(
     model = loaded.checkpoint.model
     rows = []
     for number, (result, scored) in enumerate(zip(results, scores, strict=True)):
-        clocks = {size: (sets[number], sets[0]) for size, sets in timed.items()}
-        row = _row(result, scored, clocks)
+        row = _row(result, scored, {size: (sets[number], sets[0]) for size, sets in timed.items()})
         same = sum(text == full for text, full in zip(result.predictions, results[0].predictions, strict=True))
         system = result.system
-        # Another model's texts aren't drafted by this one, and of a model in parts this process has one alone.
+        # The 1x outputs of a reference aren't this model's, and a model shared by processes can't draft.
         drafts = row.agreement and request.reference is None and not request.tensor_parallel
         lossless = (
             time_lossless(system, loaded.prompt_ids, results[0].lengths, console)
@@ -313,9 +310,9 @@ def _report(
 
 
 def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedSet, DecodedSet]]) -> Row:
-    """The row of one system: its own texts, and by batch size its clock and that of the 1x row."""
+    """The row of one system. `timed` maps batch size to the timed results of the system and of the 1x row."""
     system = decoded.system
-    timings = [_timing(size, *clocks) for size, clocks in timed.items()]
+    timings = [_timing(size, *pair) for size, pair in timed.items()]
     first, baseline = next(iter(timed.values()))
     return Row(
         label=system.label,
@@ -324,7 +321,7 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
         num_layers=system.checkpoint.num_layers,
         speedup_target=system.speedup_target,
         planned_speedup=system.planned,
-        schedule=_fields(system),
+        schedule=_schedule_fields(system),
         threshold=system.threshold if isinstance(system, CalmSystem) else None,
         mean_layers=decoded.mean_layers,
         layers_per_step=decoded.layers_per_step,
@@ -347,26 +344,24 @@ def _row(decoded: DecodedSet, scores: Scores, timed: Mapping[int, tuple[DecodedS
 
 
 def _timing(batch_size: int, decoded: DecodedSet, baseline: DecodedSet) -> Timing:
-    """The speed of a system that took turns with that of the 1x row."""
-    times = len(decoded.turns) // batch_count(len(decoded.predictions), batch_size)
+    repetitions = len(decoded.turns) // batch_count(len(decoded.predictions), batch_size)
     return Timing(
         batch_size=batch_size,
         prompts=len(decoded.predictions),
         layers_per_step=decoded.layers_per_step,
         speedup=decoded.speed_over(baseline, "decode"),
         whole_speedup=decoded.speed_over(baseline, "all"),
-        schedule=_fields(decoded.system),
+        schedule=_schedule_fields(decoded.system),
         planned_speedup=decoded.system.planned,
-        prefill_seconds=decoded.prefill_seconds / times,
-        decode_seconds=decoded.decode_seconds / times,
+        prefill_seconds=decoded.prefill_seconds / repetitions,
+        decode_seconds=decoded.decode_seconds / repetitions,
         tokens_per_second=decoded.tokens_per_second,
         acceptance_rate=decoded.acceptance_rate,
         tokens_per_verification=decoded.tokens_per_verification,
     )
 
 
-def _fields(system: System) -> dict[str, Any] | None:
-    """Those of a system's schedule; None of one that follows none."""
+def _schedule_fields(system: System) -> dict[str, Any] | None:
     schedule = system.schedule if isinstance(system, SkipSystem | LosslessSystem) else None
     return schedule.to_dict() if schedule is not None else None
 
@@ -386,19 +381,19 @@ def _write(
             for e, text in zip(examples, result.predictions, strict=True)
         ]
         write_predictions(folder / "predictions" / f"{row.label}.jsonl", lines)
-    name = Path(report.checkpoint).resolve().name  # which "." has, too
-    draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speed")
+    name = Path(report.checkpoint).resolve().name  # resolved, since "." has no name
+    draw_frontier(folder / "frontier.png", {name: report, **others}, f"{report.task}: quality against measured speedup")
     report.save(folder)
 
 
 def _update_card(request: Request) -> None:
-    """Write the card of a finished run anew where it is evaluated into its own folder."""
+    """Rewrite the model card of a finished run if the evaluation is in its own folder."""
     folder = Path(request.checkpoint)
     if is_run(folder) and request.output.resolve() == (folder / EVALUATION).resolve():
         try:
             write_card(folder, trust_remote_code=request.trust_remote_code)
-        except ConfigError as error:  # the evaluation is whole
-            make_console(stderr=True).print(f"the model card stays as it is: {error}", soft_wrap=True)
+        except ConfigError as error:  # the evaluation itself is complete
+            make_console(stderr=True).print(f"the model card wasn't updated: {error}", soft_wrap=True)
 
 
 def _show(report: Report, folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""Tables: headers and rows of texts, for Markdown and for the terminal."""
+"""Tables for Markdown and the terminal."""
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -9,8 +10,8 @@ import rich.table
 from rich.console import JustifyMethod
 
 Item = TypeVar("Item")
-Column: TypeAlias = tuple[str, Callable[[Item], str]]  # a header, and an item's cell below it
-_BARE_BAR = re.compile(r"(?<!\\)\|")  # which would end a cell, as in a schedule file's name
+Column: TypeAlias = tuple[str, Callable[[Item], str]]  # a header, and the function that formats an item's cell
+_BARE_BAR = re.compile(r"(?<!\\)\|")  # would end a Markdown cell
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Table:
     """A table.
 
     Attributes:
-        headers: of its columns.
-        rows: as many cells each.
-        title: on the terminal.
-        left: the number of columns, from the first, that are aligned to the left; the others are to the right.
-        bold: the numbers of rows that stand out on the terminal.
+        headers: the headers of the columns.
+        rows: the cells of each row.
+        title: the title on the terminal.
+        left: the number of leading columns that are left-aligned; the others are right-aligned.
+        bold: the indices of rows that are bold on the terminal.
     """
 
     headers: Sequence[str]
@@ -33,12 +34,12 @@ class Table:
 
     @classmethod
     def of(cls, items: Iterable[Item], columns: Sequence[Column[Item]], title: str | None = None) -> "Table":
-        """A row for each item, a cell for each column."""
+        """A table with a row for each item."""
         rows = [[cell(item) for _, cell in columns] for item in items]
         return cls([header for header, _ in columns], rows, title)
 
     def to_markdown(self) -> str:
-        r"""The lines of the table, without its title.
+        r"""The table in Markdown, without its title.
 
         >>> print(Table(["row"], [["a|b"]]).to_markdown().splitlines()[-1])
         | a\|b |
@@ -50,10 +51,12 @@ class Table:
     def to_rich(self) -> rich.table.Table:
         """The table for the terminal."""
         table = rich.table.Table(title=self.title, title_justify="left")
-        table.collapse_padding = len(self.headers) > 11  # more don't fit on 160 columns with a blank on either side
+        table.collapse_padding = len(self.headers) > 11  # wide tables don't fit on 160 columns with padding
         for number, header in enumerate(self.headers):
             justify: JustifyMethod = "left" if number < self.left else "right"
-            table.add_column(header, justify=justify, overflow="fold")  # what is cut off tells nothing apart
+            width = max((len(cells[number]) for cells in self.rows), default=1)  # headers don't widen columns
+            header = textwrap.fill(header, width, break_long_words=False, break_on_hyphens=False)
+            table.add_column(header, justify=justify, overflow="fold")
         for number, cells in enumerate(self.rows):
             table.add_row(*cells, style="bold" if number in self.bold else None)
         return table

@@ -1,1 +1,1 @@
-"""Servers under load: requests that come at random, and how long they wait: `python -m eval.load`."""
+"""The load test of servers: `python -m eval.load`."""

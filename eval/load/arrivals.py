@@ -1,4 +1,4 @@
-"""When requests come, and which: pure functions of a seed."""
+"""Arrival times and prompts of requests: pure functions of a seed."""
 
 import math
 import random
@@ -7,12 +7,12 @@ from itertools import accumulate
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds from the beginning at which so many requests come, ascending: a Poisson process, the first at 0.
+    """Arrival times of `count` requests in seconds, ascending: a Poisson process that starts with a request at 0.
 
     Args:
-        rate: requests a second; infinite: all come at once.
-        count: of requests.
-        seed: of the draw.
+        rate: requests per second; infinite: all arrive at once.
+        count: the number of requests.
+        seed: the seed of the process.
 
     >>> [round(at, 2) for at in poisson_arrivals(2.0, 4, seed=0)]
     [0.0, 0.99, 1.31, 2.58]
@@ -26,7 +26,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def drawn_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
-    """So many prompts in an order drawn at random; each comes once before one comes again."""
+    """`count` prompts in random order; every prompt is used once before any is used again."""
     draw = random.Random(f"prompts {seed}")
     found: list[str] = []
     while len(found) < count:

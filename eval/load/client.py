@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's interface, which notes when parts of answers come."""
+"""A client of servers with OpenAI's API that records when each part of an answer arrives."""
 
 import asyncio
 import json
@@ -12,18 +12,18 @@ import aiohttp
 
 from skipdecode.schedule.plan import PLANNED_HEADER
 
-ENDED = "[DONE]"
+STREAM_END = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A system that is asked for texts.
+class Endpoint:
+    """A system under test.
 
     Attributes:
-        url: that `/completions` is added to.
-        body: of every request, beside prompt and stream.
-        stream: whether the text is to come in parts.
-        headers: of every request.
+        url: the base address, without `/completions`.
+        body: the fields of every request, except prompt and stream.
+        stream: whether answers are streamed.
+        headers: the HTTP headers of every request.
     """
 
     url: str
@@ -34,15 +34,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request. Times are seconds from its beginning, but for `at`.
+    """The result of one request. Times are seconds since it was sent, except `at`.
 
     Attributes:
-        at: when it was sent, from the beginning of the turn.
-        parts: when each part of the text came.
-        seconds: when its answer had ended.
-        tokens: of the text, as the server counts them; parts where it doesn't.
-        error: what went wrong, in few words; None where nothing did.
-        planned: the speedup that the server planned, where it says so.
+        at: when it was sent, in seconds since the start of the turn.
+        parts: when each part of the answer arrived.
+        seconds: when the answer was complete.
+        tokens: generated tokens as counted by the server; the number of parts where it doesn't count.
+        error: the reason of a failure; None for success.
+        planned: the speedup that the server planned, where it reports one.
     """
 
     at: float
@@ -53,7 +53,7 @@ class Outcome:
     planned: float | None = None
 
     def to_list(self) -> list[Any]:
-        """Plain values, for a journal."""
+        """JSON values, for the journal."""
         times = [round(part, 6) for part in self.parts]
         return [round(self.at, 6), times, round(self.seconds, 6), self.tokens, self.error, self.planned]
 
@@ -65,15 +65,16 @@ class Outcome:
 
 
 async def play(
-    asked: Asked, prompts: Sequence[str], arrivals: Sequence[float], timeout: float, advance: Callable[[], None]
+    endpoint: Endpoint, prompts: Sequence[str], arrivals: Sequence[float], timeout: float, advance: Callable[[], None]
 ) -> list[Outcome]:
-    """Send each prompt when it comes, whatever has become of the others. Returns an outcome for each.
+    """Send each prompt at its arrival time, independently of the others. Returns an outcome for each.
 
     Args:
-        asked: who is asked.
-        prompts, arrivals: and the seconds from now at which they come.
-        timeout: seconds after which a request is given up, and counts as an error.
-        advance: called as each ends.
+        endpoint: the system under test.
+        prompts: the prompts.
+        arrivals: the arrival time of each prompt, in seconds from now.
+        timeout: seconds after which a request fails.
+        advance: called when a request has ended.
     """
     limits = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
@@ -81,30 +82,30 @@ async def play(
 
         async def one(prompt: str, arrival: float) -> Outcome:
             await asyncio.sleep(start + arrival - time.perf_counter())
-            outcome = await _ask(session, asked, prompt, start)
+            outcome = await _send(session, endpoint, prompt, start)
             advance()
             return outcome
 
         return await asyncio.gather(*(one(*pair) for pair in zip(prompts, arrivals, strict=True)))
 
 
-async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start: float) -> Outcome:
+async def _send(session: aiohttp.ClientSession, endpoint: Endpoint, prompt: str, start: float) -> Outcome:
     sent = time.perf_counter()
     parts: list[float] = []
     tokens: int | None = None
     planned: float | None = None
-    body = {**asked.body, "prompt": prompt, "stream": asked.stream}
+    body = {**endpoint.body, "prompt": prompt, "stream": endpoint.stream}
 
     def outcome(error: str | None = None) -> Outcome:
         counted = len(parts) if tokens is None else tokens
         return Outcome(sent - start, tuple(parts), time.perf_counter() - sent, counted, error, planned)
 
     try:
-        async with session.post(f"{asked.url}/completions", json=body, headers=asked.headers) as response:
+        async with session.post(f"{endpoint.url}/completions", json=body, headers=endpoint.headers) as response:
             if response.status != 200:
                 return outcome(f"status {response.status}")
             planned = _planned(response.headers.get(PLANNED_HEADER))
-            if not asked.stream:
+            if not endpoint.stream:
                 tokens = _count((await response.json())["usage"]["completion_tokens"])
                 return outcome()
             ended = False
@@ -112,37 +113,37 @@ async def _ask(session: aiohttp.ClientSession, asked: Asked, prompt: str, start:
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
-                if data == ENDED.encode():
+                if data == STREAM_END:
                     ended = True
                     continue
                 event = json.loads(data)
                 if "error" in event:
-                    return outcome("an error in the stream")
+                    return outcome("error event in the stream")
                 for choice in event["choices"]:
                     if choice.get("text"):
                         parts.append(time.perf_counter() - sent)
                     ended = ended or choice.get("finish_reason") is not None
                 usage = event.get("usage") or {}
                 tokens = _count(usage["completion_tokens"]) if "completion_tokens" in usage else tokens
-            return outcome(None if ended else "the answer broke off")
+            return outcome(None if ended else "incomplete answer")
     except asyncio.TimeoutError:
         return outcome("timeout")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return outcome("no answer of OpenAI's form")
+        return outcome("not an answer of OpenAI's API")
     except (aiohttp.ClientError, OSError) as error:
         return outcome(type(error).__name__)
 
 
 def _planned(header: str | None) -> float | None:
-    """The speedup of a header. Raises ValueError for what is none."""
+    """The speedup in a header. Raises ValueError for other values."""
     planned = None if header is None else float(header)
     if planned is not None and not 0 < planned < math.inf:
-        raise ValueError(f"{header} is no speedup")
+        raise ValueError(f"{header} is not a speedup")
     return planned
 
 
 def _count(tokens: Any) -> int:
-    """The number of tokens that a server says. Raises ValueError or TypeError for what is none."""
+    """The number of tokens that a server reports. Raises ValueError or TypeError for other values."""
     count = int(tokens)
     if not 0 <= count < 2**31:
         raise ValueError(f"{count} tokens")

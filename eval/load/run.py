@@ -1,4 +1,4 @@
-"""A benchmark under load, from a request to its report."""
+"""Run a load test and write its report."""
 
 import asyncio
 import datetime
@@ -16,7 +16,7 @@ from data import load_task
 from eval.console import bar_columns, make_console
 from eval.journal import Journal
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
-from eval.load.client import Asked, Outcome, play
+from eval.load.client import Endpoint, Outcome, play
 from eval.load.report import LoadConditions, LoadReport, draw_load, row_of, shortfall
 from eval.load.request import LoadRequest
 from eval.load.systems import served
@@ -29,16 +29,16 @@ from skipdecode.cli.device import resolve_device
 from skipdecode.files import write_atomically
 from skipdecode.timing.interleave import order_of_turn
 
-WARM_UP = 8  # requests at once, before a system is timed
+WARM_UP = 8  # simultaneous requests before a system is timed
 
 
 def benchmark(request: LoadRequest) -> None:
-    """Put every system under load in turns; write the report as JSON, Markdown and a picture, and print it.
+    """Test every system in turns; write the report as JSON, Markdown and a picture, and print it.
 
-    One that is cut off goes on where it was when it is asked for again: until all is measured, a journal lies beside
-    the report.
+    An interrupted benchmark continues when it is started again: a journal beside the report holds the measurements
+    until all are done.
 
-    Raises ConfigError for a request that can't be met, and for a system that answers nothing.
+    Raises ConfigError for a request that can't be met, and for a system that doesn't answer.
     """
     with only_benchmark(request.output):
         _benchmark(request)
@@ -47,7 +47,7 @@ def benchmark(request: LoadRequest) -> None:
 def _benchmark(request: LoadRequest) -> None:
     folder = request.checkpoint
     if folder is not None and not Path(folder).is_dir() and folder.count("/") != 1:
-        raise ConfigError(f"--checkpoint {folder} is not a folder, and no name of a repository on the Hub")
+        raise ConfigError(f"--checkpoint {folder} is neither a folder nor the name of a repository on the Hub")
     remembered = SkipConfig.load(request.checkpoint) if request.checkpoint is not None else None
     name, options = task_options(request.task, remembered, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
@@ -90,22 +90,22 @@ def _shown(system: str) -> str:
 
 def _take_turns(
     request: LoadRequest,
-    systems: dict[str, Asked],
+    systems: dict[str, Endpoint],
     prompts: list[str],
     journal: Journal,
     keys: list[tuple[str, str, str, str]],
 ) -> None:
-    """Play every turn that the journal hasn't got."""
-    for name, asked in systems.items():  # so that all are warm
-        outcomes = _play(asked, prompts[:WARM_UP], [0.0] * len(prompts[:WARM_UP]), request.timeout)
+    """Run every turn that isn't in the journal."""
+    for name, endpoint in systems.items():  # warm-up
+        outcomes = _play(endpoint, prompts[:WARM_UP], [0.0] * len(prompts[:WARM_UP]), request.timeout)
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if len(errors) == len(outcomes):
-            raise ConfigError(f"--system {name} answers nothing: {errors[0]}")
+            raise ConfigError(f"--system {name} doesn't answer: {errors[0]}")
         missed = shortfall(name, outcomes)
         if missed is not None and request.strict:
             raise ConfigError(
-                f"--system is {name}: the server can't reach it and plans {missed:.2f}x; ask for less, or leave "
-                "--strict out"
+                f"--system is {name}: the server can't reach this speed and plans {missed:.2f}x; use a lower speed, or "
+                "leave --strict out"
             )
     seed = 1000 * request.seed
     columns = (*bar_columns(), TimeRemainingColumn())
@@ -117,21 +117,21 @@ def _take_turns(
                 progress.advance(bar, request.requests)
                 continue
             progress.update(bar, description=f"round {int(number) + 1}, {float(rate):g} requests/s, {system}")
-            # Of a round and a rate, the same for every system.
+            # The same for every system at this rate in this round.
             arrivals = poisson_arrivals(float(rate), request.requests, seed + int(number))
-            asked_for = drawn_prompts(prompts, request.requests, seed + int(number))
-            outcomes = _play(systems[system], asked_for, arrivals, request.timeout, lambda: progress.advance(bar))
+            drawn = drawn_prompts(prompts, request.requests, seed + int(number))
+            outcomes = _play(systems[system], drawn, arrivals, request.timeout, lambda: progress.advance(bar))
             journal.add(key, [outcome.to_list() for outcome in outcomes])
 
 
 def _play(
-    asked: Asked, prompts: list[str], arrivals: list[float], timeout: float, advance: Any = lambda: None
+    endpoint: Endpoint, prompts: list[str], arrivals: list[float], timeout: float, advance: Any = lambda: None
 ) -> list[Outcome]:
-    return asyncio.run(play(asked, prompts, arrivals, timeout, advance))
+    return asyncio.run(play(endpoint, prompts, arrivals, timeout, advance))
 
 
 def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> dict[str, Any]:
-    """All that the times depend on, as plain values."""
+    """Everything that the times depend on, as JSON values."""
     options = {key: value for key, value in asdict(request).items() if key != "output"}
     return {
         **options,
@@ -146,7 +146,11 @@ def _identity(request: LoadRequest, prompts: list[str], max_new_tokens: int) -> 
 
 def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadConditions:
     own = request.checkpoint is not None
-    waves = f"waves of {request.wave_rows} or {request.wave_seconds:g} s" if own and request.wave_rows > 1 else None
+    waves = (
+        f"admission in waves of {request.wave_rows} requests or after {request.wave_seconds:g} s"
+        if own and request.wave_rows > 1
+        else None
+    )
     return LoadConditions(
         served=str(request.checkpoint or request.url),
         task=task,
@@ -156,7 +160,7 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
         most_rows=request.rows if own else None,
         streamed=not request.whole,
         waves=waves,
-        date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
+        date=datetime.datetime.now().isoformat(" ", "minutes"),  # minutes distinguish several runs on one day
         command=shlex.join(["python", "-m", "eval.load", *sys.argv[1:]]),
         machine=describe_machine(_device(request)),
         versions=versions(),
@@ -164,5 +168,5 @@ def _conditions(request: LoadRequest, task: str, max_new_tokens: int) -> LoadCon
 
 
 def _device(request: LoadRequest) -> torch.device:
-    """Where servers that are started here decode; of one that runs the client's own machine is known alone."""
+    """The device of servers started here. For a running server only the machine of the client is known, as CPU."""
     return resolve_device(None) if request.checkpoint is not None else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What is under load: servers that are started for it, each a process of its own, and one that runs."""
+"""The systems of a load test: servers started in their own processes, or a running server."""
 
 import contextlib
 import json
@@ -15,26 +15,26 @@ from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from typing import Any
 
-from eval.load.client import Asked
-from eval.load.request import LOCK_STEP, STANDALONE, TRANSFORMERS, LoadRequest, speed_of
+from eval.load.client import Endpoint
+from eval.load.request import STANDALONE, STATIC_BATCHING, TRANSFORMERS, LoadRequest, speed_of
 from skipdecode import ConfigError
 from skipdecode.cli.process import ended_by_sigterm
 
 API_KEY = "OPENAI_API_KEY"
 _OWN, _RUNNING = "skipdecode", "running"
-_STARTING = 300.0  # seconds that a server may take to load its model
-_ENDING = 20.0  # and to end when it is told to
+_START_TIMEOUT = 300.0  # seconds for loading the model
+_STOP_TIMEOUT = 20.0  # seconds for a graceful shutdown
 
 
 @contextmanager
-def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Asked]]:
-    """Each system's address and what it is sent, by its name. Servers that are started end with the context.
+def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Endpoint]]:
+    """The endpoint of each system by name. Servers started here stop when the context ends.
 
-    The systems that one server answers for share it. Raises ConfigError for a server that doesn't start or answer.
+    Systems of the same kind share a server. Raises ConfigError for a server that doesn't start or answer.
     """
     with ExitStack() as stack:
         stack.enter_context(ended_by_sigterm())
-        servers: dict[str, tuple[str, str]] = {}  # by kind: address and name of the model
+        servers: dict[str, tuple[str, str]] = {}  # kind -> address and model name
         headers = {}
         if request.url is not None:
             url, headers = request.url.rstrip("/"), _headers()
@@ -45,22 +45,20 @@ def served(request: LoadRequest, max_new_tokens: int) -> Iterator[dict[str, Aske
             if kind not in servers:
                 servers[kind] = stack.enter_context(_started(kind, request, max_new_tokens))
             url, model = servers[kind]
-            body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, **_own(name)}
+            body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0, **_extra_fields(name)}
             if not request.whole:
                 body["stream_options"] = {"include_usage": True}
-            found[name] = Asked(url, body, not request.whole, headers)
+            found[name] = Endpoint(url, body, not request.whole, headers)
         yield found
 
 
 def _kind(name: str) -> str:
-    """The server that answers for a system."""
     if name in (TRANSFORMERS, STANDALONE):
         return name
-    return LOCK_STEP if name.startswith(LOCK_STEP) else _OWN
+    return STATIC_BATCHING if name.startswith(STATIC_BATCHING) else _OWN
 
 
-def _own(name: str) -> dict[str, Any]:
-    """What a system's requests ask for beside a text."""
+def _extra_fields(name: str) -> dict[str, Any]:
     if name == "lossless":
         return {"lossless": True}
     speed = speed_of(name)
@@ -69,7 +67,7 @@ def _own(name: str) -> dict[str, Any]:
 
 @contextmanager
 def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[tuple[str, str]]:
-    """The address of a server and the name of its model, once it answers."""
+    """Start a server. Yields its address and model name once it answers."""
     folder = request.standalone if kind == STANDALONE else request.checkpoint
     assert folder is not None
     port = str(_free_port())
@@ -79,13 +77,13 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
         command = ["skipdecode", "serve", folder, "--name", name, "--queue", "1000000", "--timeout", "86400", *rows]
         command += ["--max-new-tokens", str(max_new_tokens), "--most-new-tokens", str(max_new_tokens)]
         command += ["--wave-rows", str(request.wave_rows), "--wave-seconds", str(request.wave_seconds)]
-    elif kind == LOCK_STEP:
-        command = ["eval.load.lock_step", folder, *rows]
+    elif kind == STATIC_BATCHING:
+        command = ["eval.load.static_batching", folder, *rows]
     else:
         command = ["transformers.cli.transformers", "serve", folder, "--continuous-batching", "--log-level", "error"]
-        # By itself it takes most of the memory for its cache, which the others have to live beside.
+        # By default its KV cache takes most of the memory, which the other servers need too.
         command += ["--cb-block-size", "32", "--cb-num-blocks", str(16 * request.rows), "--cb-max-batch-tokens", "512"]
-    if kind in (_OWN, LOCK_STEP) and request.weights is not None:
+    if kind in (_OWN, STATIC_BATCHING) and request.weights is not None:
         command += ["--weights", request.weights]
     if request.dtype is not None:
         command += ["--dtype", request.dtype]
@@ -98,7 +96,7 @@ def _started(kind: str, request: LoadRequest, max_new_tokens: int) -> Iterator[t
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDING)
+                process.wait(_STOP_TIMEOUT)
             process.kill()
             process.wait()
 
@@ -110,35 +108,35 @@ def _free_port() -> int:
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", base: str, kind: str, log: Any) -> None:
-    until = time.monotonic() + _STARTING
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy doesn't know this machine's ports
-    while process.poll() is None and time.monotonic() < until:
+    deadline = time.monotonic() + _START_TIMEOUT
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy can't reach local ports
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             with opener.open(f"{base}/health", timeout=5):
                 return
         except (OSError, ValueError):
             time.sleep(0.1)
     log.seek(0)
-    said = [line for line in log.read().splitlines() if line.strip()][-1:]
-    raise ConfigError(f"the {kind.strip('-')} server doesn't start: {said[0] if said else 'it says nothing'}")
+    last_line = [line for line in log.read().splitlines() if line.strip()][-1:]
+    raise ConfigError(f"the {kind.strip('-')} server doesn't start: {last_line[0] if last_line else 'no output'}")
 
 
 def _headers() -> dict[str, str]:
     key = os.environ.get(API_KEY, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{API_KEY} holds signs that no key has")  # and isn't shown
+        raise ConfigError(f"{API_KEY} contains characters that are not allowed in a key")  # without showing the key
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _first_model(url: str, headers: Mapping[str, str]) -> str:
-    """The model that a server names first. Raises ConfigError where none answers."""
+    """The first model that a server lists. Raises ConfigError where no server answers."""
     try:
-        asked = urllib.request.Request(f"{url}/models", headers=dict(headers))
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        request = urllib.request.Request(f"{url}/models", headers=dict(headers))
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except urllib.error.HTTPError as error:
-        advice = f"; a key is read from {API_KEY}" if error.code in (401, 403) else ""
-        raise ConfigError(f"--url {url}: {url}/models answers with status {error.code}{advice}") from error
+        advice = f"; set the key in {API_KEY}" if error.code in (401, 403) else ""
+        raise ConfigError(f"--url {url}: {url}/models returns status {error.code}{advice}") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"--url {url}: no server of OpenAI's interface answers there: {reason}") from error
+        raise ConfigError(f"--url {url}: no server with OpenAI's API answers there: {reason}") from error

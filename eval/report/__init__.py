@@ -1,1 +1,1 @@
-"""Finished evaluations side by side, as a page: `python -m eval.report`."""
+"""The comparison page of finished evaluations: `python -m eval.report`."""

@@ -1,4 +1,4 @@
-"""The command line of the page: `python -m eval.report RUN... --output report.html`."""
+"""The command line of the comparison page: `python -m eval.report RUN... --output report.html`."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from typing import Any
 from skipdecode.cli.process import run_command
 
 _DESCRIPTION = """\
-Put finished evaluations of one task side by side, in one HTML page that needs nothing else: no script, no request.
+Compare finished evaluations of one task on a single self-contained HTML page, without scripts or network requests.
 
-The page holds
-  frontiers    each metric against the measured speed, with confidence intervals and the quartiles of the speed
-  rivals       what each run reaches at about the same measured speed, and p values against its own 1x row
-  speed        targets, layers, measured speeds, prefill and decoding, cache, and the bound by bytes
-  positions    which share of the predicted words stands in a reference, by their position in the text
+The page contains
+  frontiers    each metric against the measured speedup, with confidence intervals and quartiles of the speedup
+  baselines    the scores of each run at about the same measured speedup, with p values against its 1x row
+  speed        targets, layers, measured speedups, prefill and decode time, KV cache size, memory-bound speedup
+  positions    the percentage of predicted words that occur in a reference, by their position in the output
   schedules    which layer runs for which generated token
-  samples      predictions at every speed beside their references, differences to 1x marked
-  versions     checkpoints, commands, machines, versions
-Beside it are written the same figures as .json and the tables as .md.
+  samples      predictions at every speed beside their references, with differences from 1x highlighted
+  versions     checkpoints, commands, machines, package versions
+The same figures are written beside it as .json, and the tables as .md.
 """
 
 _EPILOG = """\
-A RUN is the folder that `python -m eval --output FOLDER` wrote: report.json and predictions/.
+A RUN is the output folder of `python -m eval --output FOLDER`, with report.json and predictions/.
 
 examples:
   python -m eval.report outputs/e2e-eval --output report.html
@@ -39,16 +39,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="FOLDER, or NAME=FOLDER; default name: the folder's or checkpoint's")
-    page, benchmarks = "a .html that isn't there yet, nor its .md and .json", "JSON of python -m eval.speed"
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="FOLDER, or NAME=FOLDER; default name: the folder's, or the checkpoint's for a folder named eval",
+    )
+    page, benchmarks = "a new .html file; .md and .json are written beside it", "JSON reports of python -m eval.speed"
     add("--output", required=True, type=Path, metavar="FILE", help=page)
-    add("--speed", nargs="+", type=Path, default=[], metavar="FILE", help=f"benchmarks to show as well: {benchmarks}")
-    add("--samples", type=int, default=12, metavar="N", help="prompts shown with texts (default 12)")
+    add("--speed", nargs="+", type=Path, default=[], metavar="FILE", help=f"benchmarks to include: {benchmarks}")
+    add(
+        "--samples",
+        type=int,
+        default=12,
+        metavar="N",
+        help="number of prompts shown with their predictions (default 12)",
+    )
     options = vars(parser.parse_args(arguments))
     return run_command(lambda: _write(options), left=lambda: f"{options['output']} was not written")
 
 
 def _write(options: dict[str, Any]) -> None:
-    from eval.report.page import write_page  # here: it takes seconds, and a mistyped option should not
+    from eval.report.page import write_page  # imported here, after options are parsed: it takes seconds
 
     write_page(**options)

@@ -1,4 +1,4 @@
-"""The figures of a page, typed: the content of its JSON file."""
+"""The figures of a page as typed dataclasses, which are also the content of its JSON file."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from skipdecode.schedule.schedule import Over
 
 @dataclass(frozen=True)
 class Positions:
-    """Shares of n-grams by position, for one point."""
+    """Percentages of n-grams found in a reference by position, for one row of a report."""
 
     label: str
     n: int
@@ -34,12 +34,12 @@ class Positions:
 
 @dataclass(frozen=True)
 class Line:
-    """The rows of one checkpoint in a run, by their measured speed: a line in the pictures.
+    """The rows of one checkpoint in a run, ordered by measured speedup: a line in the pictures.
 
     Attributes:
-        name: the run's, with the checkpoint's where that is the run's reference.
-        over: what its targets are of.
-        full_depth: the row that the speeds and the p values are relative to.
+        name: the name of the run; for the run's reference, followed by the name of that checkpoint.
+        over: the speedup that its targets apply to.
+        full_depth: the row that speedups and p values are relative to.
     """
 
     name: str
@@ -49,19 +49,19 @@ class Line:
     full_depth: Row
     points: tuple[Row, ...]
     positions: tuple[Positions, ...]
-    no_positions: str = ""  # why there are none, where that isn't for want of texts
+    no_positions: str = ""  # why `positions` is empty, where the language of the references is the reason
 
 
-NEAR = 1.25
+NEAR = 1.25  # two speedups within this factor count as about the same
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The points nearest to a speed, one of each line.
+    """The rows nearest to a speedup, one of each line.
 
     Attributes:
-        speed: how many times full depth.
-        labels: of the nearest point of each line, by measured speed; None where none is within a factor of NEAR.
+        speed: the speedup over full depth.
+        labels: the label of each line's nearest row by measured speedup; None where none is within a factor of NEAR.
     """
 
     speed: float
@@ -70,7 +70,7 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Text:
-    """A prediction of a sample: by which line and point, and the full-depth text of the same run."""
+    """A prediction for a sample, with its line and row, and the full-depth prediction of the same run."""
 
     line: str
     label: str
@@ -90,7 +90,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions of a run: the fields of its report but the rows, and what it says of them."""
+    """The conditions of a run: the fields of its report except the rows, and its notes."""
 
     name: str
     report: dict[str, Any]
@@ -99,13 +99,14 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that a page shows.
+    """All figures of a page.
 
     Attributes:
-        over: the speed that pictures and comparisons show: of the whole where all targets are, else of decoding.
-        metrics: that every run has, in the order of the first.
-        shared_prompts: how many prompts all runs decoded.
-        speeds: speed benchmarks shown beside the runs, by their files' names.
+        over: the speedup in pictures and comparisons: end-to-end where all targets are, else decode.
+        metrics: those that every run has, in the order of the first run.
+        shared_prompts: the number of prompts that all runs decoded.
+        baselines: for each target, the rows of about the same measured speedup.
+        speeds: reports of speed benchmarks by file name.
     """
 
     task: str
@@ -113,7 +114,7 @@ class Comparison:
     metrics: tuple[str, ...]
     shared_prompts: int
     lines: tuple[Line, ...]
-    rivals: tuple[Nearest, ...]
+    baselines: tuple[Nearest, ...]
     samples: tuple[Sample, ...]
     conditions: tuple[Conditions, ...]
     speeds: dict[str, SpeedReport]
@@ -124,7 +125,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: int) -> Comparison:
-    """Everything that a page shows of runs of one task."""
+    """Compare runs of one task."""
     width = bin_width(
         [
             len(words_by(run.report.tokenizer, str.split)(line.prediction))
@@ -144,7 +145,7 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: 
         metrics=tuple(m for m in runs[0].report.rows[0].scores if all(m in run.report.rows[0].scores for run in runs)),
         shared_prompts=len(shared),
         lines=tuple(lines),
-        rivals=tuple(_rivals(lines, over)),
+        baselines=tuple(_nearest_rows(lines, over)),
         samples=tuple(_samples(runs, spread(shared, samples))),
         conditions=tuple(Conditions(run.name, _conditions(run.report), tuple(run.report.notes())) for run in runs),
         speeds=dict(speeds),
@@ -152,7 +153,7 @@ def compare(runs: Sequence[Run], speeds: Mapping[str, SpeedReport], *, samples: 
 
 
 def spread(items: Sequence[str], count: int) -> list[str]:
-    """`count` items evenly spread over all, the first and the last among them; all where there are no more.
+    """`count` items spread evenly over all, including the first and the last; all items where there are fewer.
 
     >>> spread("abcdefghi", 3)
     ['a', 'e', 'i']
@@ -169,7 +170,7 @@ def line_name(run: Run, row: Row) -> str:
 
 def _lines(run: Run, over: Over, width: int) -> list[Line]:
     points = run.report.rows
-    references: dict[tuple[str, ...], list[list[str]]] = {}  # tokenised once for all rows
+    tokenized: dict[tuple[str, ...], list[list[str]]] = {}  # references, shared by all rows
     lines = []
     for checkpoint in dict.fromkeys(point.checkpoint for point in points):
         pairs = zip(points, run.predictions, strict=True)
@@ -182,7 +183,7 @@ def _lines(run: Run, over: Over, width: int) -> list[Line]:
         for point, predictions in track(own, title, console=make_console(stderr=True), transient=True):
             if obstacle is None:
                 positions += _positions(
-                    point.label, predictions, references, width, words_by(run.report.tokenizer, words)
+                    point.label, predictions, tokenized, width, words_by(run.report.tokenizer, words)
                 )
         lines.append(
             Line(
@@ -202,7 +203,7 @@ def _lines(run: Run, over: Over, width: int) -> list[Line]:
 def _positions(
     label: str,
     predictions: Sequence[Prediction],
-    tokenised: dict[tuple[str, ...], list[list[str]]],
+    tokenized: dict[tuple[str, ...], list[list[str]]],
     width: int,
     split: Words,
 ) -> list[Positions]:
@@ -212,31 +213,31 @@ def _positions(
     texts = [words_of(line.prediction) for line in predictions]
     references = []
     for line in predictions:
-        if line.references not in tokenised:
-            tokenised[line.references] = [words_of(text) for text in line.references]
-        references.append(tokenised[line.references])
+        if line.references not in tokenized:
+            tokenized[line.references] = [words_of(text) for text in line.references]
+        references.append(tokenized[line.references])
     return [Positions(label, n, tuple(by_position(texts, references, n, width))) for n in ORDERS]
 
 
-def _rivals(lines: Sequence[Line], over: Over) -> list[Nearest]:
-    """For each whole target that a row was made for, the nearest rows by measured speed, also of shallow models."""
+def _nearest_rows(lines: Sequence[Line], over: Over) -> list[Nearest]:
+    """For each integer target above 1, the row of each line whose measured speedup is the nearest."""
     speedups = {point.speedup_target or 1.0 for line in lines for point in line.points}
-    rivals = []
+    nearest = []
     for speed in sorted(speedup for speedup in speedups if speedup > 1 and speedup == int(speedup)):
         labels: list[str | None] = []
         for line in lines:
-            apart = {point.label: abs(math.log(point.speed(over).median / speed)) for point in line.points}
-            near = min(apart, key=apart.__getitem__, default=None)
-            labels.append(near if near is not None and apart[near] <= math.log(NEAR) else None)
+            distance = {point.label: abs(math.log(point.speed(over).median / speed)) for point in line.points}
+            best = min(distance, key=distance.__getitem__, default=None)
+            labels.append(best if best is not None and distance[best] <= math.log(NEAR) else None)
         if any(label is not None for label in labels):
-            rivals.append(Nearest(speed, tuple(labels)))
-    return rivals
+            nearest.append(Nearest(speed, tuple(labels)))
+    return nearest
 
 
 def _shared_ids(runs: Sequence[Run]) -> list[str]:
-    """The prompts that all runs decoded, in the first run's order.
+    """The ids of the prompts that all runs decoded, in the order of the first run.
 
-    Ids are numbers that other data has too: it is the references that say whether two runs have a prompt in common.
+    Ids of different data may be equal, so the references must be equal too.
     """
     known = [{line.id: line.references for line in run.predictions[0]} for run in runs]
     return [name for name, texts in known[0].items() if all(other.get(name) == texts for other in known)]

@@ -1,4 +1,4 @@
-"""The page, its Markdown and its JSON: made of finished evaluations and written beside each other."""
+"""The comparison page of finished evaluations, with its Markdown and JSON."""
 
 import difflib
 import re
@@ -18,15 +18,15 @@ from eval.report.runs import read_runs
 from eval.report.tables import (
     PageTable,
     agreement_table,
+    baseline_tables,
     benchmark_tables,
     escape,
     position_table,
     quality_table,
-    rival_tables,
     speed_table,
     timing_table,
 )
-from eval.results import SPEEDS_IN_FULL
+from eval.results import SPEED_NAMES
 from eval.score.metric import Metric
 from eval.score.registry import metric_named
 from eval.score.scores import not_computable
@@ -39,7 +39,7 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 @dataclass(frozen=True)
 class Picture:
-    """An inline SVG with what stands below it."""
+    """An inline SVG and its caption."""
 
     svg: Markup
     caption: str
@@ -47,7 +47,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PageSection:
-    """One line of the pictures: its tables and pictures, and the rows whose tokens leave by confidence."""
+    """The tables and pictures of one line, and the labels of its rows with confidence exits."""
 
     name: str
     quality: PageTable
@@ -62,12 +62,12 @@ class PageSection:
 
 
 def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (), samples: int = 12) -> Comparison:
-    """Write the page of runs (`NAME=FOLDER` or `FOLDER`) and, beside it, its JSON and Markdown.
+    """Write the page of runs (`NAME=FOLDER` or `FOLDER`), and its JSON and Markdown beside it.
 
     Args:
-        output: a .html file that isn't there yet.
-        speed: files of `python -m eval.speed` to show as well.
-        samples: prompts whose predictions are shown.
+        output: a .html file that doesn't exist yet.
+        speed: JSON reports of `python -m eval.speed` to include.
+        samples: the number of prompts whose predictions are shown.
 
     Raises:
         ConfigError: before anything is written, where a run, a file or the output can't be used.
@@ -82,7 +82,7 @@ def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (),
     benchmarks = {name: SpeedReport.load(file) for name, file in zip(names, speed, strict=True)}
     comparison = compare(read_runs(runs), benchmarks, samples=samples)
     if not comparison.metrics:
-        raise ConfigError("the runs share no metric: there is nothing to compare; evaluate them by the same")
+        raise ConfigError("the runs have no metric in common: evaluate them with the same metrics")
     page, markdown = to_html(comparison), to_markdown(comparison)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output.with_suffix(".json"), comparison.to_json())
@@ -93,7 +93,7 @@ def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (),
 
 
 def to_html(comparison: Comparison) -> str:
-    """The page: one file that refers to no other. Whatever the runs hold is escaped."""
+    """The self-contained page. All content of the runs is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -106,19 +106,20 @@ def to_html(comparison: Comparison) -> str:
     return environment.get_template("report.html").render(
         comparison=comparison,
         metrics=metrics,
-        speed=SPEEDS_IN_FULL[comparison.over],
+        speed=SPEED_NAMES[comparison.over],
+        speed_names=SPEED_NAMES,
         frontiers=[Markup(frontier(comparison, metric, f"f{n}")) for n, metric in enumerate(metrics)],
-        rivals=rival_tables(comparison, metrics),
+        baselines=baseline_tables(comparison, metrics),
         sections=[_section(comparison, line, n, metrics) for n, line in enumerate(comparison.lines)],
         benchmarks=[(report, benchmark_tables(name, report)) for name, report in comparison.speeds.items()],
     )
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The tables and how they were measured, for a README or an issue."""
+    """The tables and notes, for a README or an issue."""
     metrics = metrics_of(comparison)
-    parts = [f"# {escape(comparison.task)}: quality against measured speed of {SPEEDS_IN_FULL[comparison.over]}", ""]
-    parts += [table.to_markdown() for table in rival_tables(comparison, metrics)]
+    parts = [f"# {escape(comparison.task)}: quality against measured {SPEED_NAMES[comparison.over]} speedup", ""]
+    parts += [table.to_markdown() for table in baseline_tables(comparison, metrics)]
     for line in comparison.lines:
         parts += [table.to_markdown() for table in (quality_table(line, metrics), speed_table(line))]
         timings = timing_table(line)
@@ -134,12 +135,12 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def metrics_of(comparison: Comparison) -> list[Metric]:
-    """The metrics that all runs have."""
+    """The metrics of a comparison."""
     return [metric_named(name) for name in comparison.metrics]
 
 
 def marked(text: str, other: str) -> list[tuple[str, bool]]:
-    """A text in pieces, each with whether `other` lacks it there: words and signs, and the spaces between as they are.
+    """Split a text into pieces, each with whether it differs from `other` there; spaces are kept.
 
     >>> marked("a cheap pub.", "a pub by the river.")
     [('a', False), (' ', False), ('cheap', True), (' pub', False), ('.', False)]
@@ -162,7 +163,7 @@ _WORDS = re.compile(r"(\s*)(\w+|[^\w\s])")
 
 
 def merged(texts: Sequence[Text]) -> list[Text]:
-    """Merge a sample's equal texts of a line into one, which has all of their labels."""
+    """Merge equal predictions of a line into one with all of their labels."""
     labels: dict[Text, list[str]] = {}
     for text in texts:
         labels.setdefault(replace(text, label=""), []).append(text.label)

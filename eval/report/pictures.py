@@ -1,4 +1,4 @@
-"""The page's pictures: frontiers, shares by position, maps of the layers that run."""
+"""The pictures of the page: frontiers, quality by position, maps of the layers that run."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ from matplotlib.figure import Figure
 from eval.drawing import SERIES, STYLE, draw_layers, draw_quality, draw_series, error_bars, interval_of, leave_room
 from eval.report.comparison import Comparison, Line, Positions
 from eval.report.svg import printable, to_svg
-from eval.results import SPEEDS_IN_FULL, Row
+from eval.results import SPEED_NAMES, Row
 from eval.score.metric import Metric
 from skipdecode import SkipSchedule
 
-SIZE = (4.8, 3.9)  # inches: legible when a phone shows it in its width
+SIZE = (4.8, 3.9)  # inches: legible at the width of a phone
 
 
 def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
-    """A metric against the comparison's speed, a line for each checkpoint of each run.
+    """Draw a metric against the measured speedup, a line for each checkpoint of each run.
 
-    Bars are confidence intervals and the quartiles of the speed; dotted is each run's own full depth.
+    Error bars are confidence intervals and quartiles of the speedup; dotted lines are full depth.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
@@ -31,12 +31,12 @@ def frontier(comparison: Comparison, metric: Metric, key: str) -> str:
         leave_room(axes, [v for line in comparison.lines for point in line.points for v in interval_of(point, metric)])
         axes.set_title(f"{metric.title}{', lower is better' if metric.lower_is_better else ''}")
         _legend(figure, [line.name for line in comparison.lines])
-        title = f"{metric.title} against measured speed of {SPEEDS_IN_FULL[comparison.over]}"
+        title = f"{metric.title} against measured {SPEED_NAMES[comparison.over]} speedup"
         return to_svg(figure, key, title, _words(comparison, metric))
 
 
 def by_position(line: Line, n: int, key: str) -> str:
-    """The share of a line's n-grams that a reference holds, by their position, a line for each speed."""
+    """Draw the percentage of n-grams that a reference contains by position, a line for each row."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
@@ -49,16 +49,16 @@ def by_position(line: Line, n: int, key: str) -> str:
             intervals = error_bars(shares, [part.interval for part in bins])
             draw_series(axes, number, printable(positions.label), middles, shares, yerr=intervals)
         leave_room(axes, [v for positions in shown for part in positions.bins for v in part.interval])
-        axes.set_title(f"{'words' if n == 1 else 'pairs of words'} that a reference holds")
-        axes.set_xlabel("position in the prediction, words")
+        axes.set_title(f"{'words' if n == 1 else 'word pairs'} found in a reference")
+        axes.set_xlabel("position in the prediction (words)")
         axes.yaxis.set_major_formatter("{x:g} %")
         _legend(figure, [positions.label for positions in shown])
-        title = f"{line.name}: share of predicted {n}-grams that a reference holds, by position"
+        title = f"{line.name}: percentage of predicted {n}-grams found in a reference, by position"
         return to_svg(figure, key, title, " ".join(map(_position_words, shown)))
 
 
 def schedule_map(point: Row, key: str) -> str | None:
-    """Map which layer runs for which generated token; None where that is up to the token."""
+    """Draw which layer runs for which generated token; None for confidence exits, which depend on the token."""
     if point.schedule is None:
         return None
     schedule = SkipSchedule.from_dict(point.schedule)
@@ -69,12 +69,12 @@ def schedule_map(point: Row, key: str) -> str | None:
         draw_layers(axes, schedule, tokens)
         axes.set_ylabel("layer")
         words = f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over the first "
-        words += f"{schedule.horizon} tokens, {schedule.decay} decay, placed {schedule.placement}"
+        words += f"{schedule.horizon} tokens, {schedule.decay} decay, {schedule.placement} placement"
         return to_svg(figure, key, f"layers that run at {point.label}", words)
 
 
 def _legend(figure: Figure, names: Sequence[str]) -> None:
-    """A legend below, in as many columns as the names leave room for."""
+    """Add a legend below, in as many columns as fit."""
     longest = max(map(len, names), default=0)
     columns = max(1, min(len(names), 60 // (longest + 6), 4))
     figure.legend(loc="outside lower center", ncols=columns)

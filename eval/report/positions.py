@@ -1,7 +1,7 @@
-"""Quality by position in the text: how many of its n-grams a reference holds.
+"""Quality by position in the output: the percentage of n-grams that a reference contains.
 
-A budget falls with the position, so a loss that a mean over the text hides would show here. The counts are BLEU's:
-summed over all positions they are the matches and totals of its precisions.
+Decaying schedules run fewer layers at later positions; a mean over the output would hide a loss there. The counts are
+those of BLEU: summed over all positions they are the matches and totals of its precisions.
 """
 
 from collections import Counter, defaultdict
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from eval.score.words import ngrams
 
 ORDERS = (1, 2)  # n of the n-grams
-WIDTH = 5  # words of a bin; doubled until there are at most MOST_BINS
-MOST_BINS = 16
-FEWEST = 20  # n-grams that a bin needs to be shown
+WIDTH = 5  # words per bin; doubled until there are at most MAX_BINS bins
+MAX_BINS = 16
+MIN_NGRAMS = 20  # bins with fewer n-grams are left out
 RESAMPLES = 1000
 
 
@@ -25,9 +25,9 @@ class Bin:
     """The n-grams that end on words `first` to `last` of the predictions, counted from 1.
 
     Attributes:
-        ngrams: how many there are.
-        share: percent of them that a reference holds, each no oftener than the reference that has it most often.
-        interval: the 95 % interval of the share, over resampled prompts.
+        ngrams: the number of n-grams.
+        share: the percentage of them found in a reference, with clipped counts as in BLEU.
+        interval: the 95 % bootstrap interval of the share over prompts.
     """
 
     first: int
@@ -38,32 +38,32 @@ class Bin:
 
 
 def matched_ngrams(prediction: Sequence[str], references: Sequence[Sequence[str]], n: int) -> list[bool]:
-    """For each n-gram of the prediction, in order, whether a reference holds it.
+    """For each n-gram of the prediction, in order, whether a reference contains it.
 
-    Clipped as BLEU's precisions are (Papineni et al. 2002): the k-th of equal n-grams counts where some reference holds
-    it k times.
+    Counts are clipped as in BLEU (Papineni et al. 2002): the k-th occurrence of an n-gram matches where some reference
+    contains it k times.
 
     >>> matched_ngrams(["the", "the", "cat"], [["the", "cat"]], 1)
     [True, False, True]
     >>> matched_ngrams(["the", "the", "cat"], [["the", "cat"]], 2)
     [False, True]
     """
-    most: Counter[tuple[str, ...]] = Counter()
+    allowed: Counter[tuple[str, ...]] = Counter()
     for reference in references:
-        most |= Counter(ngrams(reference, n))
+        allowed |= Counter(ngrams(reference, n))
     seen: defaultdict[tuple[str, ...], int] = defaultdict(int)
     matched = []
     for ngram in ngrams(prediction, n):
         seen[ngram] += 1
-        matched.append(seen[ngram] <= most[ngram])
+        matched.append(seen[ngram] <= allowed[ngram])
     return matched
 
 
 def bin_width(lengths: Sequence[int]) -> int:
-    """Words of a bin, such that texts of these lengths, but for the longest twentieth, take at most MOST_BINS."""
+    """The number of words per bin such that all but the longest 5 % of these lengths need at most MAX_BINS bins."""
     length = sorted(lengths)[min(len(lengths) - 1, len(lengths) * 19 // 20)]
     width = WIDTH
-    while length > width * MOST_BINS:
+    while length > width * MAX_BINS:
         width *= 2
     return width
 
@@ -71,12 +71,13 @@ def bin_width(lengths: Sequence[int]) -> int:
 def by_position(
     predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]], n: int, width: int
 ) -> list[Bin]:
-    """The bins of `width` words each in which there are at least FEWEST n-grams.
+    """The bins of `width` words that hold at least MIN_NGRAMS n-grams.
 
     Args:
-        predictions: words of each text, as BLEU counts them (`eval.score.words`).
-        references: words of each reference, for each text.
-        n: length of the n-grams; one belongs to the bin of its last word.
+        predictions: the words of each prediction, tokenized as for BLEU (`eval.score.words`).
+        references: the words of each reference, for each prediction.
+        n: the length of n-grams; an n-gram belongs to the bin of its last word.
+        width: words per bin.
     """
     bins = max(1, -(-max(map(len, predictions)) // width))
     held, total = (np.zeros((len(predictions), bins)) for _ in range(2))  # [texts, bins]
@@ -85,7 +86,7 @@ def by_position(
             at = (start + n - 1) // width
             total[row, at] += 1
             held[row, at] += matched
-    kept = np.flatnonzero(total.sum(axis=0) >= FEWEST)
+    kept = np.flatnonzero(total.sum(axis=0) >= MIN_NGRAMS)
     if not len(kept):
         return []
     held, total = held[:, kept], total[:, kept]
@@ -105,11 +106,11 @@ def by_position(
 def _intervals(
     held: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Percentiles of the shares when prompts are drawn again; the same draws each time, so that lines share them."""
+    """Bootstrap percentiles of the shares; the seed is fixed, so all lines use the same resamples."""
     texts = len(held)
     generator = np.random.default_rng(0)
     shares = []
-    for _ in range(RESAMPLES // 100):  # in parts: all draws at once would take 100 MB for a test set of ten thousand
+    for _ in range(RESAMPLES // 100):  # in parts: all at once would take 100 MB for 10,000 prompts
         draws = generator.multinomial(texts, np.full(texts, 1 / texts), size=100).astype(float)  # [100, texts]
         drawn, out_of = draws @ held, draws @ total  # [100, bins]
         shares.append(100 * np.divide(drawn, out_of, out=np.full_like(drawn, np.nan), where=out_of > 0))

@@ -11,11 +11,11 @@ from skipdecode import ConfigError
 
 @dataclass(frozen=True)
 class Run:
-    """An evaluation's folder.
+    """The folder of an evaluation.
 
     Attributes:
-        name: what it is called on the page.
-        predictions: of each row of the report, in the order of the test set.
+        name: its name on the page.
+        predictions: for each row of the report, its predictions in the order of the test set.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Run:
 
 
 def read_runs(arguments: Sequence[str]) -> list[Run]:
-    """The runs that `NAME=FOLDER` or `FOLDER` name. Raises ConfigError where they can't be shown side by side."""
+    """Read runs given as `NAME=FOLDER` or `FOLDER`. Raises ConfigError where they can't be compared."""
     runs = [read_run(argument) for argument in arguments]
     names = [run.name for run in runs]
     for name in names:
@@ -35,42 +35,42 @@ def read_runs(arguments: Sequence[str]) -> list[Run]:
         if run.report.task != first.report.task:
             raise ConfigError(
                 f"{run.name!r} is of the task {run.report.task}, {first.name!r} of {first.report.task}: "
-                "their scores can't be compared, make a page for each"
+                "their scores can't be compared; make a page for each"
             )
         if run.report.tokenizer != first.report.tokenizer:
             own, other = (each.report.tokenizer or "each metric's own" for each in (run, first))
             raise ConfigError(
-                f"the tokenizer of {run.name!r}'s scores is {own}, of {first.name!r}'s {other}: their scores can't be "
-                "compared, make a page for each"
+                f"the scores of {run.name!r} use the tokenizer {own}, those of {first.name!r} use {other}: they "
+                "can't be compared; make a page for each"
             )
     return runs
 
 
 def read_run(argument: str) -> Run:
-    """One run. Raises ConfigError where its folder lacks something, or its parts don't belong together."""
+    """Read a run. Raises ConfigError where its folder is incomplete or inconsistent."""
     name, equals, path = argument.partition("=")
-    if not equals or Path(argument).is_dir():  # a folder may have a sign in its name
+    if not equals or Path(argument).is_dir():  # the name of a folder may contain =
         name, path = "", argument
     folder = Path(path)
     if equals and not name and not Path(argument).is_dir():
         raise ConfigError(f"run {argument!r}: the name before the = is empty")
     if not (folder / FILE_NAME).is_file():
         what = f"it has no {FILE_NAME}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{path!r} is no evaluation: {what}; name the --output of `python -m eval`")
+        raise ConfigError(f"{path!r} is not an evaluation: {what}; give the --output folder of `python -m eval`")
     report = Report.load(folder / FILE_NAME)
     predictions = tuple(_predictions(folder, report, row) for row in report.rows)
     _check_prompts(folder, predictions)
     own = folder.resolve().name
-    # A checkpoint that was evaluated where it lies is called "." and has its evaluation within.
+    # A checkpoint evaluated from within its folder is called "." and has its evaluation in a subfolder.
     known = Path(report.checkpoint).name or folder.resolve().parent.name
     return Run(name or (known if own == "eval" else own), report, predictions)
 
 
 def _check_prompts(folder: Path, predictions: Sequence[tuple[Prediction, ...]]) -> None:
-    """Refuse files of different prompts."""
+    """Raise ConfigError where the files of predictions differ in their prompts or references."""
     prompts = [[(line.id, line.prompt, line.references) for line in lines] for lines in predictions]
     if any(others != prompts[0] for others in prompts):
-        raise ConfigError(f"{folder / 'predictions'}: its files are not all of the same prompts and references")
+        raise ConfigError(f"{folder / 'predictions'}: its files have different prompts or references")
 
 
 def _predictions(folder: Path, report: Report, row: Row) -> tuple[Prediction, ...]:
@@ -78,7 +78,7 @@ def _predictions(folder: Path, report: Report, row: Row) -> tuple[Prediction, ..
     lines = tuple(read_predictions(path).values())
     if len(lines) != report.examples:
         raise ConfigError(
-            f"{path} holds {len(lines)} predictions, the report beside it is of {report.examples} prompts: "
-            "they are not of the same evaluation"
+            f"{path} holds {len(lines)} predictions, but the report beside it has {report.examples} prompts: "
+            "they are from different evaluations"
         )
     return lines

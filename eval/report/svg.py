@@ -1,4 +1,4 @@
-"""A matplotlib figure as SVG that can stand inside a page, many of them, in a light and in a dark scheme."""
+"""Matplotlib figures as inline SVG for pages with a light and a dark colour scheme."""
 
 import re
 from html import escape
@@ -12,13 +12,13 @@ from eval.drawing import EMPTY, INK, MUTED, RULE, SERIES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours that the page's style sheet replaces: it has a light and a dark value of each.
+# Colours that the style sheet of the page defines as variables, with a light and a dark value each.
 _VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", EMPTY: "empty"}
 _VARIABLES |= {colour.lower(): f"series-{number}" for number, (colour, _) in enumerate(SERIES)}
 
 
 def printable(text: str) -> str:
-    """Text that XML can hold and that a legend shows whatever it starts with."""
+    """Text that is valid in XML. The leading space keeps names that start with _ in legends."""
     return " " + "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
@@ -27,17 +27,19 @@ def to_svg(figure: "Figure", key: str, title: str, description: str) -> str:
 
     Args:
         figure: drawn in the colours above.
-        key: sets its ids apart from other figures' in the page.
-        title: what it is; screen readers read it out.
-        description: what it shows, in words and numbers.
+        key: a prefix that makes its ids unique in the page.
+        title: the title for screen readers.
+        description: what it shows, in words and numbers, for screen readers.
     """
     drawn = StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.hashsalt": key}):  # the ids that are referred to are hashes with it
-        figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": key}):  # seeds the ids that other elements refer to
+        figure.savefig(drawn, format="svg", transparent=True, metadata=no_metadata)
     box = re.search('viewBox="[^"]*"', drawn.getvalue())
     assert box is not None
-    body = drawn.getvalue().partition("<defs>")[2].partition("</defs>")[2]  # the style sheet says what its own says
+    body = (
+        drawn.getvalue().partition("<defs>")[2].partition("</defs>")[2]
+    )  # the page's style sheet replaces the figure's own
     body = re.sub('<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     body = re.sub('style="[^"]*"', lambda style: re.sub("#[0-9a-f]{6}", _variable, style[0]), body)
     for tag, words in (("desc", description), ("title", title)):

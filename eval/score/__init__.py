@@ -1,1 +1,1 @@
-"""Scores of texts: every metric in a file of its own, one registry of them, `python -m eval.score`."""
+"""Metrics, one module each, with a registry, and scores of predictions: `python -m eval.score`."""

@@ -7,49 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from eval.score.metric import BertModel, Metric, NotAvailableError, Statistics, Texts, mean_of
-from eval.score.tokenizers import MOST_LOST
+from eval.score.tokenizers import MAX_LOST
 from skipdecode.errors import ConfigError, first_line
 
-_NO_LENGTH = 10**9  # a tokenizer that names no length says 10**30
+_NO_LENGTH = 10**9  # tokenizers without a maximum length report 10**30
 
 
 def bert_model(name: str | None, layers: int | None) -> BertModel | None:
-    """The model that command-line options name. Raises ConfigError for layers without a model."""
+    """The BertModel of command-line options. Raises ConfigError for layers without a model."""
     if name is None and layers is not None:
-        raise ConfigError(f"--bertscore-layers is {layers} without a model: name one with --bertscore-model")
+        raise ConfigError(f"--bertscore-layers is {layers}, but --bertscore-model is missing")
     return BertModel(name, layers) if name is not None else None
 
 
 def bertscore(predictions: Sequence[str], references: Sequence[Sequence[str]], model: BertModel) -> Statistics:
-    """BERTScore F1 from 0 to 100: the mean over predictions of the best reference; not rescaled, without idf.
+    """BERTScore F1 from 0 to 100 with the best reference, averaged over predictions; not rescaled, without idf.
 
     Raises ConfigError for a model that can't be loaded.
     """
     scorer = load_scorer(model)
-    # bert-score warns at each empty text and gives 0: here without the noise.
-    written = [n for n, text in enumerate(predictions) if text.strip()]
+    # Empty predictions score 0; bert-score would print a warning for each.
+    nonempty = [n for n, text in enumerate(predictions) if text.strip()]
     scores = [0.0] * len(predictions)
-    if written:
-        found = scorer.score([predictions[n] for n in written], [list(references[n]) for n in written])
-        for n, score in zip(written, found[2].tolist(), strict=True):
+    if nonempty:
+        found = scorer.score([predictions[n] for n in nonempty], [list(references[n]) for n in nonempty])
+        for n, score in zip(nonempty, found[2].tolist(), strict=True):
             scores[n] = score
     return mean_of(scores, scale=100)
 
 
 def describe(model: BertModel) -> str:
-    """Say what BERTScore computes with a model, and at which layer."""
+    """One line on BERTScore with this model."""
     version, layer = metadata.version("bert-score"), load_scorer(model).num_layers
     return f"bert-score {version}, F1 of the best reference, mean over items, {model.name}, layer {layer}"
 
 
 @lru_cache(maxsize=1)
 def load_scorer(model: BertModel) -> Any:
-    """The library's scorer with its model. Raises ConfigError where one of the two isn't there or doesn't fit."""
+    """Load the scorer of bert-score. Raises ConfigError where the library or the model is missing or unsuitable."""
     try:
         from bert_score import BERTScorer
         from bert_score.utils import model2layers
     except ImportError as error:
-        raise ConfigError("BERTScore wants the library bert-score: pip install -e '.[bertscore]'") from error
+        raise ConfigError("BERTScore needs the library bert-score: pip install -e '.[bertscore]'") from error
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -61,38 +61,38 @@ def load_scorer(model: BertModel) -> Any:
     layers = layers if layers is not None else model2layers.get(model.name)
     if layers is None:
         raise ConfigError(
-            f"the BERTScore model {model.name!r} isn't one that bert-score knows a layer for: name it "
-            f"(--bertscore-layers, 1 to {depth})"
+            f"bert-score has no default layer for the model {model.name!r}: give --bertscore-layers between 1 and "
+            f"{depth}"
         )
     if not 1 <= layers <= depth:
         raise ConfigError(f"--bertscore-layers is {layers}: {model.name} has layers 1 to {depth}")
     if length > _NO_LENGTH:
         raise ConfigError(
-            f"the tokenizer of {model.name!r} names no longest text: set model_max_length in its tokenizer_config.json"
+            f"the tokenizer of {model.name!r} has no maximum length: set model_max_length in its tokenizer_config.json"
         )
     return BERTScorer(model_type=model.name, num_layers=layers)
 
 
 def _compute(texts: Texts) -> Statistics:
     if texts.bert is None:
-        raise NotAvailableError("it has no default model: name one with --bertscore-model")
+        raise NotAvailableError("it has no default model: give one with --bertscore-model")
     return bertscore(texts.predictions, texts.references, texts.bert)
 
 
 def _obstacle(texts: Texts) -> str | None:
-    """Texts whose tokens the model doesn't know are alike for it, whatever they say."""
+    """The model can't distinguish texts whose tokens are unknown to it."""
     if texts.bert is None:
-        return None  # which `compute` refuses
+        return None  # `compute` raises the error
     tokenizer = load_scorer(texts.bert)._tokenizer
-    pieces = [piece for text in texts.right for piece in tokenizer.tokenize(text)]
+    pieces = [piece for text in texts.expected for piece in tokenizer.tokenize(text)]
     share = pieces.count(tokenizer.unk_token) / len(pieces) if pieces and tokenizer.unk_token is not None else 0.0
-    if share <= MOST_LOST:
+    if share <= MAX_LOST:
         return None
-    return f"{share:.0%} of the references' tokens are unknown to {texts.bert.name}: name a model of their language"
+    return f"{share:.0%} of the references' tokens are unknown to {texts.bert.name}: give a model of their language"
 
 
 def _describe(texts: Texts) -> str:
-    assert texts.bert is not None  # else it wasn't computed
+    assert texts.bert is not None  # since it was computed
     return describe(texts.bert)
 
 

@@ -1,4 +1,4 @@
-"""BLEU of a corpus (Papineni et al., ACL 2002), sacrebleu's (Post, WMT 2018)."""
+"""Corpus BLEU (Papineni et al., ACL 2002) by sacrebleu (Post, WMT 2018)."""
 
 from collections.abc import Sequence
 from importlib import metadata
@@ -8,7 +8,7 @@ from sacrebleu.metrics import BLEU as SacreBLEU
 
 from data.task import Convention
 from eval.score.metric import Array, Metric, Statistics, Texts
-from eval.score.tokenizers import MOST_LOST, Words, lost_letters, signature, suitable, unspaced_obstacle, words_by
+from eval.score.tokenizers import MAX_LOST, Words, lost_letters, signature, suitable, unspaced_obstacle, words_by
 from eval.score.words import ascii_words, words
 
 WEBNLG_REFERENCES = 3
@@ -21,12 +21,12 @@ def bleu(
     convention: Convention = "mteval",
     tokenizer: str | None = None,
 ) -> Statistics:
-    """BLEU from 0 to 100: case-insensitive, zero counts smoothed exponentially.
+    """BLEU from 0 to 100: case-insensitive, with exponential smoothing of zero counts.
 
-    By mteval's rules of 13a tokens against every reference. By those of the WebNLG challenge of 2017 of words and signs
-    in ASCII against the first three; and an item with fewer has empty ones in their place, as there, so that the length
-    of a text of less than half of the others' words is held against nothing. With a tokenizer its words are counted in
-    place of these, by mteval's rules.
+    The convention "mteval" counts 13a tokens against all references. "webnlg", the rules of the WebNLG challenge 2017,
+    counts ASCII words and signs against the first three references; missing references are empty, as in the challenge,
+    so the brevity penalty doesn't apply to outputs with less than half of the words of the shortest one. A tokenizer
+    replaces the tokens, with all references.
     """
     tokenize = "13a"
     if tokenizer is not None or convention == "webnlg":
@@ -34,8 +34,8 @@ def bleu(
         predictions = [" ".join(split(text)) for text in predictions]
         references = [[" ".join(split(text)) for text in texts] for texts in references]
         if tokenizer is None:
-            references = list(map(_three, references))
-    # Sentences are asked for their counts alone, so this setting changes none of them: it quiets a warning.
+            references = list(map(_first_references, references))
+    # Only counts are used, which effective_order doesn't change; it suppresses a warning.
     scorer = SacreBLEU(lowercase=True, tokenize=tokenize, effective_order=True)
     items = []
     for prediction, texts in zip(predictions, references, strict=True):
@@ -44,7 +44,7 @@ def bleu(
     return Statistics(np.array(items, dtype=np.float64), _score)
 
 
-def _three(texts: Sequence[str]) -> list[str]:
+def _first_references(texts: Sequence[str]) -> list[str]:
     return [*texts, "", ""][:WEBNLG_REFERENCES]
 
 
@@ -54,22 +54,22 @@ def _words(convention: Convention, tokenizer: str | None) -> Words:
 
 def _obstacle(texts: Texts) -> str | None:
     if texts.tokenizer is None and texts.convention == "webnlg":
-        share = lost_letters(texts.right, lambda letter: bool(ascii_words(letter)))
-        if share > MOST_LOST:
+        share = lost_letters(texts.expected, lambda letter: bool(ascii_words(letter)))
+        if share > MAX_LOST:
             return (
-                f"its words, by the rules of WebNLG 2017, are in ASCII, and {share:.0%} of the references' letters "
-                f"can't be written so: choose the tokenizer {suitable(texts.right)}"
+                f"the rules of WebNLG 2017 count ASCII words, and {share:.0%} of the references' letters can't be "
+                f"converted to ASCII: choose the tokenizer {suitable(texts.expected)}"
             )
-    elif obstacle := unspaced_obstacle(texts.right, texts.tokenizer, "13a"):
+    elif obstacle := unspaced_obstacle(texts.expected, texts.tokenizer, "13a"):
         return obstacle
     split = _words(texts.convention, texts.tokenizer)
-    if not any(len(split(text)) >= ORDER for text in texts.right):
-        return f"it counts up to {ORDER} words in a row, and no reference has as many"
+    if not any(len(split(text)) >= ORDER for text in texts.expected):
+        return f"it counts n-grams up to {ORDER} words, and no reference has as many words"
     return None
 
 
 def _describe(texts: Texts) -> str:
-    """As sacrebleu's signature says it."""
+    """The signature of sacrebleu."""
     tokenizer = signature(texts.tokenizer) if texts.tokenizer is not None else "13a"
     rules = f"nrefs:var|case:lc|eff:no|tok:{tokenizer}|smooth:exp"
     if texts.convention == "webnlg" and texts.tokenizer is None:

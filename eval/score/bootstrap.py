@@ -1,4 +1,4 @@
-"""Bootstrap over test items: the confidence interval of a score, and whether two systems differ (Koehn, EMNLP 2004)."""
+"""Bootstrap over test items: confidence intervals and paired significance (Koehn, EMNLP 2004)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 from eval.score.metric import Array, Statistics
 
 RESAMPLES = 1000
-SEED = 12345  # sacrebleu's default, so that the p values of BLEU are its own
+SEED = 12345  # the default of sacrebleu, for equal p values of BLEU
 CONFIDENCE = 0.95
 SIGNIFICANT = 0.05
 
 
 def resample(statistics: Statistics) -> Array:
-    """The score of each resample, [RESAMPLES]: as many items as there are, drawn with replacement.
+    """The score of each resample of the items with replacement, [RESAMPLES].
 
-    The draws depend on the number of items alone, so systems that are resampled apart are paired.
+    The draws depend on the number of items only, so separate calls for two systems are paired.
     """
     sums = _draws(len(statistics.items)) @ statistics.items  # [resamples, columns]
     return np.array([statistics.score(row) for row in sums])
@@ -31,9 +31,9 @@ def interval(scores: Array) -> tuple[float, float]:
 
 
 def over_seeds(resampled: Sequence[Array]) -> Array:
-    """Means over trainings with several seeds, [resamples], of what each has in the same resamples of the items.
+    """Means over training seeds, [resamples], of scores in the same resamples of the items.
 
-    In each as many seeds as there are are drawn, with replacement.
+    Seeds are resampled with replacement too.
     """
     each = np.stack(resampled)
     drawn = np.random.default_rng(SEED).integers(len(each), size=each.T.shape)  # [resamples, seeds]
@@ -42,25 +42,25 @@ def over_seeds(resampled: Sequence[Array]) -> Array:
 
 
 def p_value(difference: float, resampled: Array) -> float:
-    """Probability of a difference of this size, of either sign, by chance.
+    """The p value of a difference, by the paired bootstrap of sacrebleu.
 
     Args:
-        difference: one system's score less another's.
-        resampled: the same in each resample, [resamples].
+        difference: the score of one system minus that of another.
+        resampled: the same difference in each resample, [resamples].
 
-    As in sacrebleu's paired bootstrap: the share of resamples whose difference is further above the mean difference
-    than `difference` is above 0, of absolute values. But no difference at all is 1 here; sacrebleu gives it 0.001.
-    As sizes are centred, and not differences, a clear difference has the p of one tail, and one of nearly 0 about 0.4.
+    It is the fraction of resamples whose absolute difference exceeds the mean absolute difference by more than
+    |difference|. A difference of exactly 0 has p = 1 here; sacrebleu gives 0.001. Since absolute differences are
+    centred, a clear difference has a one-sided p value, and one near 0 has about 0.4.
     """
     if difference == 0:
         return 1.0
-    sizes = np.abs(resampled)
-    by_chance = int(np.sum(sizes - sizes.mean() > abs(difference)))
-    return (by_chance + 1) / (len(sizes) + 1)
+    magnitudes = np.abs(resampled)
+    exceeding = int(np.sum(magnitudes - magnitudes.mean() > abs(difference)))
+    return (exceeding + 1) / (len(magnitudes) + 1)
 
 
-@lru_cache(maxsize=4)  # a search compares on a few numbers of items
+@lru_cache(maxsize=4)  # a search uses a few numbers of items
 def _draws(items: int) -> NDArray[np.uint16]:
-    """Counts of each item in each resample: [RESAMPLES, items]."""
+    """The count of each item in each resample, [RESAMPLES, items]."""
     drawn = np.random.default_rng(SEED).choice(items, size=(RESAMPLES, items), replace=True)
     return np.stack([np.bincount(row, minlength=items) for row in drawn]).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""The scores of texts that are written already: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
+"""The command line of scores for existing predictions: `python -m eval.score --predictions FILE.jsonl --task e2e`."""
 
 import argparse
 import json
@@ -32,30 +32,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Score a file of predictions. Returns the exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.score",
-        description="Score predictions of any system: JSON lines with id, prompt, prediction and references; or a "
-        "challenge's outputs in the order of a task's test split, a .txt file with a text a line or a .tsv file with a "
-        "header, meaning representations and texts.",
+        description="Score the predictions of any system: JSON lines with id, prompt, prediction and references; or "
+        "the outputs of a challenge in the order of a task's test split, as a .txt file with one output per line or a "
+        ".tsv file with a header, meaning representations and outputs.",
         epilog="examples: python -m eval.score --predictions system.jsonl --task e2e --output scores.json; "
         "python -m eval.score --predictions melbourne.txt --task webnlg --data-dir WEBNLG_FOLDER --output scores.json",
     )
-    parser.add_argument("--predictions", required=True, type=Path, metavar="FILE", help="what to score")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a .json file that isn't there yet")
-    parser.add_argument("--task", help=f"whose metrics, and rules for BLEU, are taken: {', '.join(TASKS)}")
-    parser.add_argument("--data-dir", metavar="DIR", help="of the task, for .txt and .tsv files; default: the Hub")
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="in place of the task's")
+    parser.add_argument("--predictions", required=True, type=Path, metavar="FILE", help="the predictions to score")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="a new .json file")
+    parser.add_argument("--task", help=f"task that selects the metrics and the rules of BLEU: {', '.join(TASKS)}")
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="a local folder with the data of the task, for .txt and .tsv files; default: the Hub",
+    )
+    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="metrics to compute; default: those of the task")
     add_tokenizer(parser)
-    parser.add_argument("--against", type=Path, metavar="FILE", help="another system's predictions for the same items")
-    parser.add_argument("--bertscore-model", metavar="MODEL", help="score with BERTScore too: a folder or a Hub name")
-    parser.add_argument("--bertscore-layers", type=int, metavar="N", help="default: bert-score's for that model")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="predictions of another system for the same items, to compare with"
+    )
+    parser.add_argument(
+        "--bertscore-model", metavar="MODEL", help="compute BERTScore with this model: a folder or a Hub name"
+    )
+    parser.add_argument(
+        "--bertscore-layers",
+        type=int,
+        metavar="N",
+        help="layer for BERTScore; default: that of bert-score for the model",
+    )
     options = vars(parser.parse_args(arguments))
     return run_command(lambda: _run(ScoreRequest(**options)), left=lambda: f"{options['output']} was not written")
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Scores, as the options of `python -m eval.score` ask for them.
+    """The options of `python -m eval.score`.
 
-    Raises ConfigError where metrics are named by neither a task nor themselves, and for an output that can't be.
+    Raises ConfigError where neither a task nor metrics are given, and for an output that can't be written.
     """
 
     predictions: Path
@@ -70,12 +83,12 @@ class ScoreRequest:
 
     def __post_init__(self) -> None:
         if self.task is None and self.metrics is None:
-            raise ConfigError("--task is missing: name a task, whose metrics are taken, or metrics with --metrics")
+            raise ConfigError("--task is missing: give a task, which selects the metrics, or --metrics")
         if self.task is not None and self.task not in TASKS:
             raise unknown("task", self.task, TASKS)
         check_tokenizer(self.tokenizer)
         if not self.output.resolve().parent.is_dir():
-            raise ConfigError(f"--output {self.output}: there is no folder {self.output.parent}")
+            raise ConfigError(f"--output {self.output}: the folder {self.output.parent} doesn't exist")
         check_new_files("--output", self.output)
 
 
@@ -107,7 +120,7 @@ def _run(request: ScoreRequest) -> None:
 
 
 def _task_of(request: ScoreRequest) -> Task | None:
-    """The task whose examples are needed; None where the files say all, or it isn't named."""
+    """The task whose examples are needed; None for JSON lines, which are complete, and without --task."""
     if {file.suffix for file in (request.predictions, request.against) if file is not None} & SUFFIXES.keys():
         return load_task(request.task, path=request.data_dir) if request.task is not None else None
     return None
@@ -136,10 +149,9 @@ def _score(
 
 
 def _as_json(scores: Scores, against: Scores | None, request: ScoreRequest) -> dict[str, Any]:
-    """The values by their keys, and beside them what there is to know of them."""
     result: dict[str, Any] = {
         **scores.values,
-        **dict.fromkeys(scores.unavailable),  # null, where their reasons are said below
+        **dict.fromkeys(scores.unavailable),  # null; the reasons are in "unavailable"
         "intervals": scores.intervals,
         "metrics": scores.metrics,
         "unavailable": scores.unavailable,
@@ -155,7 +167,12 @@ def _as_json(scores: Scores, against: Scores | None, request: ScoreRequest) -> d
 
 
 def _table(scores: Scores, against: Scores | None) -> Table:
-    headers = ["metric", "score", "95 % interval", *(["against", "difference", "p"] if against is not None else [])]
+    headers = [
+        "metric",
+        "score",
+        "95 % interval",
+        *(["against", "difference", "p value"] if against is not None else []),
+    ]
     rows = []
     for name, value in scores.values.items():
         show = metric_named(name).show

@@ -1,7 +1,7 @@
-"""Metrics as `evaluate` loads them.
+"""Metrics for the library `evaluate`.
 
-`evaluate.load("eval/metrics/bleu")` copies that one file elsewhere and imports it from there, so the arithmetic stays
-in this package, which it finds from the repository's root.
+`evaluate.load("eval/metrics/bleu")` copies that one file elsewhere and imports it from there, so the implementation is
+in this package, which is importable from the root of the repository.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from eval.score.tokenizers import load_tokenizer
 
 _TEXT = datasets.Value("string")
 _AGAINST = {
-    "references": "for each of them a list of texts, or one text.",
-    "meanings": "a meaning representation for each, such as name[Aromi], food[Italian].",
+    "references": "for each prediction, a list of references or a single one.",
+    "meanings": "for each prediction, a meaning representation such as name[Aromi], food[Italian].",
 }
 
 
 class Loadable(evaluate.Metric):  # type: ignore[misc]
-    """Metrics of the registry that one module of `evaluate` computes.
+    """One or several metrics of the registry as a module of `evaluate`.
 
     Attributes:
-        metrics: of one family, which are described alike.
-        description: one line on what is computed; None for the metric's own.
+        metrics: the metrics, which share a description.
+        description: one line on what is computed; None for the description of the metric.
     """
 
     metrics: ClassVar[tuple[Metric, ...]]
@@ -39,7 +39,7 @@ class Loadable(evaluate.Metric):  # type: ignore[misc]
         return evaluate.MetricInfo(
             description=self.description or metric.describe(Texts((), ())),
             citation=metric.citation,
-            inputs_description=f"predictions: a list of texts.\nreferences: {_AGAINST[metric.against]}\n",
+            inputs_description=f"predictions: a list of strings.\nreferences: {_AGAINST[metric.against]}\n",
             features=[several, one] if metric.against == "references" else one,
         )
 
@@ -52,21 +52,21 @@ class Loadable(evaluate.Metric):  # type: ignore[misc]
 
 
 class LoadableOfWords(Loadable):
-    """Metrics that can count the words of another tokenizer."""
+    """Metrics that support another tokenizer."""
 
     def _compute(
         self, predictions: list[str], references: list[str] | list[list[str]], tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """`tokenizer`: whose words are counted, a name in `eval.score.tokenizers`; None: the metric's own."""
+        """`tokenizer`: a name in `eval.score.tokenizers`; None: the metric's own."""
         if tokenizer is not None:
             load_tokenizer(tokenizer)
         return values_of(self.metrics, Texts(predictions, as_lists(references), tokenizer=tokenizer))
 
 
 def values_of(metrics: Sequence[Metric], texts: Texts) -> dict[str, Any]:
-    """Metric -> its value; None of one that can't be computed, and `unavailable` says why.
+    """Metric -> its value; None for a metric that can't be computed, with the reason in `unavailable`.
 
-    Raises NotAvailableError where none can.
+    Raises NotAvailableError where no metric can be computed.
     """
     unavailable = obstacles(texts, [metric.name for metric in metrics])
     if len(unavailable) == len(metrics):
@@ -78,5 +78,5 @@ def values_of(metrics: Sequence[Metric], texts: Texts) -> dict[str, Any]:
 
 
 def as_lists(references: list[str] | list[list[str]]) -> list[list[str]]:
-    """References as one list for each prediction, however they were given."""
+    """References as a list for each prediction."""
     return [[texts] if isinstance(texts, str) else texts for texts in references]

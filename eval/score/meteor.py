@@ -10,15 +10,15 @@ from eval.score.words import words
 
 
 def meteor(predictions: Sequence[str], references: Sequence[Sequence[str]], wordnet: Any = None) -> Statistics:
-    """METEOR from 0 to 100: the mean over predictions of the best reference; words match exactly, by stem or as
+    """METEOR from 0 to 100 with the best reference, averaged over predictions; words match exactly, by stem or as
     synonyms.
 
     Args:
-        wordnet: a reader of WordNet; None: what is installed.
+        wordnet: a WordNet reader; None: the installed one.
 
-    Raises NotAvailableError where no WordNet is: without its synonyms it would be another metric.
+    Raises NotAvailableError where WordNet isn't installed: without synonyms it would be a different metric.
     """
-    from nltk.translate.meteor_score import meteor_score  # here: nltk takes a second
+    from nltk.translate.meteor_score import meteor_score  # imported here: nltk takes a second
 
     from eval.score.wordnet import installed_wordnet
 
@@ -31,9 +31,9 @@ def meteor(predictions: Sequence[str], references: Sequence[Sequence[str]], word
 
 
 def _obstacle(texts: Texts) -> str | None:
-    if obstacle := english_obstacle(texts.right, "its stems and synonyms are"):
+    if obstacle := english_obstacle(texts.expected, "its stems and synonyms are"):
         return obstacle
-    return None if any(words(text) for text in texts.right) else "the references have no words"
+    return None if any(words(text) for text in texts.expected) else "the references have no words"
 
 
 def _describe(texts: Texts) -> str:

@@ -1,4 +1,4 @@
-"""Metrics: what there is to say of one, and the statistics of each item whose sums give its score."""
+"""Metrics, and the per-item statistics whose sums determine their scores."""
 
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ Array = NDArray[np.float64]
 
 
 class NotAvailableError(Exception):
-    """A metric that can't be had here; the message says why, and what would change it."""
+    """A metric can't be computed; the message says why and how to change that."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """The share of each item of a test set in a score of the whole.
+    """The contribution of each item of a test set to a corpus-level score.
 
     Attributes:
-        items: [items, columns].
-        score: the score that the sums of the columns over items, [columns], give.
+        items: statistics, [items, columns].
+        score: computes the score from the sums over items, [columns].
     """
 
     items: Array
@@ -31,7 +31,7 @@ class Statistics:
 
     @property
     def value(self) -> float:
-        """The score of all items."""
+        """The score over all items."""
         return self.score(self.items.sum(axis=0))
 
 
@@ -47,7 +47,7 @@ class BertModel:
 
     Attributes:
         name: a folder, or a name on the Hub.
-        layers: after how many layers the states are taken; None: as many as the library's authors chose for that name.
+        layers: the layer whose hidden states are used; None: the choice of bert-score for that name.
     """
 
     name: str
@@ -56,15 +56,15 @@ class BertModel:
 
 @dataclass(frozen=True)
 class Texts:
-    """Predictions, and what they are scored by; both in Unicode's form NFC, so that equal letters are equal.
+    """Predictions and everything that they are scored against, normalized to Unicode NFC.
 
     Attributes:
-        predictions: a text for each item.
-        references: for each item, the texts that it is compared with.
-        meanings: for each item, what its text must state; None where the task has no meaning representations.
-        bert: the model of BERTScore; None without one.
-        convention: by whose rules BLEU counts words.
-        tokenizer: whose words BLEU, NIST, ROUGE and CIDEr count, a name in `eval.score.tokenizers`; None: each its own.
+        predictions: the prediction of each item.
+        references: the references of each item.
+        meanings: the meaning representation of each item; None where the task has none.
+        bert: the model of BERTScore; None without BERTScore.
+        convention: the rules by which BLEU tokenizes.
+        tokenizer: for BLEU, NIST, ROUGE and CIDEr, a name in `eval.score.tokenizers`; None: each metric's own.
     """
 
     predictions: Sequence[str]
@@ -79,8 +79,8 @@ class Texts:
         object.__setattr__(self, "references", [_normalized(texts) for texts in self.references])
 
     @property
-    def right(self) -> Sequence[str]:
-        """All references; the predictions where there are none, as of metrics that hold them against meanings."""
+    def expected(self) -> Sequence[str]:
+        """All references; the predictions where there are none, as for metrics that use meaning representations."""
         return [text for texts in self.references for text in texts] if self.references else self.predictions
 
 
@@ -94,22 +94,22 @@ def _no_obstacle(texts: Texts) -> str | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: everything that tables, pictures, reports and `evaluate` know of it. `eval.score.registry` lists all.
+    """A metric with its names and functions. `eval.score.registry` lists all metrics.
 
     Attributes:
-        name: its key in reports and on the command line.
-        label: its name in tables and pictures.
-        citation: of its paper.
-        compute: the statistics of texts. Raises NotAvailableError where it can't be had.
-        describe: one line on what was computed of texts, and with which version of which library.
-        obstacle: why no predictions can be scored against these references, such as words that the metric doesn't know;
-            None where they can. It depends on the references alone, so that it holds for every system.
-        long_label: the label where there is room to spell it out.
-        against: which of the texts predictions are held against.
-        in_short_table: among the few that a table on the terminal, a card and a tracker have room for.
-        lower_is_better: as error rates are.
-        decimals: as many as tell rows apart.
-        adds_up: the statistics of an item follow from its own texts, so those of batches add up.
+        name: the key in reports and on the command line.
+        label: the name in tables and pictures.
+        citation: the paper.
+        compute: computes the statistics of texts. Raises NotAvailableError where that is impossible.
+        describe: one line on what was computed, with the library and its version.
+        obstacle: the reason why predictions can't be scored against these references, such as an unsupported script;
+            None where they can. It depends on the references only, so it is the same for all systems.
+        long_label: the label spelled out.
+        against: what predictions are compared with.
+        in_short_table: whether it is shown in narrow tables, model cards and trackers.
+        lower_is_better: true for error rates.
+        decimals: the number of decimals to show.
+        adds_up: whether the statistics of an item depend on that item only, so that batches can be added up.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Metric:
     adds_up: bool = False
 
     def show(self, value: float) -> str:
-        """A value with the metric's decimals."""
+        """Format a value with the decimals of the metric."""
         return f"{value:.{self.decimals}f}"
 
     @property

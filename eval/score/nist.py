@@ -1,4 +1,4 @@
-"""NIST (Doddington, HLT 2002) as mteval-v13a and the E2E NLG challenge's scorer define it."""
+"""NIST (Doddington, HLT 2002) as defined by mteval-v13a and the scorer of the E2E NLG challenge."""
 
 import math
 from collections import Counter
@@ -11,19 +11,19 @@ from eval.score.tokenizers import signature, unspaced_obstacle, words_by
 from eval.score.words import ngrams, words
 
 ORDER = 5  # the longest n-grams, in words
-# A system whose texts have two thirds of the references' words gets half of its score.
+# The brevity penalty is 0.5 for outputs with two thirds of the references' words.
 BETA = math.log(2) / math.log(3 / 2) ** 2
 
 NGram = tuple[str, ...]
 
 
 def nist(predictions: Sequence[str], references: Sequence[Sequence[str]], tokenizer: str | None = None) -> Statistics:
-    """NIST, from 0 up: words are weighed by their information, log2(count of n-gram's beginning / count of n-gram).
+    """NIST, from 0 up: n-grams are weighted by their information, log2(count of the prefix / count of the n-gram).
 
-    Counts are taken over all references. An n-gram matches as often as the reference that has it most often has it;
-    the length is compared with the mean length of all references, an item with many of them counting more. The weights
-    stay those of the whole test set when items are resampled. The challenge published what mteval-v13a in Perl gives,
-    which is this; the Python option of its scorer (tuetschek/e2e-metrics) takes the mean of each item's references.
+    Counts are over all references. Matches are clipped to the maximum count in a reference; the length is compared with
+    the mean length of all references, so items with more references count more. Resampling uses the weights of the
+    whole test set. This is the definition of mteval-v13a in Perl, whose scores the challenge published; the Python
+    option of its scorer (tuetschek/e2e-metrics) averages the lengths of each item's references first.
     """
     split = words_by(tokenizer, words)
     tokenized = [[split(text) for text in texts] for texts in references]
@@ -39,10 +39,10 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]], tokeni
         information, totals = [], []
         for n in range(1, ORDER + 1):
             found = Counter(ngrams(text, n))
-            most: Counter[NGram] = Counter()
+            allowed: Counter[NGram] = Counter()
             for reference in texts:
-                most |= Counter(ngrams(reference, n))
-            matched = found & most
+                allowed |= Counter(ngrams(reference, n))
+            matched = found & allowed
             information.append(sum(k * math.log2(counts[gram[:-1]] / counts[gram]) for gram, k in matched.items()))
             totals.append(found.total())
         items.append([*information, *totals, len(text), sum(map(len, texts)), len(texts), 1])
@@ -55,15 +55,15 @@ def _describe(texts: Texts) -> str:
 
 
 def _obstacle(texts: Texts) -> str | None:
-    if obstacle := unspaced_obstacle(texts.right, texts.tokenizer, "13a"):
+    if obstacle := unspaced_obstacle(texts.expected, texts.tokenizer, "13a"):
         return obstacle
     split = words_by(texts.tokenizer, words)
     known: set[str] = set()
-    for text in texts.right:
+    for text in texts.expected:
         known.update(split(text))
         if len(known) > 1:
             return None
-    return "it weighs words by how rare they are, and the references don't have two different words"
+    return "it weights words by their rarity, and the references have fewer than two different words"
 
 
 def _score(sums: Array) -> float:

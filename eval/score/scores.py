@@ -1,4 +1,4 @@
-"""Scores of predictions: metrics by name, with confidence intervals and paired significance."""
+"""Score predictions, with confidence intervals and paired significance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +15,18 @@ NOT_COMPUTABLE = "not computable"
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one system.
+    """The scores of one system.
 
     Attributes:
         values: metric -> its value: BLEU, METEOR, ROUGE and BERTScore from 0 to 100, the slot error rate in percent,
-            NIST and CIDEr in their own units; `bleu:seen` is that of a part of the items.
-        intervals: metric -> its 95 % percentile interval over resamples of the items; none of a single item.
-        p_values: metric -> how likely a difference from the other system as large as this one is by chance;
-            1 of a single item.
+            NIST and CIDEr in their own units; `bleu:seen` is BLEU of a part of the items.
+        intervals: metric -> its 95 % bootstrap percentile interval; empty for a single item.
+        p_values: metric -> the probability that a difference this large from the other system arises by chance; 1 for
+            a single item.
         metrics: metric -> what was computed, and with which version.
         unavailable: metric -> why it couldn't be computed.
+        items: the number of predictions.
         resampled: metric -> its value in each resample, [resamples].
-        items: how many predictions there are.
     """
 
     values: dict[str, float]
@@ -39,23 +39,23 @@ class Scores:
 
 
 def choose_metrics(
-    task: Sequence[str], asked: Sequence[str] | None = None, bert: BertModel | None = None
+    task: Sequence[str], requested: Sequence[str] | None = None, bert: BertModel | None = None
 ) -> tuple[str, ...]:
-    """The metrics asked for, or else the task's; BERTScore wherever a model is named for it, and nowhere else.
+    """The requested metrics, by default those of the task; BERTScore if and only if a model is given for it.
 
-    Raises ConfigError for a name that is no metric, and for BERTScore asked for without a model.
+    Raises ConfigError for an unknown metric, and for BERTScore without a model.
     """
-    for name in asked or ():
+    for name in requested or ():
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
-    if asked and "bertscore" in asked and bert is None:
-        raise ConfigError("bertscore is among the metrics and has no model: name a folder or a Hub name for it")
-    wanted = [name for name in asked or task if name != "bertscore"]
+    if requested and "bertscore" in requested and bert is None:
+        raise ConfigError("bertscore is among the metrics but has no model: give a folder or a Hub name")
+    wanted = [name for name in requested or task if name != "bertscore"]
     return tuple(dict.fromkeys([*wanted, "bertscore"] if bert is not None else wanted))
 
 
 def obstacles(texts: Texts, metrics: Sequence[str]) -> dict[str, str]:
-    """Metric -> why no predictions can be scored against these references, of those that can't.
+    """Metric -> the reason why predictions can't be scored against these references.
 
     Raises ConfigError for an unknown metric.
     """
@@ -67,15 +67,15 @@ def obstacles(texts: Texts, metrics: Sequence[str]) -> dict[str, str]:
 
 
 def not_computable(unavailable: Mapping[str, str]) -> list[str]:
-    """A sentence for each metric without a score."""
+    """A sentence for each metric that couldn't be computed."""
     return [f"{metric_named(name).label}: {NOT_COMPUTABLE}, because {reason}." for name, reason in unavailable.items()]
 
 
 def check_some(unavailable: Mapping[str, str], metrics: Sequence[str]) -> None:
-    """Raise ConfigError where none of the metrics can be computed."""
+    """Raise ConfigError where no metric can be computed."""
     if set(metrics) <= unavailable.keys():
         reasons = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
-        raise ConfigError(f"none of the metrics can be computed: {reasons}")
+        raise ConfigError(f"no metric can be computed: {reasons}")
 
 
 def score(
@@ -90,25 +90,28 @@ def score(
     parts: Sequence[str] | None = None,
     tokenizer: str | None = None,
 ) -> Scores:
-    """The metrics of predictions, each against all of its references.
+    """Score predictions against all of their references.
 
     Args:
-        meanings: what each prediction must state, for the slot error rate.
+        predictions: the prediction of each item.
+        references: the references of each item.
+        metrics: names of metrics.
+        meanings: the meaning representation of each item, for the slot error rate.
         bert: the model of BERTScore.
-        against: another system's scores on the same items, in the same order: p values are of the difference from it.
-        convention: by whose rules BLEU counts words.
-        parts: of each item, the part of the test set that has scores of its own; empty for none.
-        tokenizer: whose words BLEU, NIST, ROUGE and CIDEr count, a name in `eval.score.tokenizers`; None: each its own.
+        against: the scores of another system on the same items in the same order, for p values of the difference.
+        convention: the rules by which BLEU tokenizes.
+        parts: the part of the test set of each item, which is also scored separately; empty for none.
+        tokenizer: for BLEU, NIST, ROUGE and CIDEr, a name in `eval.score.tokenizers`; None: each metric's own.
 
     Raises ConfigError for an unknown metric or tokenizer and for a tokenizer or BERTScore model that can't be loaded,
-    and ValueError where the lists don't belong to each other.
+    and ValueError where the lists have different lengths.
     """
     lists = [references, *(each for each in (meanings, parts) if each is not None)]
     metrics = tuple(dict.fromkeys(metrics))
     if not predictions or any(len(predictions) != len(other) for other in lists):
         raise ValueError(f"{len(predictions)} predictions for {', '.join(str(len(other)) for other in lists)}")
     if against is not None and against.items != len(predictions):
-        raise ValueError(f"{len(predictions)} predictions against a system with {against.items}")
+        raise ValueError(f"{len(predictions)} predictions, but the other system has {against.items}")
     texts = Texts(predictions, references, meanings, bert, convention, tokenizer)
     if tokenizer is not None:
         load_tokenizer(tokenizer)
@@ -116,15 +119,15 @@ def score(
     unavailable = obstacles(texts, metrics)
     for part in ("", *dict.fromkeys(filter(None, parts or ()))):
         numbers = [n for n, own in enumerate(parts or ()) if own == part]
-        chosen = _taken(texts, numbers) if part else texts
+        chosen = _subset(texts, numbers) if part else texts
         for name in [name for name in metrics if name not in unavailable]:
-            key, whole = name + PART + part if part else name, by_part.setdefault(name, {}).get(name)
+            key, total = name + PART + part if part else name, by_part.setdefault(name, {}).get(name)
             if part and (reason := METRICS[name].obstacle(chosen)) is not None:
                 unavailable[key] = reason
                 continue
             try:
-                if part and whole is not None and METRICS[name].adds_up:
-                    by_part[name][key] = Statistics(whole.items[numbers], whole.score)
+                if part and total is not None and METRICS[name].adds_up:
+                    by_part[name][key] = Statistics(total.items[numbers], total.score)
                 else:
                     by_part[name][key] = METRICS[name].compute(chosen)
             except NotAvailableError as error:
@@ -132,7 +135,7 @@ def score(
     found = {name: statistics for several in by_part.values() for name, statistics in several.items()}
     values = {name: statistics.value for name, statistics in found.items()}
     resampled = {name: resample(found[name]) for name in values}
-    # Every resample of a single item is that item: they say nothing of chance.
+    # Resampling a single item has no variance.
     several = {name for name in values if len(found[name].items) > 1}
     p_values = {}
     if against is not None:
@@ -150,8 +153,7 @@ def score(
     )
 
 
-def _taken(texts: Texts, numbers: Sequence[int]) -> Texts:
-    """The items of these numbers alone."""
+def _subset(texts: Texts, numbers: Sequence[int]) -> Texts:
     return replace(
         texts,
         predictions=[texts.predictions[n] for n in numbers],

@@ -1,6 +1,6 @@
-"""The slot error rate: facts of what is to be said that a text leaves out, gets wrong, repeats or adds.
+"""The slot error rate (SER): slots of the meaning representation that an output misses, gets wrong, repeats or adds.
 
-What states a fact is each task's own: `slots_e2e`, `slots_viggo`, `slots_webnlg`.
+Slots are matched by task-specific patterns: `slots_e2e`, `slots_viggo`, `slots_webnlg`.
 """
 
 import unicodedata
@@ -21,13 +21,14 @@ from skipdecode.errors import ConfigError
 
 
 def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Statistics:
-    """Errors for each 100 slots of what is to be said: 0 where every fact is stated and none is added.
+    """Errors per 100 slots of the meaning representations: 0 where every slot is stated and none is added.
 
     Args:
-        meanings: for each prediction a meaning representation of E2E or a prompt of it, as `data.e2e.read_meaning`
-            reads them, one of ViGGO, or triples of WebNLG, a line each.
+        predictions: the prediction of each item.
+        meanings: for each prediction, a meaning representation or prompt of E2E (`data.e2e.read_meaning`), a meaning
+            representation of ViGGO, or triples of WebNLG, one per line.
 
-    Raises NotAvailableError where one of them is none of these.
+    Raises NotAvailableError for anything else.
     """
     items = []
     for number, (text, meaning) in enumerate(zip(predictions, meanings, strict=True)):
@@ -35,14 +36,14 @@ def slot_error_rate(predictions: Sequence[str], meanings: Sequence[str]) -> Stat
             errors = _errors(text, meaning)
         except ConfigError as error:
             raise NotAvailableError(
-                f"item {number + 1} has no meaning representation ({error}): give it a field `meaning`"
+                f"item {number + 1} has no meaning representation ({error}): add the field `meaning`"
             ) from error
         items.append([errors.count, errors.slots])
     return Statistics(np.array(items, dtype=np.float64), _rate)
 
 
 def _errors(text: str, meaning: str) -> SlotErrors:
-    """The faults of a text, by the task in whose notation the meaning is; accents and apostrophes in any form."""
+    """The slot errors of a text, by the notation of the meaning; accents and apostrophes are normalized."""
     text, meaning = (unicodedata.normalize("NFC", each).replace("’", "'") for each in (text, meaning))
     if triples := read_triples(meaning):
         return name_errors(text, triples)
@@ -53,8 +54,8 @@ def _errors(text: str, meaning: str) -> SlotErrors:
 
 def _describe(texts: Texts) -> str:
     if texts.meanings and read_triples(texts.meanings[0]):
-        return "slot error rate: subjects and objects of triples that aren't found in the text, percent of all of them"
-    return "slot error rate: slots missing, wrong, repeated or added, percent of all slots, found by patterns"
+        return "slot error rate: subjects and objects of triples not found in the output, percent of all"
+    return "slot error rate: missing, wrong, repeated or added slots, percent of all slots, matched by patterns"
 
 
 def _rate(sums: Array) -> float:
@@ -63,7 +64,7 @@ def _rate(sums: Array) -> float:
 
 def _compute(texts: Texts) -> Statistics:
     if texts.meanings is None:
-        raise NotAvailableError("it is for tasks with meaning representations: e2e, viggo, webnlg")
+        raise NotAvailableError("it needs meaning representations, as in the tasks e2e, viggo and webnlg")
     return slot_error_rate(texts.predictions, texts.meanings)
 
 
@@ -73,7 +74,7 @@ SLOT_ERROR_RATE = Metric(
     "Dušek, Howcroft and Rieser, INLG 2019",
     _compute,
     _describe,
-    lambda texts: english_obstacle(texts.right, "its patterns are"),
+    lambda texts: english_obstacle(texts.expected, "its patterns are"),
     long_label="slot error rate",
     against="meanings",
     in_short_table=True,

@@ -1,18 +1,18 @@
-"""What is counted of a text that must state slots."""
+"""Slot errors of one output."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SlotErrors:
-    """Faults of a text, slot by slot.
+    """The slot errors of an output.
 
     Attributes:
-        slots: how many the meaning representation has.
-        missing: slots that the text doesn't state.
-        wrong: slots of which it states another value, be it beside the right one.
-        repeated: slots that it states twice in the same words; but names and kinds of place are what a text goes by.
-        added: slots that aren't there, of which it states a value, or has a placeholder that nothing was put back for.
+        slots: the number of slots in the meaning representation.
+        missing: slots that the output doesn't state.
+        wrong: slots for which it states another value, even if also the right one.
+        repeated: slots that it states twice in the same words, except names and kinds of place.
+        added: slots not in the meaning representation that it states, or whose placeholder was left unfilled.
     """
 
     slots: int
@@ -23,5 +23,5 @@ class SlotErrors:
 
     @property
     def count(self) -> int:
-        """All of them; a slot counts once."""
+        """The number of errors; a slot counts once."""
         return len(self.missing) + len(self.wrong) + len(self.repeated) + len(self.added)

@@ -1,6 +1,6 @@
-"""Facts of E2E's meaning representations that a text leaves out, gets wrong, repeats or adds.
+"""Slot errors of E2E outputs: slots that are missing, wrong, repeated or added.
 
-By patterns, after Dušek, Howcroft and Rieser, "Semantic Noise Matters for Neural NLG" (INLG 2019).
+Slots are matched by patterns after Dušek, Howcroft and Rieser, "Semantic Noise Matters for Neural NLG" (INLG 2019).
 """
 
 import re
@@ -17,8 +17,8 @@ _IS = r"(?:(?!and |but |with )\w+ )?(?:is |are |of )?(?:very |quite |an? )?"
 _YOUNG = r"(?:famil|kid|child|young)"
 _ALLOWED = r"(?:allow|welcom|permit|recommend|suit|friendly|accept|advis)"
 _NOT = r"\b(?:not?|non|never|nor|isn'?t|aren'?t|doesn'?t|don'?t|without|lacks?)\b(?! only)"
-# What states a value of a slot with open words, each a list of patterns. Values that people use for each other share a
-# list: "cheap" and "less than £20" don't contradict each other. A text may state a slot in words that no list knows.
+# Patterns that state a value of a slot with free wording. Values that people use interchangeably share a list, such as
+# "cheap" and "less than £20". An output may also state a slot in words that no list covers.
 PATTERNS: dict[str, dict[str, list[str]]] = {
     "priceRange": {
         "low": [
@@ -60,7 +60,7 @@ PATTERNS: dict[str, dict[str, list[str]]] = {
         "yes": [_YOUNG],
     },
 }
-# The values of the data set, as one of those lists states them; a value that isn't here is one of its own.
+# The list of each value in the data set; other values are matched literally.
 VALUES: dict[str, dict[str, str]] = {
     "priceRange": {
         "cheap": "low",
@@ -85,18 +85,18 @@ FOODS = ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japa
 
 
 def slot_errors(text: str, meaning: Mapping[str, str]) -> SlotErrors:
-    """Check a text against the slots of its meaning representation.
+    """Check an output against the slots of its meaning representation.
 
-    Names, kinds of place and cuisines are stated by their own words, in any case; the other slots by the patterns of
-    data/e2e.py, and a value of theirs by the patterns above. The words of `name` and `near` state nothing else: "Raja
-    Indian Cuisine" is no cuisine. A kind of place that wasn't asked for isn't counted: everything here is a restaurant.
+    Names, kinds of place and cuisines are matched literally, ignoring case; the other slots by the patterns of
+    data/e2e.py, and their values by the patterns above. The words of `name` and `near` don't state other slots: "Raja
+    Indian Cuisine" is not a cuisine. An additional kind of place isn't counted, since everything is a restaurant.
     """
     rest = text
     for slot in ("name", "near"):
         rest = _without(rest, meaning.get(slot, ""))
     missing, wrong, repeated = [], [], []
     for slot, value in meaning.items():
-        searched, own = text if slot in ("name", "near") else rest, _as_stated(slot, value)
+        searched, own = text if slot in ("name", "near") else rest, _canonical(slot, value)
         said = _statements(slot, own, searched)
         if stated(slot, searched) - {own}:
             wrong.append(slot)
@@ -109,19 +109,19 @@ def slot_errors(text: str, meaning: Mapping[str, str]) -> SlotErrors:
 
 
 def stated(slot: str, text: str) -> set[str]:
-    """The values of a slot that a text states; none of a slot whose values aren't known."""
+    """The values of a slot that a text states; empty for a slot whose values aren't known."""
     known = FOODS if slot == "food" else PATTERNS.get(slot, {})
     found = {value for value in known if _statements(slot, value, text)}
-    return found - {"yes"} if "no" in found else found  # "no children" has the word of "children welcome"
+    return found - {"yes"} if "no" in found else found  # "no children" also matches the pattern of yes
 
 
-def _as_stated(slot: str, value: str) -> str:
-    """The name that PATTERNS has for a value; the value where it has none."""
+def _canonical(slot: str, value: str) -> str:
+    """The key of a value in PATTERNS; the value itself where it has none."""
     return VALUES.get(slot, {}).get(value, value)
 
 
 def _statements(slot: str, value: str, text: str) -> list[str]:
-    """The words, in lower case, wherever a text states a value of a slot, by its patterns or by its own words."""
+    """Every match of a slot value in a text, in lower case, by its patterns or literally."""
     patterns = PATTERNS.get(slot, {}).get(value) or [_own_words(value)]
     return [match[0].lower() for pattern in patterns for match in re.finditer(pattern, text, re.IGNORECASE)]
 
@@ -131,5 +131,5 @@ def _without(text: str, value: str) -> str:
 
 
 def _own_words(value: str) -> str:
-    """The pattern of a value as it is written, with blanks or hyphens between its words."""
+    """A pattern that matches a value literally, with spaces or hyphens between its words."""
     return r"(?<!\w)" + r"[\s-]+".join(map(re.escape, value.split())) + r"(?!\w)"

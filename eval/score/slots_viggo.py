@@ -1,7 +1,7 @@
-"""Facts of ViGGO's meaning representations that a text leaves out, gets wrong or adds.
+"""Slot errors of ViGGO outputs: slots that are missing, wrong or added.
 
-By patterns, as the authors of the data set align texts with slots (Juraska, Bowden and Walker, INLG 2019); these are
-this file's own.
+Slots are matched by patterns, as the authors of the data set do (Juraska, Bowden and Walker, INLG 2019); the patterns
+here are our own.
 """
 
 import re
@@ -11,8 +11,8 @@ from data.placeholders import placeholder
 from data.viggo import SLOTS, Meaning
 from eval.score.slots import SlotErrors
 
-# What asks or says something of a slot whose values are yes and no.
-_ASKED = {
+# Patterns that mention a slot with the values yes and no.
+_MENTIONS = {
     "has_multiplayer": r"\bmulti(?:ple)?[- ]?player|\bsingle[- ]?player|\bco-?op|\bsolo\b|\balone\b|\bfriends?\b|"
     r"\bonline\b|\b(?:by|on) (?:my|your)(?:self| own)\b|\bwith others\b|\bother (?:players|people)\b"
     r"|\bmultiple players\b",
@@ -27,10 +27,10 @@ _NOT = re.compile(
 _NOT_AFTER = re.compile(
     r"^(?: (?:release|version|support|mode|is|are|was|were|do|does|did|has|have))*(?: not\b|n['’]t\b)", re.I
 )
-# As a subject a pronoun begins a clause; as an object ("you can't get it on Steam") it does not.
+# A pronoun as the subject starts a clause; as the object ("you can't get it on Steam") it does not.
 _SUBJECT = r"(?:it|this|you)(?=['’]|\s+(?:is|was|has|can|does|do|will|won|runs?|supports?|should|could|may|might)\b)"
 _CLAUSE = re.compile(rf"[.!?;]|\b(?:(?:but|though|however|yet|while|and (?:it|is|can))\b|{_SUBJECT})", re.I)
-# What states a value, of slots that hold several and of the age that a game is for. In lower case where it says (?i:…).
+# Patterns that state a value of slots with several values and of age ratings; (?i:…) ignores case.
 _VALUES = {
     "player_perspective": {
         "first person": r"(?i:\b(?:first|1st)\b|\bfps\b)",
@@ -78,7 +78,7 @@ _VALUES = {
         "vehicular combat": r"(?i:\bvehic.*\bcombat|\bcombat.*\bvehic|\bcar combat)",
     },
 }
-# What states a value where none was asked for: less is enough to find one that must be there.
+# Stricter patterns for values that the meaning representation doesn't contain.
 _ADDED = {
     "player_perspective": {
         "first person": r"(?i:\b(?:first|1st)[- ]person)",
@@ -99,12 +99,12 @@ _ADDED_YEAR = re.compile(r"\b(?:19|20)\d\d\b")
 
 
 def act_errors(text: str, meaning: Meaning) -> SlotErrors:
-    """Check a text against the slots of its dialogue act.
+    """Check an output against the slots of its dialogue act.
 
-    Values are stated by their own words, or by the patterns above; of a slot with several all must be. Ratings aren't
-    checked, as any words give an opinion, nor is a slot that is asked for. Of yes and no a wrong one is counted where
-    an act informs, and elsewhere (`do you dislike Linux games?`) that the slot is spoken of. The words of the game and
-    the developer state nothing else.
+    Values are matched literally or by the patterns above; all values of a slot must be stated. Ratings aren't checked,
+    since any words may give an opinion, nor are slots without a value. For yes and no, a wrong value counts in inform
+    acts; in other acts (`do you dislike Linux games?`) the slot only has to be mentioned. The names of the game and the
+    developer don't state other slots.
     """
     slots = meaning.slots
     rest = text
@@ -113,7 +113,7 @@ def act_errors(text: str, meaning: Meaning) -> SlotErrors:
     missing, wrong = [], []
     for slot, value in slots.items():
         searched = text if slot in ("name", "developer") else rest
-        if slot in _ASKED:
+        if slot in _MENTIONS:
             said = _answers(slot, searched)
             if not said:
                 missing.append(slot)
@@ -134,9 +134,9 @@ def _states(slot: str, value: str, text: str) -> bool:
 
 
 def _answers(slot: str, text: str) -> set[str]:
-    """`yes` and `no`, as a text says of a slot; a clause that denies is one with a word of denial before it."""
+    """The values (`yes`, `no`) that a text states for a slot; a negation in the same clause means no."""
     found = set()
-    for match in re.finditer(_ASKED[slot], text, re.IGNORECASE):
+    for match in re.finditer(_MENTIONS[slot], text, re.IGNORECASE):
         before = _CLAUSE.split(text[: match.start()])[-1]
         denied = _NOT.search(before) or _NOT_AFTER.search(text[match.end() :])
         found.add("no" if denied or _ALONE.search(match[0]) else "yes")
@@ -144,7 +144,7 @@ def _answers(slot: str, text: str) -> set[str]:
 
 
 def _adds(slot: str, slots: Mapping[str, str], text: str) -> bool:
-    """Say whether a text states something of a slot that isn't there, or a value that isn't of one with several."""
+    """Whether a text states a slot that the act doesn't have, or an additional value of a slot with several."""
     if slot in _ADDED and slots.get(slot) != "":
         right = slots.get(slot, "").split(", ")
         also = ["Nintendo"] if "Nintendo Switch" in right else []
@@ -154,14 +154,14 @@ def _adds(slot: str, slots: Mapping[str, str], text: str) -> bool:
         return False
     if slot == "has_multiplayer":
         return bool(re.search(r"(?i:\b(?:multi|single)[- ]?player)", text)) and "MMORPG" not in slots.get("genres", "")
-    if slot in _ASKED:
-        return bool(re.search(_ASKED[slot], text, re.IGNORECASE))
+    if slot in _MENTIONS:
+        return bool(re.search(_MENTIONS[slot], text, re.IGNORECASE))
     if slot == "esrb":
         return bool(_ADDED_AGE.search(text))
     return slot == "release_year" and "exp_release_date" not in slots and bool(_ADDED_YEAR.search(text))
 
 
 def _own_words(value: str) -> str:
-    """The pattern of a value as it is written, in any case, however its words and signs are spaced."""
+    """A pattern that matches a value literally, ignoring case and spacing."""
     pieces = r"[\s-]*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", value)))
     return rf"(?i:(?<!\w){pieces}(?!\w))"

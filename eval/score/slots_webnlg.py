@@ -1,8 +1,7 @@
-"""Subjects and objects of WebNLG's triples that a text doesn't name.
+"""Slot errors of WebNLG outputs: subjects and objects of triples that an output doesn't mention.
 
-The share of what is to be said that is missing, as the slot error rate of Wen et al., "Semantically Conditioned
-LSTM-based Natural Language Generation for Spoken Dialogue Systems" (EMNLP 2015), counts it; what states a name is this
-file's own.
+The slot error rate follows Wen et al., "Semantically Conditioned LSTM-based Natural Language Generation for Spoken
+Dialogue Systems" (EMNLP 2015); the matching of names is our own.
 """
 
 import re
@@ -11,23 +10,25 @@ from collections.abc import Collection, Sequence
 from data.webnlg import DATE, PLACEHOLDER, Triple, folded, spoken
 from eval.score.slots import SlotErrors
 
-# Function words, which say nothing of whether a name was meant.
-_SMALL = frozenset(["a", "an", "and", "at", "by", "de", "for", "in", "is", "la", "le", "of", "on", "or", "the", "to"])
+# Function words, which don't identify a name.
+_FUNCTION_WORDS = frozenset(
+    ["a", "an", "and", "at", "by", "de", "for", "in", "is", "la", "le", "of", "on", "or", "the", "to"]
+)
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
-# Names that people nearly always write otherwise.
-_OTHERWISE = {
+# Names that people usually write differently.
+_ALIASES = {
     "united states": {"us", "usa", "america", "american", "americans"},
     "united kingdom": {"uk", "britain", "british"},
 }
 
 
 def name_errors(text: str, triples: Sequence[Triple]) -> SlotErrors:
-    """Check a text against the distinct subjects and objects of its triples.
+    """Check an output against the distinct subjects and objects of its triples.
 
-    A name is missing where the text has less than half of its words, in whatever order. A date is there with its year
-    and its month; a number with its value or the nearest integer. Whether the names are put together rightly isn't
-    checked, nor what is said of anything else, so that only a placeholder that nothing was put back for is `added`.
+    A name is missing if the output has less than half of its words, in any order. A date needs its year and month; a
+    number its value or the nearest integer. The relations between names and additional statements aren't checked, so
+    only an unfilled placeholder is `added`.
     """
     words = set(_words(text))
     names = dict.fromkeys(name for subject, _, value in triples for name in (subject, value))
@@ -42,28 +43,28 @@ def _is_named(name: str, words: Collection[str]) -> bool:
         months = {word[:3] for word in words if word.isalpha()}
         return date[1] in words and (_MONTHS[month - 1] in months or bool({str(month), date[2]} & set(words)))
     without_remark = re.sub(r"\(.*?\)", " ", spoken(name))
-    wanted = _telling(_words(without_remark)) or _words(spoken(name))
-    if _OTHERWISE.get(" ".join(wanted), set()) & set(words):
+    wanted = _identifying(_words(without_remark)) or _words(spoken(name))
+    if _ALIASES.get(" ".join(wanted), set()) & set(words):
         return True
     found = sum(any(_same(word, other) for other in words) for word in wanted)
     return 2 * found >= len(wanted)
 
 
-def _telling(words: Sequence[str]) -> list[str]:
-    """The words that tell a name from others: no function words and no initials, if there is anything else."""
-    telling = [word for word in words if word not in _SMALL]
-    return [word for word in telling if len(word) > 1 or word.isdigit()] or telling
+def _identifying(words: Sequence[str]) -> list[str]:
+    """The words that identify a name: without function words and initials, if any others are left."""
+    identifying = [word for word in words if word not in _FUNCTION_WORDS]
+    return [word for word in identifying if len(word) > 1 or word.isdigit()] or identifying
 
 
 def _words(text: str) -> list[str]:
-    """Words and numbers, folded, with `U.S.` and `1,000` in one piece."""
+    """Words and numbers in folded case, with `U.S.` and `1,000` as single words."""
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", folded(text))
     text = re.sub(r"\b(?:[^\W\d_]\.){2,}(?:[^\W\d_]\b)?", lambda match: match[0].replace(".", "") + " ", text)
     return _WORD.findall(text)
 
 
 def _same(word: str, other: str) -> bool:
-    """Say whether two words are one, whatever their endings ("Italy", "Italian"), or two numbers of one value."""
+    """Whether two words have the same stem ("Italy", "Italian"), or two numbers the same value."""
     if word == other:
         return True
     if word[0].isdigit() or other[0].isdigit():

@@ -1,7 +1,7 @@
-"""The tokenizers of sacrebleu that may stand in for each metric's own words, and which languages need one.
+"""Tokenizers of sacrebleu that can replace the metrics' own, and the languages that need one.
 
-Without one, BLEU, NIST and METEOR count mteval's 13a words, ROUGE those of rouge-score, CIDEr those of the Penn
-Treebank. These are made for English: scores of other languages may need other words, and the functions below say when.
+By default BLEU, NIST and METEOR use mteval's 13a tokens, ROUGE those of rouge-score, CIDEr those of the Penn Treebank.
+They are designed for English; the functions below detect references that need another tokenizer.
 """
 
 import socket
@@ -19,13 +19,13 @@ from skipdecode.errors import ConfigError, first_line, unknown
 
 Words: TypeAlias = Callable[[str], list[str]]
 
-# Scripts that put no spaces between words.
+# Scripts without spaces between words.
 UNSPACED = (
     *("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Yi"),
     *("Javanese", "Balinese", "Tai_Le", "New_Tai_Lue", "Tai_Tham", "Tai_Viet"),
 )
 Tokenizer: TypeAlias = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "flores101", "flores200", "char", "none"]
-# Tokenizer -> those of these scripts whose words (or characters) it separates.
+# Tokenizer -> the scripts without spaces whose words (or characters) it separates.
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "13a": (),
     "intl": (),
@@ -35,7 +35,7 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
     "flores101": UNSPACED,
     "flores200": UNSPACED,
     "char": UNSPACED,
-    "none": UNSPACED,  # whoever names it says that spaces separate the words already
+    "none": UNSPACED,  # for texts that are already tokenized
 }
 _PACKAGES = {
     "ja-mecab": "'sacrebleu[ja]'",
@@ -43,40 +43,40 @@ _PACKAGES = {
     "flores101": "sentencepiece",
     "flores200": "sentencepiece",
 }
-_DOWNLOAD_SECONDS = 30.0  # without an answer; sacrebleu itself waits for ever
-# Above this share of letters that a metric's words can't represent, its score says little of the texts. English texts
-# are far below it, names with accents included (E2E: 0.2 %).
-MOST_LOST = 0.1
+_DOWNLOAD_TIMEOUT = 30.0  # seconds; sacrebleu itself has no timeout
+# If a metric's tokens lose a larger fraction of the letters, its score isn't meaningful. English texts are far below,
+# even with accented names (E2E: 0.2 %).
+MAX_LOST = 0.1
 
 _UNSPACED_LETTERS = {script: regex.compile(rf"(?=\p{{L}})\p{{Script={script}}}") for script in UNSPACED}
 
 
 def check_tokenizer(name: str | None) -> None:
-    """Raise ConfigError for a name that is no tokenizer."""
+    """Raise ConfigError for an unknown tokenizer."""
     if name is not None and name not in TOKENIZERS:
         raise unknown("tokenizer", name, TOKENIZERS)
 
 
 @lru_cache(maxsize=1)
 def load_tokenizer(name: str) -> BLEU:
-    """A scorer of sacrebleu's with the tokenizer of that name, as its attribute `tokenizer`.
+    """A BLEU scorer of sacrebleu, whose attribute `tokenizer` is the tokenizer of that name.
 
-    Raises ConfigError for a name that is no tokenizer, and where a package or a model is missing that it needs.
+    Raises ConfigError for an unknown tokenizer, and where a package or model that it needs is missing.
     """
     check_tokenizer(name)
     try:
-        with _timeout(_DOWNLOAD_SECONDS):
+        with _timeout(_DOWNLOAD_TIMEOUT):
             return BLEU(tokenize=name, lowercase=True, effective_order=True)
     except OSError as error:
         folder = sacrebleu.utils.SACREBLEU_DIR
         raise ConfigError(
-            f"the tokenizer {name!r} needs a model that sacrebleu downloads once into {folder}/models, and that "
-            f"failed: {first_line(error)}"
+            f"the tokenizer {name!r} needs a model that sacrebleu downloads into {folder}/models, but the "
+            f"download failed: {first_line(error)}"
         ) from error
-    # sacrebleu ends the process where the certificate of a server isn't known.
+    # sacrebleu exits where the certificate of a server is unknown.
     except (ImportError, RuntimeError, AssertionError, SystemExit) as error:
         raise ConfigError(
-            f"the tokenizer {name!r} needs a package that isn't installed, or doesn't work: pip install "
+            f"the tokenizer {name!r} needs a package that is missing or doesn't work: pip install "
             f"{_PACKAGES.get(name, 'sacrebleu')} ({first_line(error)})"
         ) from error
 
@@ -92,7 +92,7 @@ def _timeout(seconds: float) -> Iterator[None]:
 
 
 def words_by(tokenizer: str | None, own: Words) -> Words:
-    """What splits a text into words in lower case: a tokenizer of sacrebleu's, or without one the metric's own."""
+    """A function that splits a text into lower-case words: a tokenizer of sacrebleu, by default the metric's own."""
     if tokenizer is None:
         return own
     split = load_tokenizer(tokenizer).tokenizer
@@ -100,24 +100,29 @@ def words_by(tokenizer: str | None, own: Words) -> Words:
 
 
 def without_punctuation(words: Sequence[str]) -> list[str]:
-    """The words that hold anything but punctuation (and the mark of sentencepiece for the beginning of a word).
+    """The words that don't consist of punctuation (and the word-start mark of sentencepiece) only.
 
     >>> without_punctuation(["«", "да", "»", "👍", "▁。"])
     ['да', '👍']
     """
-    return [word for word in words if not all(sign == "▁" or unicodedata.category(sign)[0] == "P" for sign in word)]
+    return [
+        word
+        for word in words
+        if not all(character == "▁" or unicodedata.category(character)[0] == "P" for character in word)
+    ]
 
 
 def signature(tokenizer: str) -> str:
-    """The name of a tokenizer in reports: sacrebleu's, with the version where there is one."""
+    """The signature of a tokenizer in sacrebleu, with its version where it has one."""
     return str(load_tokenizer(tokenizer).tokenizer.signature())
 
 
 def lost_letters(texts: Sequence[str], kept: Callable[[str], bool]) -> float:
-    """The share of the letters of texts that a metric's words don't keep; 0 of texts without letters.
+    """The fraction of letters that a metric's tokens lose; 0 for texts without letters.
 
     Args:
-        kept: says whether they keep a letter; asked of letters outside ASCII alone.
+        texts: the texts.
+        kept: whether a letter is kept; called for non-ASCII letters only.
     """
     lost = sum(
         letter.isalpha() and not kept(letter) for text in texts if not text.isascii() for letter in text if letter > "~"
@@ -126,7 +131,7 @@ def lost_letters(texts: Sequence[str], kept: Callable[[str], bool]) -> float:
 
 
 def unspaced(texts: Sequence[str], tokenizer: str | None = None) -> list[str]:
-    """Scripts of texts whose words neither spaces nor the tokenizer separates; none where few of the letters are."""
+    """The scripts of texts whose words neither spaces nor the tokenizer separate; empty if few letters are in them."""
     separated = TOKENIZERS[tokenizer] if tokenizer is not None else ()
     found = {
         script: sum(len(letter.findall(text)) for text in texts if not text.isascii())
@@ -134,7 +139,7 @@ def unspaced(texts: Sequence[str], tokenizer: str | None = None) -> list[str]:
         if script not in separated
     }
     count = sum(found.values())
-    if not count or count / _letters(texts) <= MOST_LOST:
+    if not count or count / _letters(texts) <= MAX_LOST:
         return []
     return sorted(filter(found.__getitem__, found), key=lambda script: -found[script])
 
@@ -144,7 +149,7 @@ def _letters(texts: Sequence[str]) -> int:
 
 
 def suitable(texts: Sequence[str]) -> str:
-    """The tokenizers that suit the scripts of texts, for messages.
+    """The tokenizers suitable for the scripts of texts, for messages.
 
     >>> suitable(["Привет, мир"]), suitable(["你好"])
     ('intl', 'zh, flores200 or char')
@@ -157,22 +162,24 @@ def suitable(texts: Sequence[str]) -> str:
 
 
 def unspaced_obstacle(texts: Sequence[str], tokenizer: str | None, own: str) -> str | None:
-    """Say why a metric can't count the words of texts that have no spaces between them; None where it can.
+    """The reason why a metric can't count the words of texts without spaces; None where it can.
 
     Args:
-        own: what the metric's own words are called.
+        texts: the references.
+        tokenizer: the tokenizer; None: the metric's own.
+        own: the name of the metric's own tokenizer.
     """
     scripts = unspaced(texts, tokenizer)
     if not scripts:
         return None
     return (
-        f"the references are in a script without spaces between words ({', '.join(scripts)}), and its words "
-        f"({tokenizer or own}) are what spaces separate: choose the tokenizer {suitable(texts)} (none: where spaces "
-        "separate the words already)"
+        f"the references are in a script without spaces between words ({', '.join(scripts)}), but its tokens "
+        f"({tokenizer or own}) are separated by spaces: choose the tokenizer {suitable(texts)} (none: for texts that "
+        "are already tokenized)"
     )
 
 
 def english_obstacle(texts: Sequence[str], what: str) -> str | None:
-    """Say why what is made for English can't score texts with other letters; None where it can."""
+    """The reason why a metric for English can't score texts with other letters; None where it can."""
     share = lost_letters(texts, str.isascii)
-    return f"{what} for English, and {share:.0%} of the references' letters are others" if share > MOST_LOST else None
+    return f"{what} for English, but {share:.0%} of the references' letters aren't" if share > MAX_LOST else None

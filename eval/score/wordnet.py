@@ -13,46 +13,46 @@ from nltk.corpus.reader.wordnet import WordNetCorpusReader
 from eval.score.metric import NotAvailableError
 
 DEBIAN = Path("/usr/share/wordnet")
-FOLDER = "WNSEARCHDIR"  # the environment variable that names the dictionary's folder to WordNet's own programs
+FOLDER = "WNSEARCHDIR"  # the environment variable of WordNet for its dictionary folder
 _KINDS = ("noun", "verb", "adj", "adv")
 _FILES = tuple(name for kind in _KINDS for name in (f"index.{kind}", f"data.{kind}", f"{kind}.exc"))
 
 
 def installed_wordnet() -> Any:
-    """A reader of the WordNet that is installed: nltk's data, else the folder of WNSEARCHDIR, else Debian's.
+    """A reader of the installed WordNet: nltk's data, else the folder in WNSEARCHDIR, else Debian's.
 
-    Raises NotAvailableError where there is none.
+    Raises NotAvailableError where none is installed.
     """
     try:
         nltk.corpus.wordnet.ensure_loaded()
         return nltk.corpus.wordnet
     except (LookupError, OSError):
         folder = Path(os.environ.get(FOLDER) or DEBIAN)
-    lacking = [name for name in _FILES if not (folder / name).is_file()]
-    if lacking:
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
         raise NotAvailableError(
-            "no WordNet is installed: `apt install wordnet-base`, or `python -m nltk.downloader wordnet`, or name the "
-            f"folder of its dictionary in {FOLDER} ({folder} has no {lacking[0]})"
+            "WordNet isn't installed: run `apt install wordnet-base` or `python -m nltk.downloader wordnet`, or set "
+            f"{FOLDER} to its dictionary folder ({folder} has no {missing[0]})"
         )
     return _read(folder)
 
 
-@lru_cache(maxsize=1)  # seconds
+@lru_cache(maxsize=1)  # reading takes seconds
 def _read(folder: Path) -> Any:
-    nltk.data.path.append(str(folder))  # nltk reads below the folders that it lists, and nowhere else
+    nltk.data.path.append(str(folder))  # nltk only reads below the folders in this list
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no other languages
+        warnings.simplefilter("ignore")  # about missing other languages
         return _Dictionary(str(folder), None)
 
 
 class _Dictionary(WordNetCorpusReader):  # type: ignore[misc]
-    """A folder as WordNet's authors release it, to look up synonyms in."""
+    """A reader of a dictionary folder in the format of WordNet, for synonyms."""
 
     def open(self, file: str) -> Any:
-        """A file of the folder; of the names of fields, which Debian leaves out, numbers are enough."""
+        """Open a file of the folder. Debian omits lexnames, whose content doesn't matter for synonyms."""
         if file == "lexnames":
             return io.StringIO("".join(f"{number:02d}\tfield.{number}\t1\n" for number in range(45)))
         return super().open(file)
 
     def map_wn(self, version: str = "wordnet") -> None:
-        """No map between versions: synonyms need none."""
+        """Skip the map between versions, which synonyms don't need."""

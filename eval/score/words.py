@@ -1,4 +1,4 @@
-"""A text as the words that the metrics count."""
+"""Tokenization of texts for metrics."""
 
 import re
 import unicodedata
@@ -10,12 +10,12 @@ _TOKENIZER = Tokenizer13a()  # type: ignore[no-untyped-call]
 
 
 def words(text: str) -> list[str]:
-    """The tokens of mteval-v13a, in lower case: punctuation apart, but for . and , between digits."""
+    """The tokens of mteval-v13a, in lower case: punctuation is separated, except . and , between digits."""
     return str(_TOKENIZER(text.lower().rstrip())).split()
 
 
-# As Stanford's tokenizer parts English: contractions and signs of money apart; hyphens, numbers such as 20-25 or 4.50
-# and a point before a comma, which is an abbreviation's, within a word; other punctuation is left out.
+# Follows Stanford's tokenizer for English: contractions and currency signs are separate tokens; hyphens, numbers such
+# as 20-25 or 4.50 and a period before a comma (of an abbreviation) stay in a word; other punctuation is dropped.
 _PENN = re.compile(
     r"can(?=not\b)|\w+?(?=n't\b)|n't\b|(?<=\w)'(?:s|m|d|ll|re|ve)\b"
     r"|(?:\b[dlo]'|(?<!\w)-(?=\d))?\w+(?:-\w+|(?<=\d)[.,/:]\d+)*(?:\.(?=,))?|[^\w\s.,:;?!'\"`()\[\]{}-]"
@@ -31,7 +31,7 @@ def penn_words(text: str) -> list[str]:
     return _PENN.findall(text.lower().replace("’", "'"))
 
 
-# Letters and signs that Unicode doesn't take apart into an ASCII one and an accent.
+# Letters and signs that Unicode doesn't decompose into an ASCII character and an accent.
 _ASCII = str.maketrans(
     dict.fromkeys("‐‑‒–—―−", "-") | dict.fromkeys("‘’‚", "'") | dict.fromkeys("“”„", '"')
     | {"ı": "i", "ø": "o", "ß": "ss", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe"}
@@ -39,7 +39,7 @@ _ASCII = str.maketrans(
 
 
 def ascii_words(text: str) -> list[str]:
-    """Words and single signs in lower case and in ASCII, as the WebNLG challenge of 2017 compares texts.
+    """Words and single signs in lower-case ASCII, as the WebNLG challenge 2017 compares texts.
 
     >>> ascii_words("Jalisco-born Müller’s 18L/36R.")
     ['jalisco', '-', 'born', 'muller', "'", 's', '18l', '/', '36r', '.']
@@ -49,5 +49,5 @@ def ascii_words(text: str) -> list[str]:
 
 
 def ngrams(text: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """The n-grams of words, in order."""
+    """The n-grams of a list of words, in order."""
     return [tuple(text[at : at + n]) for at in range(len(text) - n + 1)]

@@ -1,7 +1,7 @@
-"""Differences of two sets of predictions of the same prompts: the paired bootstrap, from kept statistics.
+"""Differences between two sets of predictions for the same prompts, by the paired bootstrap over stored statistics.
 
-`eval.score.scores` says whether two systems differ. A search keeps what each prompt adds to the score, batch by batch,
-and asks for the difference of any two schedules later, with its standard error.
+`eval.score.scores` tests whether two systems differ. A search stores the statistics of each prompt, batch by batch, and
+later computes the difference between any two schedules with its standard error.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from eval.score import registry
 from eval.score.bootstrap import interval, resample
 from eval.score.metric import Statistics, Texts
 
-# Those whose statistics of batches add up, of texts and references alone.
+# The metrics whose statistics of batches add up to those of the whole.
 METRICS = tuple(metric.name for metric in registry.METRICS.values() if metric.adds_up)
 
-Items = list[list[float]]  # for each prompt, numbers whose sums over prompts give the metric
+Items = list[list[float]]  # for each prompt, the numbers whose sums over prompts determine the metric
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A score, or a difference of two, with what chance in the choice of prompts makes of it.
+    """A score, or a difference between two scores, with its bootstrap interval over prompts.
 
     Attributes:
-        value: on the prompts at hand.
-        low, high: the 95 % interval, percentiles of the bootstrap.
+        value: the value on the prompts.
+        low, high: the 95 % percentile interval.
         error: the standard error.
     """
 
@@ -43,7 +43,7 @@ def sentence_statistics(
     convention: Convention = "mteval",
     tokenizer: str | None = None,
 ) -> Items:
-    """For each prediction, the numbers that the metric over all of them is made of, as `eval.score.scores` counts them.
+    """For each prediction, the statistics of a metric, as in `eval.score.scores`.
 
     Raises ConfigError for an unknown metric.
     """
@@ -53,23 +53,23 @@ def sentence_statistics(
 
 
 def corpus_score(metric: str, items: Items) -> float:
-    """The metric, from 0 to 100, over the prompts whose statistics these are."""
+    """The metric, from 0 to 100, over prompts with these statistics."""
     return _restored(metric, items).value
 
 
 def estimate(metric: str, items: Items, *, baseline: Items | None = None) -> Estimate:
-    """The score of statistics, or how much it lies above that of a baseline on the same prompts.
+    """The score of a system, or its difference from that of a baseline on the same prompts.
 
-    The bootstrap draws as many prompts as there are, with replacement, and looks at both on the prompts drawn (Koehn,
-    "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004).
+    The paired bootstrap draws prompts with replacement and scores both systems on the same draws (Koehn, "Statistical
+    Significance Tests for Machine Translation Evaluation", EMNLP 2004).
 
     Args:
         metric: one of METRICS.
-        items: of each prompt, as `sentence_statistics` gives them.
-        baseline: likewise, in the same order of prompts.
+        items: the statistics of each prompt, from `sentence_statistics`.
+        baseline: the statistics of the baseline, in the same order of prompts.
     """
     if baseline is not None and len(baseline) != len(items):
-        raise ValueError(f"{len(items)} prompts beside {len(baseline)} of the baseline")
+        raise ValueError(f"{len(items)} prompts, but the baseline has {len(baseline)}")
     own = _restored(metric, items)
     value, resampled = own.value, resample(own)
     if baseline is not None:
@@ -79,5 +79,5 @@ def estimate(metric: str, items: Items, *, baseline: Items | None = None) -> Est
 
 
 def _restored(metric: str, items: Items) -> Statistics:
-    """Statistics from what was kept of them; how their sums score depends on the metric alone."""
+    """Statistics from stored items; the score function depends on the metric alone."""
     return Statistics(np.array(items, dtype=np.float64), registry.metric_named(metric).compute(Texts([], [])).score)

@@ -1,4 +1,4 @@
-"""The result of a search: typed rows, which schedule wins and why, as JSON, Markdown and a table on the terminal."""
+"""The report of a search: the schedules and the winner, as JSON, Markdown and a table on the terminal."""
 
 import json
 import statistics
@@ -19,8 +19,8 @@ from skipdecode.files import write_atomically
 
 FILE_NAME, WINNER_FILE = "search.json", "winner.json"
 CONFIDENCE = 0.95
-# How much slower than the default a winner may be measured: the noise of a clock, and no more quality for less speed.
-SLOWER = 0.05
+# A winner may be measured this much slower than the default: enough for timing noise, too little to trade for quality.
+MAX_SLOWDOWN = 0.05
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class TrialRow:
     """One schedule.
 
     Attributes:
-        trial: its number; 0 is the default.
-        schedule: its fields.
-        predicted_speedup: over full depth, or full depth's layers over its own where the budget is in layers.
-        prompts: of the validation data, on how many it was tried.
-        score: the metric on them.
-        difference: the score less the default's on the same prompts.
-        speedup, speedup_quartiles: measured: full depth's seconds per decode step over its own; median of batches.
-        speed_over_default: the default's seconds per decode step over its own; median of batches.
-        mean_layers: per generated token.
+        trial: the number of the schedule; 0 is the default.
+        schedule: the fields of the schedule.
+        predicted_speedup: over full depth; for a budget in layers, the model's layers divided by the mean layers.
+        prompts: the number of validation prompts that it was tried on.
+        score: the metric on these prompts.
+        difference: the score minus that of the default on the same prompts.
+        speedup: the measured speedup: seconds per decode step at full depth divided by its own, median over batches.
+        speedup_quartiles: the quartiles of `speedup`.
+        speed_over_default: seconds per decode step of the default divided by its own, median over batches.
+        mean_layers: mean layers per generated token.
     """
 
     trial: int
@@ -52,7 +53,7 @@ class TrialRow:
 
     @property
     def spread(self) -> float:
-        """(max - min) / (max + min)."""
+        """The spread of the budgets: (max - min) / (max + min)."""
         return spread_of(SkipSchedule.from_dict(self.schedule))
 
     @property
@@ -64,11 +65,12 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """A search: what for, on what, every schedule that was tried, best first, and the winner's number.
+    """The settings of a search, every schedule that was tried (best first), and the number of the winner.
 
-    `computed` says what the metric's scores are; `trained_on` counts the validation prompts that the checkpoint was
-    trained on; `rungs` the prompts at each rung's end; `steps` are those over which speeds were predicted;
-    `planned_speedup` is what was searched for in place of a target that can't be reached.
+    `computed` describes the metric; `steps` is the number of tokens over which speedups were predicted; `rungs` holds
+    the number of prompts decoded at the end of each rung; `trained_on` is the number of validation prompts that the
+    checkpoint was trained on; `asked_for` is the requested number of trials; `planned_speedup` replaces a target that
+    can't be reached.
     """
 
     checkpoint: str
@@ -99,93 +101,94 @@ class SearchReport:
 
     @property
     def budget(self) -> str:
-        """The target, with what was searched for where it can't be reached."""
+        """The target, with the planned speedup where it can't be reached."""
         planned = self.planned_speedup
         return self.target if planned is None else f"{self.target} (planned {planned:.2f}x)"
 
     @property
     def winning(self) -> TrialRow:
-        """The winner's row."""
+        """The row of the winner."""
         return self.row(self.winner)
 
     def row(self, trial: int) -> TrialRow:
-        """The row of a number."""
+        """The row of a trial."""
         return next(row for row in self.trials if row.trial == trial)
 
     def save(self, folder: Path) -> None:
-        """Write the winner's schedule, `search.md` and, last, `search.json`, each whole or not at all."""
+        """Write `winner.json`, `search.md` and, last, `search.json`, each atomically."""
         write_atomically(folder / WINNER_FILE, SkipSchedule.from_dict(self.winning.schedule).to_json() + "\n")
         write_atomically(folder / "search.md", self.to_markdown())
         write_atomically(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
     def to_markdown(self) -> str:
-        """The verdict, the table, and below it what it was measured with."""
+        """The verdict, the table, and notes on how it was measured."""
         table = Table.of(self.trials, self._columns()).to_markdown()
         return "\n".join([self.verdict(), "", table, "", *(f"{note}\n" for note in self.notes())])
 
     def to_table(self) -> rich.table.Table:
-        """The same for the terminal."""
+        """The table for the terminal."""
         table = Table.of(self.trials, self._columns(), f"{self.task} at {self.budget}: {self.checkpoint}")
         return replace(table, bold=[n for n, row in enumerate(self.trials) if row.trial == self.winner]).to_rich()
 
     def verdict(self) -> str:
-        """Say in plain words which schedule wins."""
+        """Say in a sentence which schedule wins."""
         others, name = len(self.trials) - 1, metric_named(self.metric).label
         if self.winner:
             found = self.winning.difference
             return (
                 f"Trial {self.winner} wins: {found.value:+.2f} {name} [{found.low:+.2f}, {found.high:+.2f}] over the "
-                f"default schedule on {self.winning.prompts} prompts, more than the choice among {others} explains, "
-                f"at {self.winning.speed_over_default:.2f} times its measured speed."
+                f"default schedule on {self.winning.prompts} prompts, significant after correction for {others} "
+                f"comparisons, at {self.winning.speed_over_default:.2f} times its measured decode speed."
             )
         best = max((row for row in self.trials if row.trial), key=lambda row: (row.prompts, row.difference.value))
         return (
-            f"The default schedule stays: none of {others} others is better beyond noise. The best of them, trial "
+            f"The default schedule wins: none of {others} others is significantly better. The best of them, trial "
             f"{best.trial}, differs by {best.difference.value:+.2f} {name} [{best.difference.low:+.2f}, "
             f"{best.difference.high:+.2f}] on {best.prompts} prompts."
         )
 
     def notes(self) -> list[str]:
-        """Say how the figures were measured, a line each."""
+        """Sentences on how the figures were measured."""
         others = len(self.trials) - 1
         lines = [
-            f"{self.prompts} validation prompts{_leaving(self.rungs)}, batch {self.batch_size}, at most "
+            f"{self.prompts} validation prompts{_dropped(self.rungs)}, batch {self.batch_size}, at most "
             f"{self.max_new_tokens} new tokens, greedy, {self.dtype}, {self.weights} weights on "
             f"{self.machine['processor']} ({self.machine['threads']} threads), seed {self.seed}, {self.date}.",
             f"Full depth: {self.full_depth.value:.2f} {metric_named(self.metric).label} "
             f"[{self.full_depth.low:.2f}, {self.full_depth.high:.2f}].",
             f"{metric_named(self.metric).label}: {self.computed}.",
-            "Brackets: 95 % intervals of the bootstrap over prompts; a difference is from the default on the same "
-            "prompts. Predicted: over "
-            + (f"the first {self.steps} generated tokens" if self.steps else "texts as long as the checkpoint's own")
-            + (", by steps timed here." if self.calibrated else ".")
-            + " Measured speed: seconds per decode step at full depth over the row's, median of batches [quartiles], "
-            "all schedules taking turns on each batch.",
-            "The default is replaced only by a schedule tried on all prompts that is better by more than "
+            "Scores: 95 % bootstrap intervals over prompts; differences are from the default on the same prompts. "
+            "Predicted speedup: over "
+            + (f"the first {self.steps} generated tokens" if self.steps else "the output lengths of the training data")
+            + (", with a profile of this machine measured first." if self.calibrated else ".")
+            + " Measured speedup: seconds per decode step at full depth divided by those of the row, median over "
+            "batches [quartiles]; all schedules take turns on each batch.",
+            "The default is replaced only by a schedule that was tried on all prompts, is better by more than "
             f"{critical_value(others):.2f} standard errors of the difference ({CONFIDENCE:.0%} confidence over all "
-            f"{others} comparisons) and measured at most {SLOWER:.0%} slower. A winner's score is that of the best of "
-            "many: measure it on the test set.",
+            f"{others} comparisons) and is measured at most {MAX_SLOWDOWN:.0%} slower. The score of a winner is biased "
+            "upwards by the selection: measure it on the test set.",
         ]
         if self.planned_speedup is not None:
             lines.append(
-                f"{self.target} can't be reached here: the default is the fastest schedule that the checkpoint was "
-                f"trained for, and the others are as fast as it is predicted to be, {self.planned_speedup:.2f}x."
+                f"{self.target} can't be reached on this machine: the default is the fastest schedule that the "
+                f"checkpoint was trained for, and the others reach its predicted speedup, {self.planned_speedup:.2f}x."
             )
         if others + 1 < self.asked_for:
-            lines.append(f"{self.asked_for} trials were asked for: no more schedules of this space reach the target.")
+            lines.append(
+                f"{self.asked_for} trials were requested, but no more schedules of this space reach the target."
+            )
         if self.trained_on:
             lines.append(warning(self.trained_on, self.prompts))
         return [*lines, f"Command: `{self.command}`"]
 
     def _columns(self) -> list[Column[TrialRow]]:
-        """The columns of the table."""
         marks = {0: "default"}
         marks[self.winner] = "default, winner" if self.winner == 0 else "winner"
         columns: list[Column[TrialRow]] = [
             ("trial", lambda r: f"{r.trial} ({marks[r.trial]})" if r.trial in marks else f"{r.trial}"),
             ("max", lambda r: f"{r.schedule['max_layers']}"),
             ("min", lambda r: f"{r.schedule['min_layers']}"),
-            ("w", lambda r: f"{r.schedule['warmup_layers']}"),
+            ("warm-up", lambda r: f"{r.schedule['warmup_layers']}"),
             ("decay", lambda r: r.decay),
             ("horizon", lambda r: f"{r.schedule['horizon']}"),
         ]
@@ -193,13 +196,16 @@ class SearchReport:
             columns.append(("placement", lambda r: str(r.schedule["placement"])))
         return [
             *columns,
-            ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
-            ("predicted", lambda r: f"{r.predicted_speedup:.2f}x"),
-            ("measured", lambda r: f"{r.speedup:.2f}x [{r.speedup_quartiles[0]:.2f}, {r.speedup_quartiles[1]:.2f}]"),
+            ("mean layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+            ("predicted speedup", lambda r: f"{r.predicted_speedup:.2f}x"),
+            (
+                "measured speedup",
+                lambda r: f"{r.speedup:.2f}x [{r.speedup_quartiles[0]:.2f}, {r.speedup_quartiles[1]:.2f}]",
+            ),
             ("prompts", lambda r: f"{r.prompts}"),
             (metric_named(self.metric).label, lambda r: f"{r.score.value:.2f} [{r.score.low:.2f}, {r.score.high:.2f}]"),
             (
-                "difference",
+                "difference from default",
                 lambda r: (
                     f"{r.difference.value:+.2f} [{r.difference.low:+.2f}, {r.difference.high:+.2f}]" if r.trial else "-"
                 ),
@@ -210,7 +216,7 @@ class SearchReport:
 def make_rows(
     schedules: Sequence[SkipSchedule], predicted: Sequence[float], batches: Sequence[Batch], metric: str
 ) -> list[TrialRow]:
-    """A row for each schedule, best first: those that were tried on more prompts, then by their lead on the default."""
+    """A row for each schedule, best first: by the number of prompts, then by the difference from the default."""
     rows = []
     for trial, schedule in enumerate(schedules):
         tried = [batch for batch in batches if any(result.trial == trial for result in batch.results)]
@@ -236,53 +242,52 @@ def make_rows(
 
 
 def choose_winner(rows: Sequence[TrialRow]) -> int:
-    """The number of the best schedule: the default's, 0, unless another is better beyond noise.
+    """The number of the best schedule: that of the default, 0, unless another is significantly better.
 
-    It has to be tried on all prompts, lead the default by more than `critical_value` standard errors, and be measured
-    at most SLOWER slower. That schedules left on the way doesn't weaken this: each one tried counts as a comparison.
+    It must have been tried on all prompts, be better than the default by more than `critical_value` standard errors,
+    and be measured at most MAX_SLOWDOWN slower. Schedules that were dropped count as comparisons too.
     """
-    beyond = critical_value(len(rows) - 1)
+    threshold = critical_value(len(rows) - 1)
     prompts = max(row.prompts for row in rows)
     better = [
         row
         for row in rows
         if row.trial
         and row.prompts == prompts
-        and row.difference.value > beyond * row.difference.error > 0  # of one prompt it is 0, and says nothing
-        and row.speed_over_default >= 1 - SLOWER
+        and row.difference.value > threshold * row.difference.error > 0  # the error of a single prompt is 0
+        and row.speed_over_default >= 1 - MAX_SLOWDOWN
     ]
     return max(better, key=lambda row: row.difference.value).trial if better else 0
 
 
 def critical_value(comparisons: int) -> float:
-    """Standard errors that a lead must exceed so that all of so many comparisons hold together (Bonferroni)."""
+    """The number of standard errors for CONFIDENCE over all comparisons jointly (Bonferroni)."""
     return statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / comparisons)
 
 
 def warning(trained_on: int, prompts: int) -> str:
     """The warning about validation data that a checkpoint was trained on."""
     return (
-        f"WARNING: the checkpoint was trained on {trained_on} of these {prompts} validation prompts: the scores are of "
-        "what it has seen, and say little about new prompts. Train one that holds them out for a search that counts."
+        f"WARNING: the checkpoint was trained on {trained_on} of these {prompts} validation prompts, so the scores say "
+        "little about new prompts. Train a checkpoint with these prompts held out for a valid search."
     )
 
 
 def _ratio(batches: Sequence[Batch], slower: int, faster: int) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile over batches of one trial's seconds per step over another's."""
+    """Lower quartile, median and upper quartile over batches of the ratio of two trials' seconds per step."""
     ratios = []
     for batch in batches:
         seconds = {result.trial: result.seconds_per_step for result in batch.results}
-        above, below = seconds[slower], seconds[faster]
-        if above is not None and below is not None:
-            ratios.append(above / below)
+        numerator, denominator = seconds[slower], seconds[faster]
+        if numerator is not None and denominator is not None:
+            ratios.append(numerator / denominator)
     if len(ratios) < 2:
         ratios = (ratios or [1.0]) * 2
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return lower, median, upper
 
 
-def _leaving(rungs: Sequence[int]) -> str:
-    """When schedules left, in brackets."""
+def _dropped(rungs: Sequence[int]) -> str:
     if len(rungs) == 1:
         return ""
-    return f" (the worse half of the schedules left after {' and after '.join(map(str, rungs[:-1]))})"
+    return f" (the worse half of the schedules was dropped after {' and after '.join(map(str, rungs[:-1]))})"

@@ -12,12 +12,12 @@ from skipdecode.errors import unknown
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Decay, Placement
 
-MOST_TRIALS = 10_000
+MAX_TRIALS = 10_000
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A search, as the options of `python -m eval.search` ask for it: with one of `speedup` and `mean_layers`.
+    """The options of `python -m eval.search`; the budget is one of `speedup` and `mean_layers`.
 
     Raises ConfigError for a value out of range.
     """
@@ -37,37 +37,39 @@ class SearchRequest:
     tokenizer: str | None = None
     decays: tuple[Decay, ...] = ("linear", "cosine", "power", "exponential", "step")
     warmup: tuple[int, ...] = (1, 2, 3)
-    horizons: tuple[int, ...] | None = None  # None: half to twice the default schedule's
+    horizons: tuple[int, ...] | None = None  # None: 0.5 to 2 times that of the default schedule
     placements: tuple[Placement, ...] = ("top",)
     calibrate: bool = False
     max_new_tokens: int | None = None
     dtype: str | None = None
     weights: Weights | None = None
     device: str | None = None
-    trust_remote_code: bool = False  # of the checkpoint: whether Python code that it brings runs
-    gguf_file: str | None = None  # in the checkpoint's folder, to read it from
+    trust_remote_code: bool = False  # run Python code that the checkpoint contains
+    gguf_file: str | None = None  # a GGUF file in the checkpoint folder to read the model from
     seed: int = 0
 
     def __post_init__(self) -> None:
         if (self.speedup is None) == (self.mean_layers is None):
-            raise ConfigError("name a budget by one of --speedup and --mean-layers")
+            raise ConfigError("give a budget as either --speedup or --mean-layers")
         if self.speedup is not None and not 1 < self.speedup < float("inf"):
-            raise ConfigError(f"--speedup is {self.speedup:g}: it must be above 1, where there is something to choose")
+            raise ConfigError(f"--speedup is {self.speedup:g}: it must be above 1, since 1x has a single schedule")
         if self.mean_layers is not None and not 1 <= self.mean_layers < float("inf"):
             raise ConfigError(f"--mean-layers is {self.mean_layers:g}: it must be at least 1")
         if self.mean_layers is not None and self.strict:
-            raise ConfigError("--strict is for --speedup: a budget in layers can always be reached; leave it out")
+            raise ConfigError("--strict is for --speedup: a budget in layers can always be reached; leave --strict out")
         if self.mean_layers is not None and self.calibrate:
-            raise ConfigError("--calibrate is for --speedup: a budget in layers needs no clock")
-        if not 2 <= self.trials <= MOST_TRIALS:
             raise ConfigError(
-                f"--trials is {self.trials}: it must be at least 2, the default schedule and another, and at most "
-                f"{MOST_TRIALS}"
+                "--calibrate is for --speedup: a budget in layers needs no profile; leave --calibrate out"
+            )
+        if not 2 <= self.trials <= MAX_TRIALS:
+            raise ConfigError(
+                f"--trials is {self.trials}: it must be at least 2 (the default schedule and another) and at most "
+                f"{MAX_TRIALS}"
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}")
         if self.limit is not None and self.limit < 2:
-            raise ConfigError(f"--limit is {self.limit}: it must be at least 2, or there is no interval")
+            raise ConfigError(f"--limit is {self.limit}: it must be at least 2, since intervals need two prompts")
         check_new_tokens(self.max_new_tokens)
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size is {self.batch_size}: it must be at least 1")
@@ -77,11 +79,11 @@ class SearchRequest:
 
     @property
     def target(self) -> str:
-        """The budget in words."""
+        """The budget as text."""
         return f"{self.speedup:g}x" if self.speedup is not None else f"{self.mean_layers:g} layers on average"
 
     def to_dict(self) -> dict[str, Any]:
-        """All that its results depend on, by option; the data itself is compared, not where it lies."""
+        """The options that the results depend on; the data is compared by content, so --data-dir is excluded."""
         values = {key: value for key, value in asdict(self).items() if key not in ("output", "data_dir")}
         return {_option(key): list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""A search, from a request to the report and the winner."""
+"""Run a search and write its report and winner."""
 
 import datetime
 import shlex
@@ -14,7 +14,7 @@ from data import Example, Task, load_task
 from eval.console import make_console
 from eval.decoding import encode_test_set
 from eval.journal import Journal
-from eval.lineup import clock_of, common_weights, prompts_at_hand
+from eval.lineup import common_weights, profile_of, prompt_lengths_by_batch
 from eval.loading import (
     checkpoint_identity,
     fingerprint,
@@ -40,12 +40,12 @@ from skipdecode.cli.device import resolve_device
 from skipdecode.schedule.cost import Cost
 
 PICTURE, TRIALS = "search.png", "trials.jsonl"
-HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of the default schedule's, where none are named
+HORIZONS = (0.5, 0.75, 1.0, 1.5, 2.0)  # default horizons, as factors of that of the default schedule
 _PLAN, _WEIGHTS = ("plan",), ("weights",)
 
 
 def search(request: SearchRequest) -> SearchReport:
-    """Try schedules that reach a budget on validation data, and write the winner and how it was found.
+    """Try schedules that reach a budget on validation data, and write the winner and a report.
 
     Raises ConfigError, before anything is written, for a request that can't be met.
     """
@@ -66,9 +66,9 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
     config = None if request.gguf_file is not None else SkipConfig.load(request.checkpoint)
     name, options = task_options(request.task, config, request.task_options)
     task = load_task(name, path=request.data_dir, **options)
-    examples = validation_examples(task, request.limit, "a search takes options as --task-option KEY=VALUE")
+    examples = validation_examples(task, request.limit, "options of the task are given as --task-option KEY=VALUE")
     if len(examples) < 2:
-        raise ConfigError(f"the validation data of {task.name} holds one prompt alone: a search needs 2 at least")
+        raise ConfigError(f"the validation data of {task.name} has a single prompt: a search needs at least 2")
     computable_metrics(task, examples, [request.metric], tokenizer=request.tokenizer)
     data = _load(request, config, task, examples)
     journal = Journal(request.output / TRIALS, _identity(request, data), "search")
@@ -82,7 +82,7 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
         steps = budget.steps if budget.cost.expected_steps is None else None
         journal.add(_PLAN, [steps, [schedule.to_dict() for schedule in schedules], predicted, planned])
     steps, fields, predicted, planned = journal[_PLAN]
-    # By itself it would choose by the memory that is free, of which there may be less when it goes on.
+    # The default depends on free memory, which may differ when the search continues.
     weights = journal.get_or_add(_WEIGHTS, lambda: data.checkpoint.weights)
     data = replace(data, checkpoint=replace(data.checkpoint, weights=weights))
     schedules = [SkipSchedule.from_dict(values) for values in fields]
@@ -123,7 +123,7 @@ def _try_schedules(request: SearchRequest) -> SearchReport:
 
 
 def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
-    """All that the results of a search depend on, as plain values."""
+    """Everything that the results depend on, as JSON values."""
     return {
         **request.to_dict(),
         "validation data": fingerprint([[e.prompt, e.references] for e in data.examples]),
@@ -134,10 +134,12 @@ def _identity(request: SearchRequest, data: Validation) -> dict[str, Any]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises ConfigError where the output holds something else than a search."""
+    """Raise ConfigError where the output folder holds files but no search."""
     files = {file.name for file in folder.iterdir()} - {LOCK} if folder.exists() else set()
     if files and TRIALS not in files:
-        raise ConfigError(f"--output {folder} holds files that are no search's: name another folder, or remove it")
+        raise ConfigError(
+            f"--output {folder} holds files that don't belong to a search: name another folder, or remove it"
+        )
 
 
 def _trained_on(
@@ -149,7 +151,8 @@ def _trained_on(
 ) -> int:
     """Count the examples that the checkpoint was trained on.
 
-    With the options that it was trained with none, by what a validation split is; with others, by looking.
+    With the task options of the training there are none, since the splits are disjoint; with others the validation
+    split is compared with the training split.
     """
     trained_with = remembered(config, name).get("options")
     if trained_with is None or dict(trained_with) == dict(options):
@@ -160,7 +163,6 @@ def _trained_on(
 
 
 def _load(request: SearchRequest, config: SkipConfig | None, task: Task, examples: Sequence[Example]) -> Validation:
-    """The checkpoint, ready to decode the examples."""
     device = resolve_device(request.device)
     options: dict[str, Any] = {"gguf_file": request.gguf_file, "trust_remote_code": request.trust_remote_code}
     checkpoint = load_checkpoint(request.checkpoint, request.dtype, device, **options)
@@ -184,27 +186,30 @@ def _load(request: SearchRequest, config: SkipConfig | None, task: Task, example
 def _choose(
     request: SearchRequest, config: SkipConfig, data: Validation, console: Console
 ) -> tuple[Budget, list[SkipSchedule], float | None]:
-    """The budget; the schedules that reach it, the default first; what is planned where the target can't be reached."""
+    """The budget, the schedules that reach it (default first), and the planned speedup of an unreachable target."""
     depth, profile = data.checkpoint.num_layers, None
     if request.mean_layers is not None:
         if request.mean_layers >= depth:
             raise ConfigError(f"--mean-layers is {request.mean_layers:g}: it must be below the model's {depth} layers")
-        least = config.solver.get("warmup_layers", 1)
-        if request.mean_layers < least:
-            raise ConfigError(f"--mean-layers is {request.mean_layers:g}: the default schedule warms up {least} layers")
+        warmup = config.solver.get("warmup_layers", 1)
+        if request.mean_layers < warmup:
+            raise ConfigError(
+                f"--mean-layers is {request.mean_layers:g}: it must be at least the {warmup} warm-up layers of the "
+                "default schedule"
+            )
         cost: Cost = LayerCount(depth)
         speedup = depth / request.mean_layers
-        config = replace(config, schedules={})  # those of the training were solved for a clock
+        config = replace(config, schedules={})  # those of the training were solved for a speedup
     else:
-        assert request.speedup is not None  # one of the two is given
+        assert request.speedup is not None  # by the checks of SearchRequest
         speedup = request.speedup
-        clock = (data.checkpoint, config, (request.batch_size,), data.prompts)
-        profile = clock_of(*clock, console, calibrate=request.calibrate)
-        prompts = prompts_at_hand(data.prompts, request.batch_size)
+        setting = (data.checkpoint, config, (request.batch_size,), data.prompts)
+        profile = profile_of(*setting, console, calibrate=request.calibrate)
+        prompts = prompt_lengths_by_batch(data.prompts, request.batch_size)
         cost = config.cost_for(data.checkpoint.cost, prompts=prompts, profile=profile)
     plan = config.plan_for(cost, speedup, over="decode", profile=profile, strict=request.strict)
     default = plan.schedule
-    steps = config.horizon or default.horizon  # the default's own may be longer, to meet the target
+    steps = config.horizon or default.horizon  # the horizon of the default may be longer, to reach the target
     budget = Budget(cost, speedup, steps=steps, prompt=default.prompt, prompt_stop=default.prompt_stop)
     if not plan.reached:
         console.print(f"warning: {plan.warning()}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The schedules that a search tries: each reaches the same budget, and no two skip the same layers."""
+"""The schedules that a search tries: all reach the budget, and no two run the same layers."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from skipdecode import ConfigError, SkipSchedule, solve_schedule
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
 
-# How much faster than the target a schedule may be predicted: one that is faster still pays for what nobody asked for.
-ROOM = 0.1
-# Points drawn for each schedule that is asked for, before a space counts as used up.
+# A schedule may be predicted this much faster than the target: faster ones lose quality for unrequested speed.
+MAX_EXCESS = 0.1
+# Points drawn per requested schedule before the space counts as exhausted.
 DRAWS = 16
-# The rates that are tried of the decays that have one: a drop early, the default, a drop late or in more steps.
+# Rates to try for decays that have one: an early decrease, the default, a late decrease or more steps.
 RATES: dict[str, tuple[float, ...]] = {
     "power": (0.5, 2.0, 4.0),
     "exponential": (2.0, 4.0, 8.0),
@@ -26,7 +26,7 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class LayerCount(Cost):
-    """A step costs the layers that it runs: for a budget in layers, since a speedup of L / K is K layers on average."""
+    """A step costs the number of layers that it runs, so a speedup of L / K means K layers on average."""
 
     num_layers: int
 
@@ -37,11 +37,10 @@ class LayerCount(Cost):
 
 @dataclass(frozen=True)
 class OverSteps(Cost):
-    """A cost that predicts every schedule over the same number of steps, whatever its horizon.
+    """A cost that predicts all schedules over the same number of steps, independent of their horizons.
 
-    Over its own horizon a schedule with a long one would look as fast as one with a short one, and decode a text of
-    the usual length more slowly, since most of its saving is still to come. Where the cost knows how long texts are,
-    those are the steps, as they are for the schedule that the checkpoint decodes by.
+    Over its own horizon, a schedule with a long horizon would look as fast as one with a short horizon, but decode a
+    sequence of typical length more slowly. Where the cost knows the distribution of lengths, it is used instead.
     """
 
     cost: Cost
@@ -52,24 +51,24 @@ class OverSteps(Cost):
         object.__setattr__(self, "margin", self.cost.margin)
 
     def step_seconds(self, layers: int, step: int, rows: float | None = None) -> float:
-        """The time that the cost itself gives."""
+        """The time of the underlying cost."""
         return self.cost.step_seconds(layers, step, rows)
 
     def speedup(self, schedule: SkipSchedule, steps: int | None = None, *, over: Over = "decode") -> float:
-        """The speed of texts, or of the first `self.steps` steps, over full depth's, unless others are asked for."""
-        usual = self.steps if self.cost.expected_steps is None else None
-        return self.cost.speedup(schedule, steps or usual, over=over)
+        """The speedup over the first `steps` steps; by default `self.steps`, or the lengths that the cost knows."""
+        default = self.steps if self.cost.expected_steps is None else None
+        return self.cost.speedup(schedule, steps or default, over=over)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The target that every schedule of a search has to reach.
+    """The target that every schedule of a search must reach.
 
     Attributes:
-        cost: of decode steps.
+        cost: the cost of decode steps.
         speedup: the target, above 1.
-        steps: generated tokens over which the speed of every schedule is predicted.
-        prompt, prompt_stop: what prompts run.
+        steps: the number of generated tokens over which speedups are predicted.
+        prompt, prompt_stop: the layers of prompts, as in SkipSchedule.
     """
 
     cost: Cost
@@ -80,7 +79,7 @@ class Budget:
 
     @property
     def over_steps(self) -> OverSteps:
-        """The cost over the budget's own steps."""
+        """The cost over the steps of the budget."""
         return OverSteps(self.cost, self.steps)
 
     def predicted(self, schedule: SkipSchedule) -> float:
@@ -90,11 +89,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Space:
-    """The space that a search looks in.
+    """The search space of schedules.
 
-    The budgets (max and min) aren't here: the target decides them, with a spread from 0 to 1.
+    The budgets (max and min) follow from the target and a spread between 0 and 1.
 
-    Raises ConfigError where one of them is empty, or names a number below 1.
+    Raises ConfigError where a dimension is empty, has duplicates or a number out of range.
     """
 
     warmups: tuple[int, ...]
@@ -105,12 +104,12 @@ class Space:
     def __post_init__(self) -> None:
         for name, values in (("warmup", self.warmups), ("horizons", self.horizons)):
             if not values or min(values) < 1 or len(set(values)) != len(values):
-                raise ConfigError(f"--{name} is {list(values)}: name different numbers of at least 1")
+                raise ConfigError(f"--{name} is {list(values)}: numbers must be different and at least 1")
             if max(values) > MAX_HORIZON:
-                raise ConfigError(f"--{name} is {list(values)}: name numbers of at most {MAX_HORIZON}")
+                raise ConfigError(f"--{name} is {list(values)}: numbers must be at most {MAX_HORIZON}")
         for name, names in (("decays", self.decays), ("placements", self.placements)):
             if not names or len(set(names)) != len(names):
-                raise ConfigError(f"--{name} is {list(names)}: name at least one, each once")
+                raise ConfigError(f"--{name} is {list(names)}: give at least one, without duplicates")
 
 
 def choose_schedules(
@@ -118,17 +117,17 @@ def choose_schedules(
 ) -> list[SkipSchedule]:
     """At most `trials` schedules that reach a budget, the default first, spread evenly over a space.
 
-    Points of a scrambled Sobol sequence choose warm-up, decay, rate, horizon, placement and spread; `solve_schedule`
-    finds the budgets. A point whose schedule can't reach the target, or is predicted more than ROOM faster than it (or
-    than the default, where that is), or runs the same layers for each of the first `tokens` tokens as one that is
-    chosen, is passed over.
+    The points of a scrambled Sobol sequence determine warm-up, decay, rate, horizon, placement and spread;
+    `solve_schedule` finds the budgets. A schedule is skipped if it can't reach the target, is predicted more than
+    MAX_EXCESS faster than the target and faster than the default, or runs the same layers as a chosen one for each of
+    the first `tokens` tokens.
 
     Raises:
-        ConfigError: where no schedule beside the default is left.
+        ConfigError: where no schedule besides the default is left.
     """
-    cost, ceiling = budget.over_steps, max(budget.speedup * (1 + ROOM), budget.predicted(default))
+    cost, ceiling = budget.over_steps, max(budget.speedup * (1 + MAX_EXCESS), budget.predicted(default))
     chosen = {behaviour(default, tokens): default}
-    reasons: dict[str, None] = {}  # an ordered set
+    reasons: dict[str, None] = {}  # used as an ordered set
     for point in SobolEngine(6, scramble=True, seed=seed).draw(DRAWS * trials).tolist():
         if len(chosen) >= trials:
             break
@@ -151,23 +150,23 @@ def choose_schedules(
             reasons[str(error)] = None
             continue
         if budget.predicted(schedule) > ceiling:
-            reasons[f"the nearest to the target are predicted more than {ROOM:.0%} faster than it"] = None
+            reasons[f"the nearest schedules are predicted more than {MAX_EXCESS:.0%} faster than the target"] = None
             continue
         chosen.setdefault(behaviour(schedule, tokens), schedule)
     if len(chosen) == 1:
-        why = next(iter(reasons), "all that were drawn skip the same layers as the default")
-        raise ConfigError(f"no schedule beside the default reaches the target in this space: {why}")
+        why = next(iter(reasons), "all schedules drawn run the same layers as the default")
+        raise ConfigError(f"no schedule besides the default reaches the target in this space: {why}")
     return list(chosen.values())
 
 
 def behaviour(schedule: SkipSchedule, tokens: int) -> Hashable:
-    """The layers that the prompt and the first `tokens` generated tokens run: equal for two that do the same."""
+    """The layers of the prompt and of the first `tokens` generated tokens, to compare schedules by."""
     prompt = schedule.prompt_layers, schedule.prompt_depth
     return schedule.num_layers, *prompt, tuple(schedule.layers_at(i) for i in range(tokens))
 
 
 def spread_of(schedule: SkipSchedule) -> float:
-    """The distance of max and min, as in `solve_schedule`: (max - min) / (max + min)."""
+    """The spread of the budgets, as in `solve_schedule`: (max - min) / (max + min)."""
     return (schedule.max_layers - schedule.min_layers) / (schedule.max_layers + schedule.min_layers)
 
 

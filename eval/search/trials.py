@@ -1,4 +1,4 @@
-"""The trials of a search: schedules that take turns on batches of validation data, fewer schedules as batches go by."""
+"""The trials of a search: schedules take turns on batches of validation data, and the worse ones are dropped."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from eval.search.paired import Items, corpus_score, sentence_statistics
 from eval.systems.base import Checkpoint
 from skipdecode import SkipSchedule
 
-FULL_DEPTH = -1  # full depth's number beside those of the trials, the first of which, 0, is the default schedule
-LEAST = 64  # prompts in the first rung: on fewer, chance decides which half of the schedules goes on
+FULL_DEPTH = -1  # the trial number of full depth; 0 is the default schedule
+MIN_PROMPTS = 64  # in the first rung: on fewer, the selection would be random
 RUNGS = 3
-KEPT = 3  # schedules beside the default that are always tried on all prompts
+MIN_KEPT = 3  # schedules besides the default that are always tried on all prompts
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class TrialResult:
     """The statistics and the time of one schedule on one batch.
 
     Attributes:
-        trial: its number.
-        statistics: of each prompt, as `eval.search.paired` gives them.
+        trial: the number of the schedule.
+        statistics: the statistics of each prompt (`eval.search.paired`).
         seconds_per_step: None where the batch ended with its first token.
-        layers, tokens: layers run by generated tokens, and these tokens, over the rows of the batch.
+        layers: the sum of layers over all generated tokens of the batch.
+        tokens: the number of these tokens.
     """
 
     trial: int
@@ -41,20 +42,20 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that every schedule which was still in the search has decoded. `prompts` are numbers in the data."""
+    """A batch and its results for all schedules still in the search. `prompts` are indices into the data."""
 
     prompts: list[int]
     results: list[TrialResult]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Batch":
-        """The batch whose fields these are."""
+        """The batch with these fields."""
         return cls(values["prompts"], [TrialResult(**result) for result in values["results"]])
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A checkpoint to try schedules with, and validation data with the token ids of its prompts."""
+    """A checkpoint, and validation data with the token ids of its prompts."""
 
     checkpoint: Checkpoint
     task: Task
@@ -63,12 +64,12 @@ class Validation:
     batch_size: int
     max_new_tokens: int
     metric: str
-    tokenizer: str | None = None  # whose words the metric counts; None: its own
+    tokenizer: str | None = None  # of the words that the metric counts; None: the metric's own
 
     def take_turns(
         self, batches: Sequence[list[int]], schedules: Sequence[tuple[int, SkipSchedule]]
     ) -> Iterator[list[TrialResult]]:
-        """Decode batches (of `batch_size` prompts, the last of fewer, in order of length) under numbered schedules."""
+        """Decode batches (of `batch_size` prompts, the last may be smaller, in order of length) under schedules."""
         order = [n for batch in batches for n in batch]
         results = decode_test_set(
             self.checkpoint,
@@ -82,18 +83,18 @@ class Validation:
         at = 0
         for batch, decoded in zip(batches, results, strict=True):
             references = [self.examples[n].references for n in batch]
-            tried = []
+            trial_results = []
             for (number, _), one in zip(schedules, decoded, strict=True):
                 texts, last = one.predictions[at : at + len(batch)], one.turns[-1]
                 statistics = sentence_statistics(self.metric, texts, references, self.task.convention, self.tokenizer)
                 seconds = last.decode_seconds / last.steps if last.steps else None
-                tried.append(TrialResult(number, statistics, seconds, last.layers, last.tokens))
-            yield tried
+                trial_results.append(TrialResult(number, statistics, seconds, last.layers, last.tokens))
+            yield trial_results
             at += len(batch)
 
 
 def rung_ends(prompts: int, batch_size: int) -> list[int]:
-    """Prompts that are decoded when each rung ends: all, and halves before, none below LEAST or a batch.
+    """The number of prompts decoded at the end of each rung: all, half, a quarter; at least MIN_PROMPTS and a batch.
 
     >>> rung_ends(600, batch_size=32)
     [150, 300, 600]
@@ -101,18 +102,18 @@ def rung_ends(prompts: int, batch_size: int) -> list[int]:
     [100]
     """
     ends = [prompts]
-    while len(ends) < RUNGS and ends[0] // 2 >= max(LEAST, batch_size):
+    while len(ends) < RUNGS and ends[0] // 2 >= max(MIN_PROMPTS, batch_size):
         ends.insert(0, ends[0] // 2)
     return ends
 
 
 def plan_rungs(lengths: Sequence[int], batch_size: int, seed: int) -> list[list[list[int]]]:
-    """The batches of each rung, by numbers in the data: prompts drawn at random, then batched by length.
+    """The batches of each rung as indices into the data: prompts are shuffled, then batched by length.
 
     Args:
-        lengths: of the prompts, in tokens.
-        batch_size: prompts in a batch.
-        seed: of the order.
+        lengths: the lengths of the prompts, in tokens.
+        batch_size: the number of prompts in a batch.
+        seed: the seed of the shuffle.
     """
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
@@ -125,55 +126,54 @@ def plan_rungs(lengths: Sequence[int], batch_size: int, seed: int) -> list[list[
 
 
 def statistics_of(batches: Sequence[Batch], trial: int) -> Items:
-    """The statistics of a trial, a row for each prompt that it was tried on, in the order in which they came."""
+    """The statistics of a trial, a row for each prompt, in the order of decoding."""
     return [row for batch in batches for result in batch.results if result.trial == trial for row in result.statistics]
 
 
 def better_half(batches: Sequence[Batch], metric: str) -> list[int]:
-    """The trials that go on: the default, and the better half of the others that took part in the last batch."""
-
+    """The trials to keep: the default, and the better half of the others in the last batch."""
     others = [result.trial for result in batches[-1].results if result.trial not in (0, FULL_DEPTH)]
     ranked = sorted(others, key=lambda trial: (-corpus_score(metric, statistics_of(batches, trial)), trial))
-    return [0, *sorted(ranked[: max(KEPT, -(-len(others) // 2))])]
+    return [0, *sorted(ranked[: max(MIN_KEPT, -(-len(others) // 2))])]
 
 
 def run_trials(schedules: Sequence[SkipSchedule], data: Validation, journal: Journal, seed: int) -> list[Batch]:
-    """Try schedules, the default first, beside full depth; what the journal holds already isn't decoded again.
+    """Try schedules (default first) and full depth; batches in the journal aren't decoded again.
 
     Successive halving (Jamieson and Talwalkar, arXiv 1502.07943) over prompts: after each rung but the last, the worse
-    half of the schedules leaves; the others decode only the prompts that are new to them.
+    half of the schedules is dropped; the others continue with new prompts.
     """
     rungs = plan_rungs(list(map(len, data.prompts)), data.batch_size, seed)
     full_depth = SkipSchedule.full_depth(schedules[0].num_layers, schedules[0].horizon)
-    entered = list(range(len(schedules)))
+    kept = list(range(len(schedules)))
     done: list[Batch] = []
     with _progress() as progress:
         bar = progress.add_task("", total=_work(rungs, len(schedules)))
         for number, batches in enumerate(rungs, 1):
             if number > 1:
-                entered = better_half(done, data.metric)
-            progress.update(bar, description=f"rung {number} of {len(rungs)}: {len(entered)} schedules")
-            here = [(FULL_DEPTH, full_depth), *((trial, schedules[trial]) for trial in entered)]
+                kept = better_half(done, data.metric)
+            progress.update(bar, description=f"rung {number} of {len(rungs)}: {len(kept)} schedules")
+            trials = [(FULL_DEPTH, full_depth), *((trial, schedules[trial]) for trial in kept)]
             keyed = [(("batch", str(len(done) + n)), batch) for n, batch in enumerate(batches)]
             known = [Batch.from_dict(journal[key]) for key, _ in keyed if key in journal]
             done += known
-            progress.advance(bar, len(known) * len(here))
+            progress.advance(bar, len(known) * len(trials))
             new = keyed[len(known) :]
             if new:
-                turns = data.take_turns([batch for _, batch in new], here)
+                turns = data.take_turns([batch for _, batch in new], trials)
                 for (key, batch), results in zip(new, turns, strict=True):
                     done.append(Batch(batch, results))
                     journal.add(key, asdict(done[-1]))
-                    progress.advance(bar, len(here))
+                    progress.advance(bar, len(trials))
     return done
 
 
 def _work(rungs: Sequence[Sequence[list[int]]], schedules: int) -> int:
-    """Batches to decode, counted once for each schedule and for full depth."""
+    """The number of batches to decode, counted for each schedule and for full depth."""
     total, others = 0, schedules - 1
     for batches in rungs:
         total += len(batches) * (others + 2)
-        others = min(others, max(KEPT, -(-others // 2)))
+        others = min(others, max(MIN_KEPT, -(-others // 2)))
     return total
 
 

@@ -1,1 +1,1 @@
-"""Speed of decoding under schedules, beside what else a user could pick: `python -m eval.speed`."""
+"""The speed benchmark of decoding with schedules, with other libraries as peers: `python -m eval.speed`."""

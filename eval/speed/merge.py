@@ -1,4 +1,4 @@
-"""Several runs of one benchmark, at different hours: medians, and the lowest."""
+"""Merge several runs of one benchmark at different times: medians, and the worst run."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from eval.console import make_console
 from eval.output import check_new_files
-from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
-from eval.speed.report import SpeedReport, SpeedRow
+from eval.results import SPEED_HEADERS, SPEED_NAMES
+from eval.speed.report import COPY_FRACTION, PEER_FIELDS, SpeedReport, SpeedRow
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.files import write_atomically
@@ -22,12 +22,12 @@ Value = TypeVar("Value")
 
 
 def merge(paths: Sequence[Path], output: Path) -> None:
-    """Write the table of several reports as Markdown, and print it.
+    """Write the merged tables of several reports as Markdown, and print them.
 
-    Raises ConfigError for files that are no reports, and for reports of different benchmarks or machines.
+    Raises ConfigError for files that aren't reports, and for reports of different benchmarks or machines.
     """
     if output.suffix != ".md":
-        raise ConfigError(f"--output {output}: name a .md file for what --merge gives")
+        raise ConfigError(f"--output {output}: --merge writes Markdown, name a .md file")
     check_new_files("--output", output)
     merged = MergedReport(tuple(SpeedReport.load(path) for path in paths))
     merged.check(paths)
@@ -47,13 +47,13 @@ class MergedReport:
     runs: tuple[SpeedReport, ...]
 
     def check(self, names: Sequence[Path]) -> None:
-        """Raises ConfigError where a run differs from the first in what its figures depend on, or is there twice."""
+        """Raise ConfigError where a run differs from the first in its conditions, or is given twice."""
         known = [
             {**asdict(run.conditions), **run.conditions.machine, "prompt_stop": _prompt_stop(run)} for run in self.runs
         ]
         for name, values, run in zip(names, known, self.runs, strict=True):
             if self.runs.count(run) > 1:
-                raise ConfigError(f"--merge: {name} is the same run as another of these reports: name each run once")
+                raise ConfigError(f"--merge: {name} is the same run as another report: name each run once")
             for key in (*_ALIKE, *_MACHINE):
                 found, first = values.get(key), known[0].get(key)
                 if found != first:
@@ -62,34 +62,34 @@ class MergedReport:
                     )
 
     def tables(self) -> list[Table]:
-        """For each batch size one of this library's rows, and one of the peers where there are any."""
+        """For each batch size, a table of this library's rows, and one of the peers where there are any."""
         found: list[Table] = []
         for size in _ordered(row.batch_size for run in self.runs for row in run.rows):
             of_size = [row for run in self.runs for row in run.rows if row.batch_size == size]
             title = f"{self.runs[0].conditions.model}, {self.runs[0].conditions.dtype}, batch {size}"
             found.append(self._own(of_size, title))
             if peers := self._peers(of_size):
-                found.append(Table(("peer, at full depth", "runs", "prefill s", "tokens/s"), peers, left=1))
+                found.append(Table(("peer at full depth", "runs", "prefill (s)", "tokens/s"), peers, left=1))
         return found
 
     def to_markdown(self) -> str:
-        """The tables, and below what they were measured with."""
+        """The tables, and notes on how they were measured."""
         parts = []
         for table in self.tables():
             parts += [*([f"{table.title}:"] if table.title else []), table.to_markdown()]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def notes(self) -> list[str]:
-        """Say how the figures were measured, a line each."""
+        """Sentences on how the figures were measured."""
         first = self.runs[0].conditions
         copies = _of((run.conditions.copy_bytes_per_second / 1e9 for run in self.runs), "{:.1f}", min)
         return [
             f"{first.parameters / 1e6:,.0f} M parameters, {first.dtype} on {first.machine['processor']} "
             f"({first.machine['threads']} threads), prompt {first.prompt_length}, {first.new_tokens} new tokens; runs "
             f"of {', '.join(run.conditions.date for run in self.runs)}.",
-            f"Asked is the speed of {SPEEDS_IN_FULL[first.over]}. Medians of the runs (their worst); a run's figure is "
-            "the median of its repeats. Of copy: the time of the bytes that decoding must read at the speed of a "
-            f"large copy, {copies} GB/s, over the row's.",
+            f"Targets apply to the {SPEED_NAMES[first.over]} speedup. Figures are medians over runs (worst run); that "
+            "of a run is the median of its repeats. Fraction of copy bandwidth: bytes that decoding must read per "
+            f"second, divided by the {copies} GB/s of a large memory copy.",
             *_ordered(f"Command: `{run.conditions.command}`" for run in self.runs),
         ]
 
@@ -100,23 +100,23 @@ class MergedReport:
         ]
         columns: list[Column[list[SpeedRow]]] = [
             ("weights", lambda g: g[0].weights),
-            ("asked", lambda g: f"{g[0].speedup_target:g}x"),
+            ("target", lambda g: f"{g[0].speedup_target:g}x"),
             ("runs", lambda g: str(len(g))),
-            ("layers", lambda g: f"{statistics.median(row.mean_layers for row in g):.2f}"),
-            ("prefill s", lambda g: _of((row.prefill_seconds for row in g), "{:.3f}", max)),
+            ("mean layers", lambda g: f"{statistics.median(row.mean_layers for row in g):.2f}"),
+            ("prefill (s)", lambda g: _of((row.prefill_seconds for row in g), "{:.3f}", max)),
             ("tokens/s", lambda g: _of((row.tokens_per_second for row in g), "{:.1f}", min)),
         ]
-        for over, header in zip(SPEEDS, speed_headers(self.runs[0].conditions.over), strict=True):
+        for over, header in SPEED_HEADERS.items():
             columns.append((header, _speed(over)))
-        for part, field in (("decoding", "over_peers"), ("prefill", "prefill_over_peers")):
+        for phase, field in PEER_FIELDS.items():
             for name in _ordered(name for row in rows for name in getattr(row, field)):
-                columns.append((f"{part} over {name}", _over_peer(field, name)))
-        columns.append(("of copy", lambda g: _of((row.bandwidth_share for row in g), "{:.2f}", min)))
+                columns.append((f"{phase} speedup over {name}", _over_peer(field, name)))
+        columns.append((COPY_FRACTION, lambda g: _of((row.bandwidth_share for row in g), "{:.2f}", min)))
         return Table.of(groups, columns, title)
 
     def _peers(self, rows: Sequence[SpeedRow]) -> list[tuple[str, str, str, str]]:
-        """Cells of each peer: it took one set of turns in each run, which all of its rows have."""
-        firsts = [beside[0] for run in self.runs if (beside := [row for row in rows if row in run.rows])]
+        """The cells of each peer. All rows of a run hold the same times of a peer, so the first row suffices."""
+        firsts = [own[0] for run in self.runs if (own := [row for row in rows if row in run.rows])]
         steps = self.runs[0].conditions.new_tokens - 1
         found = []
         for name in _ordered(name for row in firsts for name in row.peer_decode_seconds):
@@ -129,12 +129,12 @@ class MergedReport:
 
 
 def _prompt_stop(run: SpeedReport) -> int | None:
-    """The layers after which prompts stop under the run's targets."""
+    """The layers that prompts run before they stop, under the targets of a run."""
     return next((stop for row in run.rows if (stop := row.schedule.get("prompt_stop")) is not None), None)
 
 
 def _of(values: Iterable[float], form: str, worst: Callable[[Sequence[float]], float]) -> str:
-    """Such as `2.53 (1.90)`: the median, and the worst of several."""
+    """The median of values, with the worst in brackets where there are several, such as `2.53 (1.90)`."""
     found = list(values)
     if not found:
         return ""
@@ -153,5 +153,5 @@ def _over_peer(field: str, name: str) -> Callable[[list[SpeedRow]], str]:
 
 
 def _ordered(values: Iterable[Value]) -> list[Value]:
-    """Each once, in the order of their first."""
+    """Values without duplicates, in the order of their first occurrence."""
     return list(dict.fromkeys(values))

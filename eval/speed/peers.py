@@ -1,4 +1,4 @@
-"""Decoders that are timed in turns, behind one interface: this library and transformers; others are in `served.py`."""
+"""Decoders that are timed in turns: this library and transformers; others are in `served.py`."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,20 +12,20 @@ from skipdecode.timing.step_clock import generate_timed
 
 
 class TimedDecoder(ABC):
-    """Something that continues prompts."""
+    """A decoder that can be timed."""
 
     name: str
 
     @abstractmethod
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-        """Continue prompts `ids` [batch, columns] greedily. Returns the seconds of prefill and of decoding.
+        """Generate `new_tokens` tokens greedily for `ids` [batch, prompt length]. Returns prefill and decode seconds.
 
-        The prefill gives the first new token; decoding is from there to the last of `new_tokens`.
+        Prefill ends with the first new token, decode with the last.
         """
 
 
 class Transformers(TimedDecoder):
-    """`model.generate` of transformers, with its default cache or with its static cache, which it compiles on CUDA."""
+    """`model.generate` of transformers, with its default cache or its static cache (compiled on CUDA)."""
 
     def __init__(self, model: GenerativeModel, *, static: bool = False) -> None:
         self.name = "transformers, static cache" if static else "transformers"
@@ -39,7 +39,7 @@ class Transformers(TimedDecoder):
 
 
 class SkipDecode(Transformers):
-    """`skip_generate` under a schedule."""
+    """`skip_generate` with a schedule."""
 
     def __init__(self, model: GenerativeModel, schedule: SkipSchedule, weights: Weights, name: str) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""The result of a speed benchmark: typed rows, as JSON, Markdown, tables on the terminal and a picture."""
+"""The report of a speed benchmark, as JSON, Markdown, tables on the terminal and a picture."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,22 +13,25 @@ from pydantic import ConfigDict
 
 from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
 from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
-from eval.results import SPEEDS, SPEEDS_IN_FULL, speed_headers
+from eval.results import SPEED_HEADERS, SPEED_NAMES
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.timing.interleave import Ratio
 
+MEMORY_BOUND, COPY_FRACTION = "memory-bound speedup", "fraction of copy bandwidth"
+PEER_FIELDS = {"decode": "over_peers", "prefill": "prefill_over_peers"}
+
 
 @dataclass(frozen=True)
 class SpeedConditions:
-    """The conditions of a benchmark: what was measured, where and how.
+    """The conditions of a benchmark: model, machine and settings.
 
     Attributes:
-        copy_bytes_per_second: bytes that a large copy read and wrote each second, in between the repeats.
-        calibrated: whether schedules were solved for this machine's clock, or for the predicted one.
-        unreachable: targets that no schedule reaches, and why.
-        over: what targets are of.
+        copy_bytes_per_second: bytes read and written per second by large memory copies between the repeats.
+        calibrated: whether schedules were solved with a calibrated profile, or the analytical cost model.
+        unreachable: messages on targets that no schedule reaches.
+        over: the speedup that targets apply to.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
@@ -55,17 +58,18 @@ class SpeedRow:
     """One batch size, kind of weights and target.
 
     Attributes:
-        prefill_seconds, decode_seconds, end_to_end_seconds: of one batch, medians over repeats; decoding is from the
-            first new token to the last.
-        tokens_per_second: of decoding.
-        wall_clock_speedup: decoding at full depth by this decoder with the same weights, over this row's.
-        end_to_end_speedup: the same with the prefill.
-        over_peers: decoding by each peer, at full depth, over this row's.
-        bound_speedup: bytes that full depth must read, over those of this row.
-        bandwidth_share: the time in which a copy would move the bytes that this row must read, over decode_seconds.
-        cache_bytes, full_depth_cache_bytes: of keys and values held.
-        prefill_over_peers: the prefill by each peer over this row's; empty in reports of earlier versions.
-        peer_prefill_seconds: of one batch, medians over repeats; empty in reports of earlier versions.
+        prefill_seconds, decode_seconds, end_to_end_seconds: of one batch, medians over repeats; decode is from the
+            first generated token to the last.
+        tokens_per_second: decode throughput.
+        wall_clock_speedup: decode seconds at full depth with the same weights, divided by those of this row.
+        end_to_end_speedup: the same for prefill + decode.
+        over_peers: decode seconds of each peer at full depth, divided by those of this row.
+        peer_decode_seconds: decode seconds of each peer, medians over repeats.
+        bound_speedup: bytes that decoding must read at full depth, divided by those of this row.
+        bandwidth_share: the seconds in which a copy moves the bytes that decoding must read, divided by decode_seconds.
+        cache_bytes, full_depth_cache_bytes: allocated keys and values.
+        prefill_over_peers: prefill seconds of each peer divided by those of this row; empty in older reports.
+        peer_prefill_seconds: prefill seconds of each peer, medians over repeats; empty in older reports.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = AS_WRITTEN
@@ -91,7 +95,7 @@ class SpeedRow:
     peer_prefill_seconds: dict[str, float] = field(default_factory=dict)
 
     def speed(self, over: Over) -> Ratio:
-        """Over full depth, of decoding or of the whole."""
+        """The speedup over full depth, decode or end-to-end."""
         return self.wall_clock_speedup if over == "decode" else self.end_to_end_speedup
 
 
@@ -103,12 +107,12 @@ class SpeedReport:
     rows: list[SpeedRow]
 
     def to_json(self) -> str:
-        """The conditions' fields and `rows`."""
+        """The report as one JSON object: the fields of the conditions, and `rows`."""
         return json.dumps({**asdict(self.conditions), "rows": [asdict(row) for row in self.rows]}, indent=2) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "SpeedReport":
-        """The report of a file that holds what `to_json` gives. Raises ConfigError where it can't be read, or shown."""
+        """Read the output of `to_json` from a file. Raises ConfigError where it can't be read or formatted."""
         try:
             values = read_json(path)
             if not isinstance(values, dict) or not values.get("rows"):
@@ -116,37 +120,38 @@ class SpeedReport:
             rows = as_kind(list[SpeedRow], values.pop("rows"))
             report = cls(as_kind(SpeedConditions, values), rows)
             json.dumps(asdict(report), ensure_ascii=False, allow_nan=False).encode()
-            report.to_markdown()  # which formats the figures
+            report.to_markdown()  # fails on figures that can't be formatted
         except DAMAGED as error:
-            raise ConfigError(f"{path} is no report of a speed benchmark: {what_is_wrong(error)}") from error
+            raise ConfigError(f"{path} is not a report of a speed benchmark: {what_is_wrong(error)}") from error
         return report
 
     def to_markdown(self) -> str:
-        """Tables for each batch size, ours and that of the peers, and below what they were measured with."""
+        """The tables of each batch size, this library's and the peers', and notes on how they were measured."""
         parts = []
         for batch_size, rows in self._by_batch():
             parts += [f"Batch {batch_size}:", *(table.to_markdown() for table in self._tables(rows))]
         return "\n\n".join([*parts, "\n".join([*self.notes(), ""])])
 
     def to_tables(self) -> list[rich.table.Table]:
-        """The same for the terminal."""
+        """The tables for the terminal."""
         title = f"{self.conditions.model}, {self.conditions.dtype}, batch"
         tables = [self._tables(rows, f"{title} {batch_size}") for batch_size, rows in self._by_batch()]
         return [table.to_rich() for of_batch in tables for table in of_batch]
 
     def notes(self) -> list[str]:
-        """Say how the figures were measured, a line each."""
+        """Sentences on how the figures were measured."""
         c = self.conditions
-        solved = "calibrated on this machine" if c.calibrated else "predicted"
+        solved = "a calibrated profile of this machine" if c.calibrated else "the analytical cost model"
         return [
             f"{c.parameters / 1e6:,.0f} M parameters, {c.dtype} on {c.machine['processor']} "
             f"({c.machine['threads']} threads), prompt {c.prompt_length}, {c.new_tokens} new tokens, {c.repeats} "
-            f"repeats in turns, schedules {solved}, torch {c.versions['torch']}, "
+            f"repeats in turns, schedules solved with {solved}, torch {c.versions['torch']}, "
             f"transformers {c.versions['transformers']}, {c.date}.",
-            f"Asked is the speed of {SPEEDS_IN_FULL[c.over]}. Speeds: seconds at full depth, or of the peer at full "
-            "depth, over the row's; medians of the ratios in each repeat [quartiles]. Bound: bytes that decoding must "
-            "read, full depth's over the row's. Of copy: the time of that many bytes at "
-            f"{c.copy_bytes_per_second / 1e9:.1f} GB/s, which a large copy reaches here, over the row's.",
+            f"Targets apply to the {SPEED_NAMES[c.over]} speedup. Speedups: seconds at full depth, of this library or "
+            "of a peer, divided by those of the row; medians over repeats [quartiles]. Memory-bound speedup: bytes "
+            "that decoding must read at full depth, divided by those of the row. Fraction of copy bandwidth: bytes "
+            "that the row must read per second, divided by the "
+            f"{c.copy_bytes_per_second / 1e9:.1f} GB/s of a large memory copy.",
             *c.unreachable,
             f"Command: `{c.command}`",
         ]
@@ -156,7 +161,7 @@ class SpeedReport:
         return [(size, [row for row in self.rows if row.batch_size == size]) for size in sizes]
 
     def _tables(self, rows: Sequence[SpeedRow], title: str | None = None) -> list[Table]:
-        """Of one batch size: this library's rows, and the peers that took turns with them, if any."""
+        """The tables of one batch size: this library's rows, and the peers if there are any."""
         peers = self._peers(rows[0])
         return [self._table(rows, title), *([peers] if peers.rows else [])]
 
@@ -171,18 +176,15 @@ class SpeedReport:
             )
             for name, decode in row.peer_decode_seconds.items()
         ]
-        return Table(("peer, at full depth", "prefill s", "decode s", "tokens/s"), rows, left=1)
+        return Table(("peer at full depth", "prefill (s)", "decode (s)", "tokens/s"), rows, left=1)
 
     def _table(self, rows: Sequence[SpeedRow], title: str | None = None) -> Table:
-        kinds = {"decoding over": "over_peers", "prefill over": "prefill_over_peers"}
         peers = [
-            (f"{over} {name}", _over_peer(kind, name))
-            for over, kind in kinds.items()
-            for name in getattr(rows[0], kind)
+            (f"{phase} speedup over {name}", _over_peer(field, name))
+            for phase, field in PEER_FIELDS.items()
+            for name in getattr(rows[0], field)
         ]
-        speeds = [
-            (header, _speed(over)) for over, header in zip(SPEEDS, speed_headers(self.conditions.over), strict=True)
-        ]
+        speeds = [(header, _speed(over)) for over, header in SPEED_HEADERS.items()]
         return Table.of(rows, [*COLUMNS, *speeds, *peers, *BOUNDS], title)
 
 
@@ -190,29 +192,29 @@ def _speed(over: Over) -> Callable[[SpeedRow], str]:
     return lambda row: str(row.speed(over))
 
 
-def _over_peer(kind: str, name: str) -> Callable[[SpeedRow], str]:
-    return lambda row: f"{getattr(row, kind)[name].median:.2f}x"
+def _over_peer(field: str, name: str) -> Callable[[SpeedRow], str]:
+    return lambda row: f"{getattr(row, field)[name].median:.2f}x"
 
 
 COLUMNS: list[Column[SpeedRow]] = [
     ("weights", lambda r: r.weights),
-    ("asked", lambda r: f"{r.speedup_target:g}x"),
-    ("layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
-    ("of prompts", lambda r: f"{SkipSchedule.from_dict(r.schedule).prompt_depth}"),
-    ("prefill s", lambda r: f"{r.prefill_seconds:.3f}"),
-    ("decode s", lambda r: f"{r.decode_seconds:.3f}"),
+    ("target", lambda r: f"{r.speedup_target:g}x"),
+    ("mean layers", lambda r: f"{r.mean_layers:.2f} of {r.schedule['num_layers']}"),
+    ("prompt layers", lambda r: f"{SkipSchedule.from_dict(r.schedule).prompt_depth}"),
+    ("prefill (s)", lambda r: f"{r.prefill_seconds:.3f}"),
+    ("decode (s)", lambda r: f"{r.decode_seconds:.3f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_second:.1f}"),
 ]
 BOUNDS: list[Column[SpeedRow]] = [
-    ("bound", lambda r: f"{r.bound_speedup:.2f}x"),
-    ("of bound", lambda r: f"{r.wall_clock_speedup.median / r.bound_speedup:.2f}"),
-    ("of copy", lambda r: f"{r.bandwidth_share:.2f}"),
-    ("cache MB", lambda r: f"{r.cache_bytes / 1e6:.2f}"),
+    (MEMORY_BOUND, lambda r: f"{r.bound_speedup:.2f}x"),
+    ("fraction of memory-bound", lambda r: f"{r.wall_clock_speedup.median / r.bound_speedup:.2f}"),
+    (COPY_FRACTION, lambda r: f"{r.bandwidth_share:.2f}"),
+    ("KV cache (MB)", lambda r: f"{r.cache_bytes / 1e6:.2f}"),
 ]
 
 
 def draw_speeds(path: Path, report: SpeedReport) -> None:
-    """Draw measured speed against the target, a line for each batch size and kind of weights, into a PNG."""
+    """Draw the measured speedup against the target into a PNG, a line for each batch size and kind of weights."""
     c = report.conditions
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.6), layout="constrained")
@@ -230,10 +232,10 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
         highest = max(row.speedup_target for row in report.rows)
         axes.plot([1, highest], [1, highest], color=MUTED, lw=0.9, ls=":", zorder=0)
         axes.set_xlabel("target speedup")
-        axes.set_ylabel(f"measured speed of {SPEEDS_IN_FULL[c.over]}, times full depth")
-        axes.set_title(f"{c.model}, {c.dtype}: measured speed against the target", fontsize=12, pad=20)
+        axes.set_ylabel(f"measured {SPEED_NAMES[c.over]} speedup over full depth")
+        axes.set_title(f"{c.model}, {c.dtype}: measured speedup against target", fontsize=12, pad=20)
         note = f"{c.machine['processor']}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
-        add_note(axes, note + ("dashed: bytes to read; " if c.over == "decode" else "") + "dotted: the target")
+        add_note(axes, note + ("dashed: memory-bound; " if c.over == "decode" else "") + "dotted: the target")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}x")
         axes.legend(loc="upper left")

@@ -9,15 +9,15 @@ from skipdecode.errors import ConfigError
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over
 
-LARGEST = 1_000_000  # of rows, tokens and repeats
+MAX_COUNT = 1_000_000  # of sequences, tokens and repeats
 PEERS = ("transformers", "transformers-static", "ctranslate2", "llama.cpp")
 
 
 @dataclass(frozen=True)
 class SpeedRequest:
-    """A benchmark, as the options of `python -m eval.speed` ask for it.
+    """The options of `python -m eval.speed`.
 
-    Raises ConfigError for values out of range, and for an output that is there already and isn't unfinished.
+    Raises ConfigError for values out of range, and for an output that already exists and isn't unfinished.
     """
 
     model: str
@@ -44,11 +44,11 @@ class SpeedRequest:
         counts += [("--prompt-length", self.prompt_length, 1), ("--new-tokens", self.new_tokens, 2)]
         counts += [("--repeats", self.repeats, 1)]
         counts += [("--prompt-stop", self.prompt_stop, 1)] if self.prompt_stop is not None else []
-        # Random prompts are of tokens from 4 on, behind the special ones.
+        # Random prompts use token ids from 4, after the special tokens.
         counts += [("--vocab-size", self.vocab_size, 5)] if self.vocab_size is not None else []
-        for name, number, least in counts:
-            if not least <= number <= LARGEST:
-                raise ConfigError(f"{name} is {number}: it must lie between {least} and {LARGEST}")
+        for name, number, minimum in counts:
+            if not minimum <= number <= MAX_COUNT:
+                raise ConfigError(f"{name} is {number}: it must lie between {minimum} and {MAX_COUNT}")
         if not all(1 <= speedup < math.inf for speedup in self.speedups):
             raise ConfigError(f"--speedup is {list(self.speedups)}: name different targets of 1 or more, such as 1 2 4")
         several = {"--speedup": self.speedups, "--batch-size": self.batch_sizes, "--peers": self.peers}

@@ -37,14 +37,14 @@ from skipdecode.schedule.cost import Cost
 from skipdecode.timing.calibrate import SHORT
 from skipdecode.timing.interleave import Ratio, order_of_turn
 
-LEAST_STEPS, LEAST_REPEATS = 16, 5  # that a clock is calibrated by: two of five may meet a busy moment
+MIN_STEPS, MIN_REPEATS = 16, 5  # of the calibration: a median of five tolerates two disturbed repeats
 
 
 @dataclass
 class Entry:
-    """One decoder in the benchmark, and its seconds in each repeat.
+    """One decoder of the benchmark with its seconds in each repeat.
 
-    `schedule` and `weights` are of skip_generate, and None for a peer.
+    `schedule` and `weights` are None for a peer.
     """
 
     decoder: TimedDecoder
@@ -58,8 +58,8 @@ class Entry:
 def benchmark(request: SpeedRequest) -> None:
     """Time every decoder in turns; write the report as JSON, Markdown and a picture, and print it.
 
-    One that is cut off leaves the report of the batch sizes that it had done, and goes on where it was when it is asked
-    for again: until all is measured, a journal lies beside the report.
+    An interrupted benchmark leaves the report of the batch sizes that it finished, and continues when it is started
+    again: a journal beside the report holds the measurements until all are done.
 
     Raises ConfigError, before anything is timed, for a request that can't be met.
     """
@@ -86,7 +86,7 @@ def _benchmark(request: SpeedRequest) -> None:
         copy = statistics.median(copies)
         beside_copy = [replace(row, bandwidth_share=row.bandwidth_share / copy) for row in rows]
         report = SpeedReport(_conditions(request, model, unreachable, copy), beside_copy)
-        _write(request.output, report)  # after each batch size: what was measured is there, wherever it is cut off
+        _write(request.output, report)  # after each batch size, in case of an interruption
         if batch_size == request.batch_sizes[0]:
             own = [entry.decoder for entry in entries if entry.weights == plan["weights"][0]]
     console = make_console(width=200)
@@ -102,7 +102,7 @@ def _benchmark(request: SpeedRequest) -> None:
 
 
 def _identity(request: SpeedRequest, model: GenerativeModel) -> dict[str, Any]:
-    """All that the times of a benchmark depend on, as plain values."""
+    """Everything that the times of a benchmark depend on, as JSON values."""
     options = {key: value for key, value in asdict(request).items() if key not in ("output", "profile")}
     return {
         **options,
@@ -127,7 +127,7 @@ def _conditions(
         calibrated=not request.predict,
         copy_bytes_per_second=bytes_per_second,
         unreachable=list(unreachable),
-        date=datetime.datetime.now().isoformat(" ", "minutes"),  # runs of one day differ by their hours
+        date=datetime.datetime.now().isoformat(" ", "minutes"),  # minutes distinguish several runs on one day
         command=shlex.join(["python", "-m", "eval.speed", *sys.argv[1:]]),
         machine=describe_machine(model.device),
         versions=versions(),
@@ -145,8 +145,8 @@ def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:
     positions = longest_sequence(model.config)
     if positions is not None and request.prompt_length + request.new_tokens - 1 > positions:
         raise ConfigError(
-            f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens that is beyond the "
-            f"model's {positions} positions"
+            f"--prompt-length is {request.prompt_length}: with {request.new_tokens} new tokens it exceeds the model's "
+            f"{positions} positions"
         )
     if request.prompt_stop is not None and request.prompt_stop > len(decoder_layers(model)):
         layers = len(decoder_layers(model))
@@ -157,10 +157,10 @@ def _model(request: SpeedRequest, device: torch.device) -> GenerativeModel:
     dtype: torch.dtype = getattr(torch, request.dtype)
     if Path(request.model).is_dir():
         if request.vocab_size is not None:
-            raise ConfigError("--vocab-size is for a shape: a checkpoint has its own")
+            raise ConfigError("--vocab-size is for shapes: a checkpoint has its own vocabulary; leave it out")
         options: dict[str, Any] = {"gguf_file": request.gguf_file, "trust_remote_code": request.trust_remote_code}
         model = load_model(request.model, dtype, **options)
-        model.generation_config = GenerationConfig()  # greedy, and no penalties or stops, which no peer would have
+        model.generation_config = GenerationConfig()  # plain greedy decoding, which all peers support
     else:
         if request.gguf_file is not None:
             raise ConfigError(f"--gguf-file is {request.gguf_file!r}: --model must be the folder that holds it")
@@ -176,14 +176,14 @@ def _peers(
 ) -> list[TimedDecoder]:
     on_cpu = [name for name in names if name in ("ctranslate2", "llama.cpp")]
     if on_cpu and device.type != "cpu":
-        raise ConfigError(f"--peers {on_cpu[0]} is a peer on CPU: leave it out, or give --device cpu")
+        raise ConfigError(f"--peers {on_cpu[0]} runs on CPU only: leave it out, or give --device cpu")
     peers: list[TimedDecoder] = []
     if "transformers" in names:
         peers.append(Transformers(model))
     if "transformers-static" in names:
         peers.append(Transformers(model, static=True))
     if "ctranslate2" in names:
-        # The nearest to each kind of weights: it has no bfloat16 on CPU, and no 4 bits.
+        # CTranslate2 has neither bfloat16 on CPU nor 4-bit weights, so the nearest format is timed.
         kinds = dict.fromkeys("int8" if kind.startswith("int") else "float32" for kind in weights)
         peers += [CTranslate2(model, kind) for kind in kinds]
     if "llama.cpp" in names:
@@ -192,9 +192,9 @@ def _peers(
 
 
 def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journal: Journal) -> dict[str, Any]:
-    """The kinds of weights, the schedules of this library's decoders, and why a target has none, as plain values.
+    """The weight formats, the schedules, and why targets are unreachable, as JSON values.
 
-    They are decided once, and hold when a benchmark goes on: memory and clock may differ by then.
+    They are decided once and kept in the journal: free memory and calibration may differ when a benchmark continues.
     """
     key, first = (("plan", str(size)) for size in (batch_size, request.batch_sizes[0]))
     if key in journal:
@@ -208,9 +208,9 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
             cost: Cost = CostModel.of(model).at(prompt_length=request.prompt_length, batch_size=batch_size)
         else:
             conditions: Any = {"batch_size": batch_size, "prompt_length": request.prompt_length, "weights": kind}
-            # Texts as long as those of the table, so that nothing is drawn out beyond what was timed.
-            steps = max(LEAST_STEPS, request.new_tokens - 1 - SHORT)
-            cost = measure_cost(model, **conditions, repeats=max(LEAST_REPEATS, request.repeats), steps=steps)
+            # The profile covers the lengths of the benchmark, so that no cost is extrapolated.
+            steps = max(MIN_STEPS, request.new_tokens - 1 - SHORT)
+            cost = measure_cost(model, **conditions, repeats=max(MIN_REPEATS, request.repeats), steps=steps)
         for speedup in sorted({1.0, *request.speedups}):
             try:
                 how: Any = {"over": request.over, "prompt_stop": request.prompt_stop}
@@ -224,7 +224,6 @@ def _plan(model: GenerativeModel, request: SpeedRequest, batch_size: int, journa
 
 
 def _entries(model: GenerativeModel, plan: Mapping[str, Any]) -> list[Entry]:
-    """This library's decoders, at full depth and at each target that can be reached."""
     entries = []
     for kind, speedup, fields in plan["schedules"]:
         schedule = SkipSchedule.from_dict(fields)
@@ -234,16 +233,16 @@ def _entries(model: GenerativeModel, plan: Mapping[str, Any]) -> list[Entry]:
 
 
 def _prompts(model: GenerativeModel, request: SpeedRequest, batch_size: int) -> torch.Tensor:
-    """Random prompts [batch, columns]."""
+    """Random prompts [batch, prompt length]."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, request.prompt_length)
     return torch.randint(4, model.config.vocab_size, shape, generator=generator).to(model.device)
 
 
 def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedRequest, journal: Journal) -> list[float]:
-    """Time every entry once in each repeat, in turns; what the journal has isn't timed again.
+    """Time every entry once in each repeat, in turns; measurements in the journal aren't repeated.
 
-    Returns bytes per second of copies in between.
+    Returns the bytes per second of the memory copies between repeats.
     """
     size = str(ids.shape[0])
     keys = [
@@ -252,7 +251,7 @@ def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedReque
         for number in order_of_turn(range(len(entries)), repeat)
     ]
     if any(key not in journal for key in keys):
-        # So that all are warm; on a GPU there is a graph for each number of layers, and for each number of steps.
+        # Warm-up; on a GPU all steps are needed, since there is a CUDA graph for each number of layers and of steps.
         tokens = request.new_tokens if ids.device.type == "cuda" else min(8, request.new_tokens)
         for entry in entries:
             entry.decoder.run(ids, tokens)
@@ -271,9 +270,9 @@ def _take_turns(entries: Sequence[Entry], ids: torch.Tensor, request: SpeedReque
 
 
 def _rows(entries: Sequence[Entry], cost: CostModel, ids: torch.Tensor, request: SpeedRequest) -> list[SpeedRow]:
-    """A row for each of this library's decoders, beside the peers that took turns with it.
+    """A row for each decoder of this library, with the peers that took turns with it.
 
-    Their `bandwidth_share` is in bytes per second: those of a copy are known when all batch sizes are measured.
+    `bandwidth_share` is in bytes per second here; the caller divides by the copy bandwidth once it is known.
     """
     batch_size, steps = ids.shape[0], request.new_tokens - 1
     own = [entry for entry in entries if entry.schedule is not None]
@@ -281,7 +280,7 @@ def _rows(entries: Sequence[Entry], cost: CostModel, ids: torch.Tensor, request:
     rows = []
     for entry in own:
         full = next(other for other in own if other.weights == entry.weights and other.speedup == 1)
-        assert entry.schedule is not None  # as in all of `own`
+        assert entry.schedule is not None  # by the selection of `own`
         assert full.schedule is not None
         read = cost.stored_as(entry.weights)
         moved, full_moved = (

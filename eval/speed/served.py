@@ -1,4 +1,4 @@
-"""Decoders of other libraries, each in a process of its own: CTranslate2 and llama.cpp."""
+"""Peers that run in their own process: CTranslate2 and llama.cpp."""
 
 import contextlib
 import importlib.util
@@ -18,26 +18,26 @@ from eval.speed.llama import GreedyLlama
 from eval.speed.peers import TimedDecoder
 from skipdecode import ConfigError
 
-_SETTLE = 0.3  # seconds after which the threads of a process that is done no longer spin
+_SETTLE = 0.3  # seconds until idle worker threads of the other process stop spinning
 
-# Prompts of one length and new tokens -> seconds of prefill, and of decoding.
+# (prompts of equal length, number of new tokens) -> (prefill seconds, decode seconds)
 Timed: TypeAlias = Callable[[Sequence[list[int]], int], tuple[float, float]]
 
 
 class ServedDecoder(TimedDecoder):
-    """What a process of its own continues.
+    """A decoder in its own process.
 
-    In this one its threads, which go on spinning for a while after each turn, would slow down every other decoder,
-    small shapes by two to three times. Its library stays out of this one too.
+    In this process its worker threads, which spin for a while after each run, would slow down the other decoders, small
+    models by a factor of two to three.
     """
 
     def __init__(self, name: str, load: Callable[..., Timed], *arguments: Any) -> None:
-        """Start the process, and wait until it has loaded the model. Raises ConfigError where it can't.
+        """Start the process and wait until it has loaded the model. Raises ConfigError where that fails.
 
         Args:
-            name: of the decoder.
-            load: a function of a module, called in that process.
-            arguments: for it.
+            name: the name of the decoder.
+            load: a module-level function that loads the model; called in the new process.
+            arguments: the arguments of `load`.
         """
         self.name = name
         context = multiprocessing.get_context("spawn")
@@ -46,11 +46,11 @@ class ServedDecoder(TimedDecoder):
         self._process.start()
         theirs.close()
         try:
-            refused = self._connection.recv()
+            refusal = self._connection.recv()
         except EOFError as error:
-            raise ConfigError(f"{name} stopped as it loaded the model: see what it printed above") from error
-        if refused is not None:
-            raise ConfigError(refused)
+            raise ConfigError(f"{name} stopped while loading the model: see its output above") from error
+        if refusal is not None:
+            raise ConfigError(refusal)
 
     def run(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
         self._connection.send((ids.tolist(), new_tokens))
@@ -60,7 +60,7 @@ class ServedDecoder(TimedDecoder):
 
 
 def _serve(connection: Connection, load: Callable[..., Timed], arguments: tuple[Any, ...]) -> None:
-    """Time what comes down the connection, (prompts, new tokens), until it is closed."""
+    """Time each (prompts, new tokens) received on the connection, until it is closed."""
     try:
         timed = load(*arguments)
     except ConfigError as error:
@@ -121,7 +121,7 @@ def _load_ctranslate2(folder: str, compute_type: str, threads: int) -> Timed:
 
 
 def _numbered_tokenizer(size: int) -> Any:
-    """A tokenizer whose words are t0, t1, …: CTranslate2 takes prompts as words, and none are at hand."""
+    """A tokenizer with the words t0, t1, …, since CTranslate2 takes prompts as words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -133,14 +133,14 @@ def _numbered_tokenizer(size: int) -> Any:
 
 
 class LlamaCpp(ServedDecoder):
-    """The same weights in llama.cpp, on CPU, quantised as `Q8_0` or `Q4_0`: 32 inputs share a scale.
+    """The same weights in llama.cpp, on CPU, quantized as `Q8_0` or `Q4_0`: 32 inputs share a scale.
 
-    Raises ConfigError where it isn't installed, or where the model is none that it can be given.
+    Raises ConfigError where it isn't installed, or the model isn't a Llama.
     """
 
     def __init__(self, model: PreTrainedModel, quantization: str) -> None:
         if model.config.model_type != "llama":
-            raise ConfigError(f"llama.cpp is a peer of Llama models alone, and this one is {model.config.model_type}")
+            raise ConfigError(f"--peers llama.cpp supports Llama models only: this model is {model.config.model_type}")
         _check_installed("llama-cpp", "llama_cpp", "gguf")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.gguf")
@@ -149,7 +149,7 @@ class LlamaCpp(ServedDecoder):
 
 
 def _check_installed(extra: str, *packages: str) -> None:
-    """Raises ConfigError for a package that isn't there. None is imported: their libraries stay out of this process."""
+    """Raise ConfigError for a missing package, without importing any into this process."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'skipdecode[{extra}]'")

@@ -1,1 +1,1 @@
-"""Systems that decode a test set, behind one interface: a checkpoint under a schedule, and confidence exits."""
+"""Systems that decode a test set: checkpoints with a schedule, lossless decoding and confidence exits."""

@@ -1,4 +1,4 @@
-"""Systems that decode a test set, behind one interface: a checkpoint under a schedule, and its rivals."""
+"""Systems that decode a test set: a checkpoint with a schedule, and its baselines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from skipdecode.timing.step_clock import TimedGeneration, generate_timed
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model to decode with.
+    """A loaded model and its tokenizer.
 
     Attributes:
-        name: its folder, or its name on the Hub.
-        model: in eval mode, on its device.
-        tokenizer: which pads on the left.
-        weights: what decode steps compute with, as in `skip_generate`.
-        gguf_file: the file that it was read from, where that is GGUF.
+        name: the folder, or the name on the Hub.
+        model: the model in eval mode, on its device.
+        tokenizer: the tokenizer, padding on the left.
+        weights: the weight format of decode steps, as in `skip_generate`.
+        gguf_file: the GGUF file that the model was read from; None for other formats.
     """
 
     name: str
@@ -42,37 +42,37 @@ class Checkpoint:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(decoder_layers(self.model))
 
     @cached_property
     def cost(self) -> CostModel:
-        """The sizes of its layers, head and cache."""
+        """The analytical cost model of its layers, LM head and KV cache."""
         return CostModel.of(self.model)
 
     def step_bytes(self, layers: float, context: int, rows: int) -> int:
-        """Bytes that a step of `layers` layers must read, with `context` columns cached for each of `rows` rows."""
+        """Bytes that a step of `layers` layers must read, with `context` cached positions per sequence."""
         return int(self.cost.stored_as(self.weights).step_bytes(layers, context, rows))
 
 
 @dataclass(frozen=True)
 class DecodedBatch:
-    """One batch as one system decoded it.
+    """The result of one batch with one system.
 
     Attributes:
-        texts: what each prompt was continued with.
-        lengths: how many tokens each row generated, an end token included, padding not.
-        prefill_seconds: up to the first token.
-        decode_seconds: from there to the last.
-        steps: decode steps of the batch.
-        layers: layers that tokens ran as inputs, summed over tokens.
-        batch_layers: layers that the batch ran, summed over steps: those of the row that went deepest.
-        cache_bytes: of keys and values.
-        read_bytes: of weights, and of the cache of rows whose text went on, that the steps had to read.
-        agreeing: for each new token's place in a text, rows whose token there is the one that full depth would have
-            chosen; None where that wasn't asked for.
-        drafted, accepted: tokens that were drafted, and those of them that stand in the texts.
-        verifications: passes that verified them; 0 where nothing was drafted.
+        texts: the output for each prompt.
+        lengths: the number of generated tokens of each sequence, including the end token, without padding.
+        prefill_seconds: time until the first token.
+        decode_seconds: time from the first token to the last.
+        steps: the number of decode steps.
+        layers: the sum of layers over all generated tokens that were inputs.
+        batch_layers: the sum over steps of the layers of the deepest sequence.
+        cache_bytes: size of the allocated KV cache.
+        read_bytes: bytes of weights, and of the KV cache of unfinished sequences, that decode steps must read.
+        agreeing: for each output position, the number of sequences whose token is full depth's choice; None if not
+            requested.
+        drafted, accepted: the number of drafted tokens, and of accepted ones.
+        verifications: the number of full-depth passes that verified drafts; 0 without drafts.
     """
 
     texts: list[str]
@@ -91,16 +91,16 @@ class DecodedBatch:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens after the first of each row."""
+        """Generated tokens after the first of each sequence."""
         return sum(self.lengths) - len(self.lengths)
 
     def seconds(self, over: Over) -> float:
-        """Of decoding, or of prefill and decoding together."""
+        """Seconds of decode, or end-to-end (prefill + decode)."""
         return self.decode_seconds + (self.prefill_seconds if over == "all" else 0.0)
 
 
 class Continued(NamedTuple):
-    """What a system passed to `generate_timed` gave, the layers of every row in each step, and what was drafted."""
+    """The result of `generate_timed`, the layers of every sequence in each step, and counts of drafts."""
 
     timed: TimedGeneration
     layers: Sequence[Sequence[float]]
@@ -108,14 +108,14 @@ class Continued(NamedTuple):
 
 
 class System(ABC):
-    """Something that continues prompts, and takes turns with others.
+    """A decoding method with its settings.
 
     Attributes:
-        label: its name in tables and of its predictions file; no two in an evaluation are alike.
-        checkpoint: what it decodes with.
-        kind: how.
-        speedup_target: what it was made for; None where it was named by its settings.
-        planned: the speedup that is expected in place of a target that can't be reached; None where it can.
+        label: its name in tables and of its predictions file, unique in an evaluation.
+        checkpoint: the model.
+        kind: the decoding method.
+        speedup_target: the target that it was solved for; None where the user gave its settings.
+        planned: the predicted speedup where the target can't be reached; None where it can.
     """
 
     kind: SystemKind
@@ -131,11 +131,11 @@ class System(ABC):
     @property
     @abstractmethod
     def cached(self) -> SkipSchedule:
-        """The schedule that its cache is planned for (law 6)."""
+        """The schedule that its KV cache is allocated for."""
 
     @abstractmethod
     def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
-        """Pass `request` to `generate_timed`."""
+        """Call `generate_timed` with the options `request`."""
 
     def decode(
         self,
@@ -145,13 +145,14 @@ class System(ABC):
         *,
         agreement: bool = False,
     ) -> DecodedBatch:
-        """Continue prompts, token ids, greedily up to and with the end token.
+        """Decode prompts (token ids) greedily, up to and including the end token.
 
-        With `lengths`, of 1 to `max_new_tokens`, every row generates so many tokens in place of that: its own text goes
-        on behind its end token, or is cut. With `agreement` the texts are then held against full depth, untimed.
+        `lengths`, between 1 and `max_new_tokens`, fixes the number of generated tokens of each sequence: its own output
+        continues after the end token, or is truncated. With `agreement` the outputs are compared with full depth's
+        choices afterwards, untimed.
         """
         model, tokenizer = self.checkpoint.model, self.checkpoint.tokenizer
-        inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, columns]
+        inputs = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt").to(model.device)  # [batch, positions]
         prompt_columns = inputs["input_ids"].shape[1]
         end_token = tokenizer.eos_token_id
         ends = [] if lengths is None else [RowLengths(lengths, prompt_columns, end_token, model.device)]
@@ -169,11 +170,11 @@ class System(ABC):
         if lengths is None:
             lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in rows]
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        # A row's last token is never an input, so its steps are one less than its tokens.
-        going = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
-        held = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
+        # The last token of a sequence is never an input, so it has one step less than tokens.
+        unfinished = [[n for n, row in enumerate(rows) if step + 1 < len(row)] for step in range(clock.steps)]
+        allocated = self.checkpoint.cost.cache_bytes(self.cached, prompt_columns, max_new_tokens - 1, len(rows))
         return DecodedBatch(
-            # As they are trained on, also by a tokenizer that takes blanks before punctuation away.
+            # Tokenizers must not remove spaces before punctuation, which training texts contain.
             texts=[
                 str(tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for row in rows
             ],
@@ -181,27 +182,26 @@ class System(ABC):
             prefill_seconds=clock.prefill_seconds,
             decode_seconds=clock.decode_seconds,
             steps=clock.steps,
-            layers=sum(ran[n] for ran, rows_left in zip(layers, going, strict=True) for n in rows_left),
+            layers=sum(ran[n] for ran, rows_left in zip(layers, unfinished, strict=True) for n in rows_left),
             batch_layers=sum(map(max, layers)),
-            cache_bytes=held,
+            cache_bytes=allocated,
             read_bytes=sum(
                 self.checkpoint.step_bytes(max(ran), prompt_columns + step, len(rows_left))
-                for step, (ran, rows_left) in enumerate(zip(layers, going, strict=True))
+                for step, (ran, rows_left) in enumerate(zip(layers, unfinished, strict=True))
             ),
-            agreeing=_by_place(agreeing_tokens(model, prompts, rows)) if agreement else None,
+            agreeing=_by_position(agreeing_tokens(model, prompts, rows)) if agreement else None,
             drafted=counts.drafted,
             accepted=counts.taken,
             verifications=counts.rounds,
         )
 
 
-def _by_place(agreeing: Sequence[Sequence[bool]]) -> list[int]:
-    """How many of several rows are true at each place."""
-    return [sum(place) for place in zip_longest(*agreeing, fillvalue=False)]
+def _by_position(agreeing: Sequence[Sequence[bool]]) -> list[int]:
+    return [sum(flags) for flags in zip_longest(*agreeing, fillvalue=False)]
 
 
 class SkipSystem(System):
-    """A checkpoint under a schedule, by `skip_generate`."""
+    """A checkpoint with a schedule, decoded by `skip_generate`."""
 
     def __init__(
         self,
@@ -226,10 +226,10 @@ class SkipSystem(System):
 
 
 class LosslessSystem(System):
-    """A checkpoint at full depth, drafted under a schedule, or by as many layers as pay where there is none: the first
-    ones of an order, or of the speed that the checkpoint was trained for.
+    """Self-speculative decoding with a schedule as the draft.
 
-    Layers are those of all passes, over its steps.
+    Without a schedule the best draft depth is chosen: the first layers of `order`, or those of a trained schedule.
+    Layers per step are those of all draft and verification passes, divided by the number of steps.
     """
 
     def __init__(

@@ -1,13 +1,12 @@
-"""CALM-DEC, a rival: each token leaves the model at the first layer whose prediction is confident enough.
+"""CALM-DEC, a baseline: each token exits at the first layer whose prediction is confident enough.
 
-Confident Adaptive Language Modeling (Schuster et al. 2022, arXiv 2207.07061), adapted to models without an encoder as
-in SkipDecode's baseline: the confidence is the difference of the two largest probabilities that the model's own norm
-and head give a layer's output, and a token leaves where it reaches a threshold. The layers above get their keys and
-values from the state that it left with (state propagation). The prompt runs at full depth. The paper lets the threshold
-decay over time too; here it is constant.
+Confident Adaptive Language Modeling (Schuster et al. 2022, arXiv 2207.07061), adapted to decoder-only models as in the
+SkipDecode paper: the confidence is the difference between the two largest probabilities that the model's final norm and
+LM head predict from a layer's output, and a token exits where it reaches the threshold. The layers above compute their
+keys and values from the hidden state at the exit (state propagation). The prompt runs at full depth. The paper also
+lets the threshold decay over time; here it is constant.
 
-How deep a row goes depends on that row alone, so in a batch every row waits for the last: the others stand still, and
-their layers run for nothing.
+Exit depths differ between the sequences of a batch, so every sequence waits for the deepest one.
 """
 
 import weakref
@@ -33,7 +32,7 @@ from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
 from skipdecode.timing.step_clock import generate_timed
 
-# decoder -> what writes the keys and values of each of its layers, which holds copies of weights
+# decoder -> the key/value projections of its layers, which hold copies of weights
 _KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +54,7 @@ class CalmSystem(System):
 
     @property
     def cached(self) -> SkipSchedule:
-        return SkipSchedule.full_depth(self.checkpoint.num_layers)  # every layer holds every token
+        return SkipSchedule.full_depth(self.checkpoint.num_layers)  # every layer stores keys and values of every token
 
     def _continue(self, model: GenerativeModel, request: dict[str, Any]) -> Continued:
         exits: list[list[int]] = []
@@ -81,10 +80,10 @@ def calm_generate(
     Args:
         threshold: λ.
         weights: as in `skip_generate`.
-        exits: gets a list for each decode step: how many layers each row's token ran; 0 for rows that were done.
+        exits: for each decode step, a list is appended with the layers that each sequence ran; 0 for ended sequences.
 
     Raises:
-        ConfigError: for a model whose decode steps can't be lean.
+        ConfigError: for a model without a fast path.
     """
     reason = fast_path(model).why_not()
     if reason is not None:
@@ -110,7 +109,7 @@ def calm_generate(
 
 
 class _CalmRunner:
-    """Decode steps in which each row goes as deep as it needs."""
+    """Decode steps in which each sequence exits at its own depth."""
 
     def __init__(
         self,
@@ -131,20 +130,20 @@ class _CalmRunner:
         self._mask = model_kwargs.get("attention_mask")
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        """Run the prompt [batch, columns] at full depth. Returns the last column's logits [batch, vocabulary]."""
+        """Run the prompt [batch, positions] at full depth. Returns the last position's logits [batch, vocabulary]."""
         mask = torch.ones_like(input_ids) if self._mask is None else self._mask
         self._step_inputs = self._decoder.step_inputs(mask, self._steps)
-        self._unended = list(range(len(input_ids)))  # rows whose text goes on, among those that run
-        self._rows = list(range(len(input_ids)))  # those that run, by their places in the batch
+        self._unended = list(range(len(input_ids)))  # unfinished rows, as indices into `_rows`
+        self._rows = list(range(len(input_ids)))  # rows still computed, as indices into the batch
         self._batch = len(input_ids)
         return self._decoder.prefill(input_ids, range(len(self._decoder.blocks)), self.cache, mask)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids` [rows, columns]. Returns logits [rows, vocabulary]."""
+        """Run generated token i, the last one of `input_ids` [rows, positions]. Returns logits [rows, vocabulary]."""
         tokens, inputs = input_ids[:, -1], self._step_inputs(i)
         hidden = self._decoder.embed(tokens, inputs)  # [rows, hidden]
-        exits, answers = [0] * self._batch, {}
-        waiting = self._unended  # rows that go deeper; the states of the others stay as they are
+        exits, row_logits = [0] * self._batch, {}
+        waiting = self._unended  # rows that haven't exited; the hidden states of the others don't change
         for index, block in enumerate(self._decoder.blocks):
             cached: Any = self.cache.layers[index]
             if not waiting:
@@ -152,27 +151,27 @@ class _CalmRunner:
                 continue
             deeper = block(hidden, cached, inputs)
             if len(waiting) == len(tokens):
-                hidden = asked = deeper
+                hidden = active = deeper
             else:
                 rows = tokens.new_tensor(waiting)
-                asked = deeper[rows]  # [waiting, hidden]
-                hidden = hidden.index_copy(0, rows, asked)
-            logits = self._decoder.logits(asked)  # [waiting, vocabulary]
+                active = deeper[rows]  # [waiting, hidden]
+                hidden = hidden.index_copy(0, rows, active)
+            logits = self._decoder.logits(active)  # [waiting, vocabulary]
             last = index + 1 == len(self._decoder.blocks)
-            leaves = [last or margin >= self._threshold for margin in margins(logits)]
+            exit_now = [last or margin >= self._threshold for margin in margins(logits)]
             for at, row in enumerate(waiting):
-                if leaves[at]:
-                    exits[self._rows[row]], answers[row] = index + 1, logits[at]
-            waiting = [row for row, left in zip(waiting, leaves, strict=True) if not left]
+                if exit_now[at]:
+                    exits[self._rows[row]], row_logits[row] = index + 1, logits[at]
+            waiting = [row for row, exited in zip(waiting, exit_now, strict=True) if not exited]
         self._exits.append(exits)
-        nothing = torch.zeros_like(next(iter(answers.values())))  # for rows that have ended: generate pads them
-        return torch.stack([answers.get(row, nothing) for row in range(len(tokens))])
+        zeros = torch.zeros_like(next(iter(row_logits.values())))  # for ended rows, which generate pads
+        return torch.stack([row_logits.get(row, zeros) for row in range(len(tokens))])
 
     def choose(self, *_: Any) -> None:
-        """None: how deep a token goes is known from its hidden states."""
+        """Do nothing: exits are decided from hidden states."""
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
-        """Take note of rows whose texts have ended, and let them leave where they may and that pays."""
+        """Register ended rows, and drop them from the batch where that is allowed and faster."""
         rows = rows_to_keep(unfinished) if may_leave else None
         if rows is not None:
             self.cache.keep_rows(rows)
@@ -183,15 +182,14 @@ class _CalmRunner:
 
 
 class KeyValues:
-    """Writes the keys and values that a layer makes of a hidden state, without running the layer.
+    """Writes the keys and values that a layer computes from a hidden state, without running the layer.
 
-    So a token that left the model below the layer is there for later tokens to attend to: the state propagation of
-    early exits (Elbayad et al. 2020; CALM, arXiv 2207.07061). A family whose projection gives queries,
-    keys and values at once computes all three.
+    Later tokens can then attend to a token that exited below the layer: the state propagation of early exits (Elbayad
+    et al. 2020; CALM, arXiv 2207.07061). Families with a fused projection compute queries, keys and values.
 
     Args:
         layer, parts, make_linear: as in LeanBlock.
-        block: the layer's.
+        block: the LeanBlock of the layer.
     """
 
     def __init__(
@@ -203,14 +201,14 @@ class KeyValues:
         self._project = project_together(projections, make_linear) if projections else block.qkv
 
     def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> None:
-        """Write those of `hidden` [batch, hidden], the layer's input."""
+        """Write the keys and values for `hidden` [batch, hidden], the layer's input."""
         block, batch = self._block, hidden.shape[0]
         projected = self._project(block.attention_norm(hidden) if block.norm_first else hidden)
         if block.interleaved:
             key, value = projected.view(batch, block.heads, 3, block.head_dim)[:, :, 1:].unbind(dim=2)
         else:
             key, value = projected.view(batch, -1, block.head_dim)[:, -2 * block.kv_heads :].chunk(2, dim=1)
-        # each [batch, heads that have keys, head_dim]
+        # each [batch, key/value heads, head_dim]
         if block.key_norm is not None:
             key = block.key_norm(key)
         if inputs.rotary is not None:
@@ -219,16 +217,16 @@ class KeyValues:
 
 
 def margins(logits: torch.Tensor) -> list[float]:
-    """Probability of each row's likeliest token less that of the next, from logits [rows, vocabulary]."""
-    likeliest = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values
-    return [first - second for first, second in likeliest.tolist()]  # few numbers: each operation of torch costs more
+    """The difference between the two largest probabilities of each row, from logits [rows, vocabulary]."""
+    largest = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(2, dim=-1).values
+    return [first - second for first, second in largest.tolist()]  # in Python: faster for so few numbers
 
 
 def _key_values(model: GenerativeModel, decoder: LeanDecoder, weights: Weights) -> list[KeyValues]:
-    """Made when they are first asked for, as the decoder itself."""
+    """The key/value projections of a decoder, created on first use."""
     if decoder not in _KEY_VALUES:
         parts = FAMILIES[model.config.model_type].parts
-        assert parts is not None  # as the model has a lean decoder
+        assert parts is not None  # as the model has a fast path
         pairs = zip(decoder_layers(model), decoder.blocks, strict=True)
         _KEY_VALUES[decoder] = [KeyValues(layer, parts, block, MAKERS[weights]) for layer, block in pairs]
     return _KEY_VALUES[decoder]

@@ -1,4 +1,4 @@
-"""The threshold at which confidence exits run as many layers as a schedule does, found on validation prompts."""
+"""Calibrate the threshold of confidence exits on validation prompts to the mean layers of a schedule."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,10 @@ from eval.results import Threshold
 from eval.systems.base import Checkpoint
 from eval.systems.calm import CalmSystem
 
-PROMPTS = 60  # of the validation data, at most
+PROMPTS = 60  # maximum number of validation prompts
 BATCH_SIZE = 32
-PROBES = 12  # thresholds that are tried for a target, at most
-CLOSE = 0.05  # layers per token below what is wanted that are near enough
+PROBES = 12  # maximum number of thresholds tried per target
+TOLERANCE = 0.05  # layers per token below the wanted number
 
 
 def calibrated_threshold(
@@ -22,14 +22,14 @@ def calibrated_threshold(
     journal: Journal,
     advance: Callable[[], None],
 ) -> Threshold:
-    """The threshold whose tokens leave after `wanted_layers` on average, or as little below as can be found.
+    """The threshold at which tokens run `wanted_layers` on average, or slightly fewer.
 
     Args:
-        checkpoint: what decodes.
+        checkpoint: the model.
         prompts: token ids of validation prompts.
-        wanted_layers: layers per token, 1 or more.
-        max_new_tokens: of each prompt.
-        journal: what is known of thresholds already, and where it is added.
+        wanted_layers: mean layers per token, at least 1.
+        max_new_tokens: the maximum number of generated tokens per prompt.
+        journal: stores the mean layers of each threshold tried.
         advance: called after each probe.
     """
 
@@ -44,11 +44,11 @@ def calibrated_threshold(
 
 
 def largest_below(mean_layers: Callable[[float], float], wanted: float) -> tuple[float, float]:
-    """The threshold of at most `wanted` layers per token, with as many as bisection finds, and how many they are.
+    """By bisection, the threshold with the most layers per token up to `wanted`, and that number of layers.
 
-    It stops once they are CLOSE. The scale that is halved is finer near 1, where the probabilities of a good model are.
+    The search stops within TOLERANCE. Its scale is finer near 1, where most probabilities of a good model are.
     """
-    best = (0.0, 1.0)  # at 0 every token leaves after the first layer
+    best = (0.0, 1.0)  # at 0 every token exits after the first layer
     low, high = 0.0, 1.0
     for _ in range(PROBES):
         middle = (low + high) / 2
@@ -59,7 +59,7 @@ def largest_below(mean_layers: Callable[[float], float], wanted: float) -> tuple
             continue
         low = middle
         best = max(best, (threshold, found), key=lambda pair: (pair[1], pair[0]))
-        if wanted - found < CLOSE:
+        if wanted - found < TOLERANCE:
             break
     return best
 

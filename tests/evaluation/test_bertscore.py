@@ -1,4 +1,4 @@
-"""BERTScore is bert-score's, of the model and the layer that are named."""
+"""BERTScore equals bert-score for the given model and layer."""
 
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,23 @@ def by_hand(prediction: str, reference: str, folder: Path, layer: int) -> float:
 
 
 @pytest.mark.parametrize("layer", [1, 3])
-def test_bertscore_is_the_papers_with_the_best_reference(folder: Path, layer: int) -> None:
+def test_bertscore_follows_the_definition_of_the_paper_with_the_best_reference(folder: Path, layer: int) -> None:
     statistics = bertscore(PREDICTIONS, REFERENCES, BertModel(str(folder), layer))
     for number in (0, 1):
         best = max(by_hand(PREDICTIONS[number], text, folder, layer) for text in REFERENCES[number])
         assert statistics.items[number, 0] == pytest.approx(100 * best, rel=1e-4)
-    assert statistics.items[2, 0] == 0  # nothing was written
+    assert statistics.items[2, 0] == 0  # the prediction is empty
     assert describe(BertModel(str(folder), layer)).endswith(f"{folder}, layer {layer}")
 
 
-def test_it_is_a_score_like_the_others(folder: Path) -> None:
+def test_bertscore_works_in_the_score_command(folder: Path) -> None:
     scores = score(PREDICTIONS, REFERENCES, ["bertscore"], bert=BertModel(str(folder), 2))
     low, high = scores.intervals["bertscore"]
     assert low < scores.values["bertscore"] < high
     assert "no default model" in score(PREDICTIONS, REFERENCES, ["bertscore"]).unavailable["bertscore"]
 
 
-def test_models_that_do_not_do_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_bert_models_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def message(name: Any, layers: int | None) -> str:
         with pytest.raises(ConfigError) as caught:
             bertscore(PREDICTIONS, REFERENCES, BertModel(str(name), layers))
@@ -63,7 +63,8 @@ def test_models_that_do_not_do_are_refused(folder: Path, tmp_path: Path, monkeyp
         return str(caught.value)
 
     assert "can't be loaded" in message(tmp_path / "nowhere", 2)
-    assert "isn't one that bert-score knows a layer for: name it (--bertscore-layers, 1 to 3)" in message(folder, None)
+    assert "bert-score has no default layer" in (error := message(folder, None))
+    assert "give --bertscore-layers between 1 and 3" in error
     assert "--bertscore-layers is 4" in message(folder, 4)
     assert "--bertscore-layers is 0" in message(folder, 0)
     endless = save_tiny_bert(tmp_path / "endless", model_max_length=10**30)

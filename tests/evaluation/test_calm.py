@@ -1,4 +1,4 @@
-"""Confidence exits: as a naive loop over the model's own layers has them, alone and in batches."""
+"""Confidence exits equal a naive loop over the layers of transformers, for single sequences and batches."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def calm(model: Any, ids: torch.Tensor, mask: torch.Tensor, threshold: float, **
 
 
 def naive(name: str, prompt: list[int], threshold: float) -> tuple[list[int], list[int]]:
-    """One row, every token of the sequence run again for each new one, by the model's own forward pass.
+    """Decode one sequence with the forward pass of transformers, recomputing every token for each new one.
 
     What went into each layer is kept for every position; a token that left at a layer goes into all layers above as it
     was then. Hooks put that in place of what would flow there, so that layers make their own keys and values of it.
@@ -44,8 +44,8 @@ def naive(name: str, prompt: list[int], threshold: float) -> tuple[list[int], li
     model = tiny(name)
     layers = decoder_layers(model)
     norm, head = model.get_submodule(NORMS[name]), model.get_output_embeddings()
-    kept: list[Any] = [None] * LAYERS  # what went into layer l, [1, positions so far, hidden]
-    came: list[Any] = [None] * LAYERS  # what goes in at the positions at hand
+    kept: list[Any] = [None] * LAYERS  # input of layer l at previous positions, [1, positions so far, hidden]
+    came: list[Any] = [None] * LAYERS  # input of layer l at the new positions
 
     def into(index: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> Any:
@@ -88,8 +88,8 @@ def naive(name: str, prompt: list[int], threshold: float) -> tuple[list[int], li
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("threshold", [0.05, 0.1])
-def test_tokens_and_exits_are_those_of_a_naive_loop(name: str, threshold: float) -> None:
-    threshold += 0.3 if name == "bloom" else 0  # a random one is more confident than the others
+def test_confidence_exits_equal_a_naive_loop(name: str, threshold: float) -> None:
+    threshold += 0.3 if name == "bloom" else 0  # with random weights it is more confident than the others
     ids, mask = ragged_prompts([9], 3)
     tokens, exits = naive(name, ids[0].tolist(), threshold)
     for weights in ("model", "packed"):
@@ -102,7 +102,7 @@ def test_tokens_and_exits_are_those_of_a_naive_loop(name: str, threshold: float)
 @pytest.mark.parametrize("name", ["opt", "llama"])
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize("end", [None, END], ids=["no row ends", "rows end"])
-def test_rows_of_a_batch_are_as_they_are_alone(
+def test_confidence_exits_in_a_batch_equal_those_of_single_sequences(
     name: str, threshold: float, end: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
@@ -110,7 +110,7 @@ def test_rows_of_a_batch_are_as_they_are_alone(
     monkeypatch.setattr(PlannedCache, "keep_rows", lambda self, rows: (held.append(len(rows)), keep_rows(self, rows)))
     lengths = [3, 12, 5, 7]
     ids, mask = ragged_prompts(lengths, 5)
-    if end is not None:  # a token that rows do write, at different times
+    if end is not None:  # a token that the sequences generate at different steps
         end = int(calm(tiny(name), ids, mask, threshold)[0][1, 3])
     together, exits = calm(tiny(name), ids, mask, threshold, eos_token_id=end)
     assert bool(held) == (end is not None), "rows that have ended leave the batch"
@@ -121,11 +121,11 @@ def test_rows_of_a_batch_are_as_they_are_alone(
         steps = len(alone_exits)
         assert together[row, : steps + 1].tolist() == alone[0].tolist()
         assert [step[row] for step in exits[:steps]] == [step[0] for step in alone_exits]
-        assert [step[row] for step in exits[steps:]] == [0] * (len(exits) - steps)  # it ended: no layer is its own
+        assert [step[row] for step in exits[steps:]] == [0] * (len(exits) - steps)  # an ended sequence runs no layers
 
 
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "gpt_neox"])
-def test_above_1_nothing_leaves_and_texts_are_those_of_full_depth(name: str) -> None:
+def test_with_a_threshold_above_1_no_token_exits_early_and_the_output_is_that_of_full_depth(name: str) -> None:
     model = tiny(name)
     ids, mask = ragged_prompts([4, 9], 6)
     ours, exits = calm(model, ids, mask, 1.1)
@@ -142,26 +142,26 @@ def test_above_1_nothing_leaves_and_texts_are_those_of_full_depth(name: str) -> 
     assert torch.equal(ours, full[:, ids.shape[1] :])
 
 
-def test_at_0_every_token_leaves_after_the_first_layer() -> None:
+def test_with_threshold_0_every_token_exits_after_the_first_layer() -> None:
     ids, mask = ragged_prompts([4, 9], 6)
     _, exits = calm(tiny("llama"), ids, mask, 0.0)
     assert exits == [[1, 1]] * (NEW - 1)
 
 
-def test_one_new_token_takes_no_step() -> None:
+def test_generating_one_token_takes_no_decode_step() -> None:
     ids, mask = ragged_prompts([4, 9], 6)
     tokens, exits = calm(tiny("opt"), ids, mask, 0.5, max_new_tokens=1)
     assert tokens.shape == (2, 1)
     assert exits == []
 
 
-def test_a_margin_is_between_0_and_1_and_its_logits_can_be_large() -> None:
+def test_the_confidence_margin_is_between_0_and_1_even_for_large_logits() -> None:
     logits = torch.tensor([[1000.0, -1000.0, 0.0], [3.0, 3.0, 3.0], [0.0, 1.0, 2.0]])
     chances = torch.tensor([0.0, 1.0, 2.0]).softmax(0)
     assert margins(logits) == pytest.approx([1.0, 0.0, float(chances[2] - chances[1])])
 
 
-def test_a_model_without_lean_steps_is_refused() -> None:
+def test_a_model_without_a_fast_path_is_refused() -> None:
     model = tiny_opt.__wrapped__("opt", 2)
     model.register_forward_hook(lambda *_: None)
     ids, mask = ragged_prompts([4], 6)
@@ -169,7 +169,7 @@ def test_a_model_without_lean_steps_is_refused() -> None:
         calm(model, ids, mask, 0.5)
 
 
-def test_copies_for_propagation_are_made_once() -> None:
+def test_the_weight_copies_of_state_propagation_are_created_once() -> None:
     from eval.systems import calm as module
 
     ids, mask = ragged_prompts([4], 6)

@@ -1,4 +1,4 @@
-"""Whatever stands in a file that is given as a report, it is shown or refused in one line, never a traceback."""
+"""Any file given as a report is accepted or refused with a one-line error, never a traceback."""
 
 import copy
 import json
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def paths(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value within plain values."""
+    """The path of each value within JSON values."""
     yield path
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     for key, value in items:
@@ -106,7 +106,7 @@ def paths(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(values: Any, data: st.DataObject) -> Any:
-    """The values with another one in a place, or without one."""
+    """The values with one value replaced or removed."""
     values = {"all": copy.deepcopy(values)}
     *way, last = data.draw(st.sampled_from([("all", *path) for path in paths(values["all"])]))
     place: Any = values
@@ -126,7 +126,7 @@ def write(path: Path, values: Any) -> Path:
 
 
 def check_line(error: ConfigError, path: Path) -> None:
-    """A refusal is one line that names the file."""
+    """The error is one line that names the file."""
     message = str(error)
     assert "\n" not in message
     assert path.name in message
@@ -135,7 +135,7 @@ def check_line(error: ConfigError, path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_an_evaluations_report_is_shown_or_refused_in_a_line(folder: Path, data: st.DataObject) -> None:
+def test_a_damaged_report_is_accepted_or_refused_with_a_one_line_error(folder: Path, data: st.DataObject) -> None:
     values = json.loads((folder / "run" / "report.json").read_text())
     path = write(folder / "damaged.json", damaged(values, data))
     try:
@@ -154,7 +154,7 @@ def test_an_evaluations_report_is_shown_or_refused_in_a_line(folder: Path, data:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_speed_report_is_shown_and_merged_or_refused_in_a_line(folder: Path, data: st.DataObject) -> None:
+def test_a_damaged_speed_report_is_accepted_or_refused_with_a_one_line_error(folder: Path, data: st.DataObject) -> None:
     path = write(folder / "damaged.json", damaged(json.loads((folder / "second.json").read_text()), data))
     try:
         report = SpeedReport.load(path)
@@ -185,7 +185,7 @@ FILES: dict[str, bytes | None] = {
 
 
 @pytest.mark.parametrize("kind", [*FILES, "missing", "cut off", "the other kind"])
-def test_a_file_that_is_none_is_refused_in_a_line_wherever_it_is_named(
+def test_a_file_that_is_not_a_report_is_refused_with_a_one_line_error_by_every_option(
     kind: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     run, speed = folder / "run" / "report.json", folder / "first.json"
@@ -214,11 +214,13 @@ def test_a_file_that_is_none_is_refused_in_a_line_wherever_it_is_named(
             assert command(arguments) == 2
             error = capsys.readouterr().err
             assert error.startswith("error: ")
-            assert error.count("\n") <= 2  # the second says what wasn't written
+            assert error.count("\n") <= 2  # the second line names the file that wasn't written
     assert not list(tmp_path.glob("*.*"))
 
 
-def test_the_line_names_the_field_its_value_and_what_is_allowed(folder: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_damaged_report_names_the_field_its_value_and_what_is_allowed(
+    folder: Path, tmp_path: Path
+) -> None:
     values = json.loads((folder / "run" / "report.json").read_text())
     values["rows"][1]["tokens"] = "many"
     with pytest.raises(ConfigError, match=r"rows\.1\.tokens is 'many': input should be a valid integer"):

@@ -1,4 +1,4 @@
-"""The metrics as `evaluate` loads them from the repository, in a process without the network."""
+"""The metrics as modules of `evaluate`, loaded from the repository in a process without network."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def results(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     asked = {path.name: inputs for path in sorted((ROOT / "eval" / "metrics").iterdir()) if path.name != "__pycache__"}
     asked["bertscore"] = {**inputs, "model": str(bert), "layers": 2}
     asked["slot_error_rate"] = {"predictions": PREDICTIONS, "references": MEANINGS}
-    home = str(tmp_path_factory.mktemp("home"))  # whatever the machine has cached, nothing is found there
+    home = str(tmp_path_factory.mktemp("home"))  # an empty home, without caches
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": home}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(
@@ -61,7 +61,7 @@ def results(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_every_metric_is_a_module_that_gives_what_scores_gives(results: dict[str, Any], bert: Path) -> None:
+def test_every_evaluate_module_equals_score(results: dict[str, Any], bert: Path) -> None:
     scores = score(PREDICTIONS, REFERENCES, list(METRICS), meanings=MEANINGS, bert=BertModel(str(bert), 2))
     given = {name: value for result in results.values() for name, value in result.items()}
     for name, value in scores.values.items():
@@ -73,14 +73,14 @@ def test_every_metric_is_a_module_that_gives_what_scores_gives(results: dict[str
         assert "WordNet" in results["meteor"]["error"]
 
 
-def test_a_single_reference_may_be_given_as_a_text(results: dict[str, Any]) -> None:
+def test_a_single_reference_may_be_a_string(results: dict[str, Any]) -> None:
     expected = score(PREDICTIONS, [texts[:1] for texts in REFERENCES], ["bleu"]).values["bleu"]
     assert results["one reference"]["bleu"] == pytest.approx(expected)
 
 
-def test_a_tokenizer_may_be_named(results: dict[str, Any]) -> None:
+def test_the_score_command_supports_tokenizers(results: dict[str, Any]) -> None:
     assert results["chinese"]["value"] == pytest.approx(50)
 
 
-def test_bertscore_says_its_model_and_layer(results: dict[str, Any], bert: Path) -> None:
+def test_the_description_of_bertscore_names_model_and_layer(results: dict[str, Any], bert: Path) -> None:
     assert (results["bertscore"]["model"], results["bertscore"]["layer"]) == (str(bert), 2)

@@ -1,4 +1,4 @@
-"""Evaluations beside a rival, as a user runs them: a reference model, confidence exits, batch sizes, kills."""
+"""Evaluations with baselines, run as a user would: a reference model, confidence exits, batch sizes, interruptions."""
 
 import json
 import random
@@ -23,10 +23,10 @@ from eval.drawing import save_png
 from eval.journal import FILE_NAME
 from eval.results import Report
 from eval.systems.base import System
-from eval.systems.threshold import CLOSE
+from eval.systems.threshold import TOLERANCE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, describe_cost_model, profile_setting
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -59,12 +59,12 @@ def predictions(output: Path, label: str) -> list[str]:
 
 
 def set_generation(folder: Path, **settings: Any) -> None:
-    """Change a checkpoint's own settings of `generate`."""
+    """Change the generation config of a checkpoint."""
     file = folder / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
-def test_a_checkpoint_whose_generate_returns_more_than_texts_has_the_same_ones(full: Path, tmp_path: Path) -> None:
+def test_the_output_is_the_same_where_generate_returns_a_dict(full: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(full, tmp_path / "full"))
     set_generation(folder, return_dict_in_generate=True, output_scores=True)
     order = tmp_path / "order.json"  # by which also a model drafts that wasn't trained to skip
@@ -75,7 +75,7 @@ def test_a_checkpoint_whose_generate_returns_more_than_texts_has_the_same_ones(f
         assert predictions(tmp_path / "more", label) == predictions(tmp_path / "plain", label)
 
 
-def test_options_of_a_task_are_named_beside_or_in_place_of_those_of_the_training(full: Path, tmp_path: Path) -> None:
+def test_task_options_add_to_or_replace_those_of_the_training(full: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "train.csv").write_text("ask,say\nWhen?,Never.\n")
@@ -102,19 +102,19 @@ def test_a_shallow_checkpoint_is_measured_against_its_reference(
     assert (first.mean_layers, second.mean_layers) == (6, 2)
     assert first.wall_clock_speedup == 1
     assert second.wall_clock_speedup > 1
-    assert f"1x: full depth of the reference {full}" in capsys.readouterr().out.replace("\n", "")
+    assert f"1x: the reference {full} at full depth" in capsys.readouterr().out.replace("\n", "")
     evaluate(tmp_path / "alone", "--checkpoint", shallow, "--speedup", "1")
     assert predictions(tmp_path / "out", "full-depth") == predictions(tmp_path / "alone", "1x")
     assert predictions(tmp_path / "out", "1x") != predictions(tmp_path / "out", "full-depth")
 
 
-def test_targets_beside_a_reference_of_the_same_shape(full: Path, tmp_path: Path) -> None:
+def test_targets_are_allowed_with_a_reference_of_the_same_shape(full: Path, tmp_path: Path) -> None:
     other = save_checkpoint(tmp_path / "other", 6, seed=2)
     report = evaluate(tmp_path / "out", "--checkpoint", other, "--reference", full, "--speedup", "2")
     assert [(row.label, row.checkpoint) for row in report.rows] == [("1x", str(full)), ("2x", str(other))]
 
 
-def test_thresholds_for_targets_give_no_more_layers_than_the_schedules_on_validation_prompts(
+def test_calibrated_thresholds_run_at_most_the_layers_of_their_schedules_on_validation_prompts(
     full: Path, tmp_path: Path, capsys: Any
 ) -> None:
     report = evaluate(tmp_path / "out", "--checkpoint", full, "--system", "calm", "--speedup", "1.5", "2.5")
@@ -129,8 +129,8 @@ def test_thresholds_for_targets_give_no_more_layers_than_the_schedules_on_valida
         assert row.threshold.prompts == 6
         assert row.threshold.wanted_layers == schedule.mean_budget(8)
         assert row.threshold.found_layers is not None
-        assert 0.5 < row.threshold.wanted_layers - row.threshold.found_layers + 0.5 < 0.5 + 20 * CLOSE
-        assert 1 <= row.mean_layers <= row.layers_per_step <= 6  # a batch goes as deep as its deepest row
+        assert 0.5 < row.threshold.wanted_layers - row.threshold.found_layers + 0.5 < 0.5 + 20 * TOLERANCE
+        assert 1 <= row.mean_layers <= row.layers_per_step <= 6  # a batch runs as deep as its deepest sequence
         assert row.cache_bytes == report.rows[0].cache_bytes
     slow, fast = (row.threshold for row in report.rows[1:])
     assert slow is not None
@@ -146,7 +146,7 @@ def _cost(folder: Path) -> Any:
     return CostModel.of(load_model(str(folder)))
 
 
-def test_named_thresholds_are_rows_and_above_1_is_full_depth(full: Path, tmp_path: Path) -> None:
+def test_given_thresholds_are_rows_and_one_above_1_equals_full_depth(full: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", full, "--system", "calm", "--calm-threshold", "0.05", "1.5"]
     report = evaluate(tmp_path / "out", *words)
     assert [row.label for row in report.rows] == ["1x", "calm-0.05", "calm-1.5"]
@@ -157,7 +157,7 @@ def test_named_thresholds_are_rows_and_above_1_is_full_depth(full: Path, tmp_pat
     assert "λ 0.05" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path: Path) -> None:
+def test_a_users_schedule_is_a_row_named_after_its_file(full: Path, tmp_path: Path) -> None:
     file = tmp_path / "fixed-exit.json"
     file.write_text(SkipSchedule(6, 3, 3, decay="constant", placement="bottom").to_json())
     report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1", "--schedule", file)
@@ -165,7 +165,7 @@ def test_a_schedule_of_ones_own_is_a_row_by_its_files_name(full: Path, tmp_path:
     assert (row.label, row.system, row.speedup_target, row.mean_layers) == ("fixed-exit", "skip", None, 3)
 
 
-def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Path, capsys: Any) -> None:
+def test_speed_is_measured_at_the_requested_batch_sizes(full: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["--checkpoint", full, "--speedup", "3", "--time-batch-size", "1", "5", "8", "--time-limit", "7"]
     report = evaluate(tmp_path / "out", *words)
     for row in report.rows:
@@ -174,21 +174,21 @@ def test_speeds_are_taken_at_the_batch_sizes_asked_for(full: Path, tmp_path: Pat
         assert all(t.speedup.lower <= t.speedup.median <= t.speedup.upper for t in row.timings)
     assert [t.speedup.median for t in report.rows[0].timings] == [1, 1, 1]
     assert all(t.speedup.median > 1 for t in report.rows[1].timings)
-    for row in report.rows:  # the row's own speeds are those of the size that was asked for first
+    for row in report.rows:  # the speedups of a row are those at the first requested batch size
         assert (row.speed("decode"), row.speed("all")) == (row.timings[0].speedup, row.timings[0].whole_speedup)
     (printed, said), written = capsys.readouterr(), (tmp_path / "out" / "report.md").read_text()
-    assert "clock at batch 8: timed in a batch of 7, as --time-limit says" in " ".join(said.split())
+    assert "timing at batch 8 uses a batch of 7: limited by --time-limit" in " ".join(said.split())
     assert "by batch size" in printed
     assert "| 3x | 5 | 7 |" in written
     for text in (printed, written):
-        assert all(text.count(header) == 2 for header in (" asked ", " decoding (asked) ", " whole "))
-        assert "over this row's at batch 1, of decoding and of the whole" in text.replace("\n", " ")
-        assert "Targets are of decoding, solved for each batch size by the analytical cost model" in " ".join(
-            text.split()
-        )
+        words = " ".join(text.split())
+        assert "divided by those of this row at batch 1, for decode and end-to-end (prefill + decode)" in words
+        assert "Targets apply to the decode speedup, solved for each batch size by " in words
+    for header in (" target ", " speedup (decode) ", " speedup (end-to-end) "):
+        assert written.count(header) == 2
 
 
-def test_texts_that_never_end_are_counted_and_said(full: Path, tmp_path: Path) -> None:
+def test_outputs_that_never_end_are_counted_in_a_note(full: Path, tmp_path: Path) -> None:
     report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "2")
     model, tokenizer = load(str(full))
     most = report.max_new_tokens
@@ -198,12 +198,12 @@ def test_texts_that_never_end_are_counted_and_said(full: Path, tmp_path: Path) -
         found = model.generate(**inputs, max_new_tokens=most, do_sample=False)
         endless += found.shape[1] - inputs["input_ids"].shape[1] == most
     assert report.never_ended == endless
-    said = "9 of 9 texts of the 1x row, whose lengths all rows are timed at, never ended"
+    said = "9 of 9 outputs of the 1x row, whose lengths are used to time all rows, never end:"
     assert any(note.startswith(said) for note in replace(report, never_ended=report.examples).notes())
-    assert not any("never ended" in note for note in replace(report, never_ended=report.examples // 2).notes())
+    assert not any("never end:" in note for note in replace(report, never_ended=report.examples // 2).notes())
 
 
-def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_path: Path) -> None:
+def test_targets_are_solved_for_decode_or_end_to_end_and_for_each_batch_size(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "long", 6)
     solver = {"horizon": 20, "over": "all", "lengths": [[2, 97], [30, 3]], "prompt_lengths": [[3000, 1]]}
     config = SkipConfig(solver=solver, task={"name": "departures", "options": TASK})
@@ -229,11 +229,11 @@ def test_a_target_is_solved_for_the_kind_of_speed_and_for_each_batch_size(tmp_pa
         assert row.schedule == expected[4]
         different[over] = len({json.dumps(schedule) for schedule in expected.values()})
         assert all(schedule["prompt"] == "full" for schedule in expected.values()) == (over == "decode")
-        assert " of prompt and decoding, " in report.to_markdown() or over == "decode"
+        assert "the end-to-end speedup, " in report.to_markdown() or over == "decode"
     assert max(different.values()) > 1, "batch sizes matter here"
 
 
-def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Path, tmp_path: Path) -> None:
+def test_targets_are_solved_with_the_saved_profile_of_this_machine(full: Path, tmp_path: Path) -> None:
     model, _ = load(str(full))
     times = TimedBatch(4, 20, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
     setting = profile_setting(model, CostModel.of(model), "packed")
@@ -247,11 +247,11 @@ def test_targets_follow_the_profile_of_this_machine_where_there_is_one(full: Pat
     assert (
         report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
     )
-    assert report.clock == "the calibrated profile of 2026-01-02"
-    assert "by the calibrated profile of 2026-01-02." in report.to_markdown()
+    assert report.clock == describe_cost_model(profile)
+    assert f"solved for each batch size by {report.clock}." in report.to_markdown()
 
 
-def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the_test_set(
+def test_every_system_is_timed_with_the_output_lengths_of_full_depth_on_prompts_spread_over_the_test_set(
     full: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     calls: list[Any] = []
@@ -291,7 +291,7 @@ def test_every_system_is_timed_on_texts_as_long_as_full_depths_from_all_over_the
         assert timing.speedup.median == statistics.median(map(truediv, full_seconds, seconds))
 
 
-def test_the_picture_names_each_report_whatever_its_name_starts_with_and_a_checkpoint_that_is_called_a_dot(
+def test_the_picture_labels_each_report_including_names_with_underscores_and_the_current_folder(
     full: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     named: list[str] = []
@@ -309,9 +309,7 @@ def test_the_picture_names_each_report_whatever_its_name_starts_with_and_a_check
     assert named == ["full", "_other"]
 
 
-def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test_set(
-    full: Path, tmp_path: Path
-) -> None:
+def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> None:
     report = evaluate(tmp_path / "out", "--checkpoint", full, "--speedup", "1")
     assert [(t.batch_size, t.prompts) for t in report.rows[0].timings] == [(4, 9)]
 
@@ -319,23 +317,23 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--reference", "SHALLOW", "--speedup", "1", "2"], "is of another shape: leave --speedup out"),
-        (["--reference", "FULL"], "that is the checkpoint itself"),
+        (["--reference", "SHALLOW", "--speedup", "1", "2"], "has another shape: leave --speedup out"),
+        (["--reference", "FULL"], "the checkpoint itself"),
         (["--reference", "OTHERWORDS"], "has another tokenizer (300 tokens, ending in '</s>') than --checkpoint"),
         (["--reference", "STOPS"], "the generation_config.json of STOPS has stop_strings"),
         (["--reference", "BEAMS"], "the generation_config.json of BEAMS: num_beams is 2"),
         (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
         (["--reference", "./nowhere"], "isn't a checkpoint: it is not a folder"),
-        (["--calm-threshold", "0.5"], "--calm-threshold is for --system calm"),
+        (["--calm-threshold", "0.5"], "--calm-threshold requires --system calm"),
         (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
         (["--system", "calm", "--calm-threshold", "nan"], "--calm-threshold is [nan]"),
-        (["--system", "calm", "--calm-threshold", "0.5", "--speedup", "2"], "in place of targets"),
-        (["--system", "calm", "--schedule", "x.json"], "--schedule is for --system skip"),
-        (["--system", "calm", "--task", "e2e", "--data-dir", "E2E"], "or name thresholds with --calm-threshold"),
-        (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be called 'calm-0.5'"),
+        (["--system", "calm", "--calm-threshold", "0.5", "--speedup", "2"], "replaces targets"),
+        (["--system", "calm", "--schedule", "x.json"], "--schedule requires --system skip"),
+        (["--system", "calm", "--task", "e2e", "--data-dir", "E2E"], "or give thresholds with --calm-threshold"),
+        (["--system", "calm", "--calm-threshold", "0.5", "0.50000001"], "two rows would be named 'calm-0.5'"),
         (["--speedup", "1", "--schedule", "DEEPER"], "the schedule is for 9 layers, the model has 6"),
-        (["--schedule", "2x.json", "--speedup", "2"], "two rows would be called '2x'"),
+        (["--schedule", "2x.json", "--speedup", "2"], "two rows would be named '2x'"),
         (["--time-batch-size", "0"], "--time-batch-size is [0]"),
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
@@ -345,18 +343,21 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--task", "e2ee"], "unknown task 'e2ee'"),
         (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
         (["--task-option", "test_size=few"], "test_size is 'few'"),
-        (["--speedup", "0.5"], "name different targets of 1 or more"),
-        (["--speedup", "inf"], "name different targets of 1 or more"),
+        (["--speedup", "0.5"], "targets must be different and at least 1"),
+        (["--speedup", "inf"], "targets must be different and at least 1"),
         (["--limit", "0"], "--limit is 0"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1: it must be at least 2"),
         (["--schedule", "E2E/devset.csv"], "schedule file 'E2E/devset.csv': not a schedule"),
         (["--device", "cuda:x"], "--device is 'cuda:x', which can't be used"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--max-new-tokens", "120"], "the model has 128 positions and max_new_tokens is 120"),
-        (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference takes no exits by itself"),
-        (["--speedup", "1", "--lossless", "auto"], "--lossless is auto: the checkpoint names no speed above 1"),
-        (["--order", "ORDER"], "--order says which layers draft for --lossless auto"),
-        (["--lossless", "2", "--order", "ORDER"], "--order says which layers draft for --lossless auto"),
+        (["--system", "calm", "--reference", "SHALLOW"], "--system calm with --reference has no default targets"),
+        (
+            ["--speedup", "1", "--lossless", "auto"],
+            "--lossless is auto: the checkpoint was trained for no speedup above 1",
+        ),
+        (["--order", "ORDER"], "--order requires --lossless auto"),
+        (["--lossless", "2", "--order", "ORDER"], "--order requires --lossless auto"),
         (
             ["--lossless", "auto", "--order", "ORDER"],
             "order file 'ORDER': order has 2 layers: it must have",
@@ -365,12 +366,12 @@ def test_all_prompts_are_timed_where_there_are_few_at_the_batch_size_of_the_test
         (["--compare", "nothing"], "expected NAME=PATH"),
         (["--compare", "=report.json"], "expected NAME=PATH"),
         (["--compare", "a=x", "a=y"], "--compare names 'a' twice"),
-        (["--compare", "full=x"], "--compare names 'full', as the checkpoint's own line is called"),
-        (["--compare", "other=E2E/devset.csv"], "is no report"),
+        (["--compare", "full=x"], "--compare names 'full', which is the name of the checkpoint's own line"),
+        (["--compare", "other=E2E/devset.csv"], "is not a report"),
         (["--data-dir", "/nowhere", "--task", "e2e"], "no such folder"),
     ],
 )
-def test_a_bad_request_is_one_line_and_writes_nothing(
+def test_an_invalid_request_prints_a_one_line_error_and_writes_nothing(
     words: list[str], message: str, full: Path, shallow: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -405,7 +406,7 @@ RESUMED = ["--system", "calm", "--speedup", "1.5", "2.5", "--time-batch-size", "
 
 
 def without_clocks(folder: Path) -> Any:
-    """The report, without what a clock or a command line said."""
+    """The report without times and commands."""
     report = json.loads((folder / "report.json").read_text())
     del report["command"]
     for row in report["rows"]:
@@ -414,11 +415,11 @@ def without_clocks(folder: Path) -> Any:
     return report
 
 
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Path, tmp_path: Path) -> None:
+def test_an_evaluation_killed_at_any_moment_continues_and_writes_the_same_report(full: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", str(full), *RESUMED]
     evaluate(tmp_path / "straight", *words)
     output = tmp_path / "killed"
-    lines = random.Random().randint(2, 15)  # of twenty at least
+    lines = random.Random().randint(2, 15)  # of at least twenty
     run = start_python(["-m", "eval", *words, *SMALL, "--output", str(output)], tmp_path / "log.txt")
     deadline = time.monotonic() + 120
     while run.is_alive() and time.monotonic() < deadline:
@@ -429,7 +430,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
     assert run.exitcode == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
     assert not (output / "report.json").exists()
     journal = (output / FILE_NAME).read_bytes()
-    # Torn besides, as by a machine that stops.
+    # An incomplete line, as after a crash of the machine.
     (output / FILE_NAME).write_bytes(journal + b'[["test", "4", "2", "calm-2')
     before = [json.loads(line) for line in journal.splitlines()[1:]]
     report = evaluate(output, *words)
@@ -437,14 +438,14 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_report(full: Pat
     for row in report.rows:
         assert predictions(output, row.label) == predictions(tmp_path / "straight", row.label)
         known = [value["decode_seconds"] for key, value in before if key[0] == "test" and key[-1] == row.label]
-        assert row.decode_seconds >= sum(known)  # the clocks from before the kill are in it
+        assert row.decode_seconds >= sum(known)  # includes the times from before the kill
 
 
 def _killed(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_an_unfinished_evaluation_of_another_kind_is_refused(
+def test_continuing_an_evaluation_with_other_options_is_refused(
     full: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     import eval.run

@@ -1,4 +1,4 @@
-"""Without --speedup, a checkpoint is evaluated at the speeds that it was trained for; an export at its own alone."""
+"""By default a checkpoint is evaluated at its trained speedups, an exported one at its single speedup."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_checkpoints import save_checkpoint
 
 import eval.cli
-from eval.loading import MOST_SPEEDUPS, evaluated_speedups
+from eval.loading import MAX_SPEEDUPS, evaluated_speedups
 from eval.request import Request
 from eval.results import Report
 from skipdecode import ConfigError, SkipSchedule, load
@@ -29,29 +29,29 @@ def asked(**options: Any) -> Request:
 
 
 @given(trained=st.lists(speeds, unique=True, min_size=1, max_size=40), horizon=st.integers(1, 9))
-def test_every_default_was_trained_for(trained: list[float], horizon: int) -> None:
+def test_default_speedups_are_within_the_trained_range(trained: list[float], horizon: int) -> None:
     config = SkipConfig({speed: SkipSchedule.full_depth(6) for speed in trained}, {"horizon": horizon})
     found = evaluated_speedups(asked(), config)
     assert found
     assert all(min(trained) <= speed <= max(trained) for speed in found)
-    assert len(found) <= MOST_SPEEDUPS
-    if len(trained) <= MOST_SPEEDUPS:
+    assert len(found) <= MAX_SPEEDUPS
+    if len(trained) <= MAX_SPEEDUPS:
         assert set(found) == set(trained)
-    # What is asked for is done, and a checkpoint beside a reference is one more row of full depth by default.
+    # Requested speedups are used; with a reference the default is the checkpoint at full depth.
     assert evaluated_speedups(asked(speedups=(1.0, 7.0)), config) == (1.0, 7.0)
     assert evaluated_speedups(asked(reference="other"), config) == (1.0,)
 
 
-def test_what_was_never_trained_to_skip_is_evaluated_at_full_depth() -> None:
+def test_a_checkpoint_never_trained_to_skip_is_evaluated_at_full_depth_by_default() -> None:
     assert evaluated_speedups(asked(), None) == (1.0,)
     assert evaluated_speedups(asked(), SkipConfig({1.0: SkipSchedule.full_depth(6)}, {"horizon": 8})) == (1.0,)
     exits = SkipConfig({1.0: SkipSchedule.full_depth(6)}, {"placement": "bottom", "decay": "constant"})
-    assert evaluated_speedups(asked(), exits) == (1.0, 2.0, 3.0, 4.0)  # each of whose layers learnt to be the last
+    assert evaluated_speedups(asked(), exits) == (1.0, 2.0, 3.0, 4.0)  # trained with exits at every layer
     assert evaluated_speedups(asked(system="calm"), None) == (1.0, 2.0, 3.0, 4.0)
 
 
 @given(speed=speeds, others=st.lists(speeds, unique=True, max_size=3))
-def test_an_export_has_one_speed(speed: float, others: list[float]) -> None:
+def test_an_exported_checkpoint_has_a_single_speed(speed: float, others: list[float]) -> None:
     config = SkipConfig({speed: STAYS}, {})
     assert config.exported == speed
     if tuple(others) in ((), (speed,)):
@@ -61,7 +61,7 @@ def test_an_export_has_one_speed(speed: float, others: list[float]) -> None:
             evaluated_speedups(asked(speedups=tuple(others)), config)
     assert evaluated_speedups(asked(reference="other"), config) == (speed,)
     assert evaluated_speedups(asked(system="calm", calm_thresholds=(0.5,)), config) == (speed,)
-    with pytest.raises(ConfigError, match="name thresholds with --calm-threshold"):
+    with pytest.raises(ConfigError, match="give thresholds with --calm-threshold"):
         evaluated_speedups(asked(system="calm"), config)
 
 
@@ -93,8 +93,8 @@ def predictions(output: Path, label: str) -> list[str]:
     return [json.loads(line)["prediction"] for line in lines]
 
 
-def test_an_export_is_evaluated_under_its_own_schedule(whole: Path, tmp_path: Path) -> None:
-    """Also one whose budget falls, whose full depth is a schedule that nothing was trained for."""
+def test_an_exported_checkpoint_is_evaluated_with_its_own_schedule(whole: Path, tmp_path: Path) -> None:
+    """Also with a decaying schedule, where full depth was never trained."""
     files = [tmp_path / "falls.json", tmp_path / "stays.json"]
     for file, schedule in zip(files, (FALLS, STAYS), strict=True):
         file.write_text(schedule.to_json())
@@ -112,12 +112,12 @@ def test_an_export_is_evaluated_under_its_own_schedule(whole: Path, tmp_path: Pa
     assert [(row.label, row.num_layers) for row in report.rows] == [("1x", 3)]
 
 
-def test_another_speed_of_an_export_is_refused(whole: Path, tmp_path: Path, capsys: Any) -> None:
+def test_another_speed_of_an_exported_checkpoint_is_refused(whole: Path, tmp_path: Path, capsys: Any) -> None:
     small = exported(whole, tmp_path / "small", 2.0)
     words = ["--checkpoint", str(small), *SMALL, "--speedup", "1", "2", "--output", str(tmp_path / "out")]
     assert eval.cli.main(words) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: --speedup is [1.0, 2.0]: --checkpoint {small} was exported for 2x and decodes at that speed alone; "
+        f"error: --speedup is [1.0, 2.0]: --checkpoint {small} was exported for 2x and only decodes at that speed; "
         "leave --speedup out"
     )
     assert not (tmp_path / "out").exists()

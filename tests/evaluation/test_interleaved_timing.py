@@ -1,4 +1,4 @@
-"""Systems take turns, and nothing that a journal has is decoded again. With systems that only count."""
+"""Systems take turns, and nothing in the journal is decoded again. The systems are fakes that count calls."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,7 +20,7 @@ PROMPTS = [[7] * (3 + len(example.prompt) % 5) for example in EXAMPLES]
 
 
 class Counting(System):
-    """Answers with its name and the prompt's length; notes each call."""
+    """Returns its name and the prompt's length, and records each call."""
 
     kind = "skip"
     cached: Any = None
@@ -62,7 +62,7 @@ class Killed(Exception):
 
 
 class Mortal(list[Any]):
-    """A list of calls whose writer is killed before a call that decodes a batch."""
+    """A list of calls that raises before a given call that decodes a batch."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -84,7 +84,7 @@ def timed(calls: list[Any]) -> list[Any]:
     kills=st.lists(st.integers(0, 12), max_size=4),
     lengths=st.none() | st.just([1 + n % 20 for n in range(len(EXAMPLES))]),
 )
-def test_killed_at_any_call_nothing_is_decoded_twice_and_the_results_are_the_same(
+def test_decoding_killed_at_any_call_continues_with_equal_results_and_decodes_nothing_twice(
     batch_size: int,
     labels: str,
     kills: list[int],
@@ -113,12 +113,12 @@ def test_killed_at_any_call_nothing_is_decoded_twice_and_the_results_are_the_sam
         (label, texts, made) for label, texts, _, made in expected
     ]
     again: list[Any] = []
-    assert decode(labels, batch_size, Journal(path), again, lengths) == found  # clocks too, as they were
+    assert decode(labels, batch_size, Journal(path), again, lengths) == found  # including the times
     assert again == []
 
 
 @given(count=st.integers(1, 12), rounds=st.integers(0, 5))
-def test_each_comes_first_as_often_and_orders_come_forwards_and_backwards(count: int, rounds: int) -> None:
+def test_every_system_is_first_equally_often_and_orders_alternate_direction(count: int, rounds: int) -> None:
     systems = range(count)
     first = Counter(order_of_turn(systems, 2 * count * rounds + turn)[0] for turn in range(2 * count))
     assert first == dict.fromkeys(systems, 2)
@@ -128,11 +128,11 @@ def test_each_comes_first_as_often_and_orders_come_forwards_and_backwards(count:
         assert {forwards.index(system) + backwards.index(system) for system in systems} == {count - 1}
 
 
-def test_systems_take_turns_and_are_warm_before_they_are_timed() -> None:
+def test_systems_take_turns_and_are_warmed_up_before_timing() -> None:
     calls: list[Any] = []
     decode("abc", 5, Journal(), calls)
     assert [call[0] for call in timed(calls)] == ["a", "b", "c", "c", "b", "a", "b", "c", "a"]
-    again: list[Any] = []  # batches that come once more go on with the turns
+    again: list[Any] = []  # repeated batches continue the order of turns
     decode("abc", 5, Journal(), again, first_turn=3)
     assert [call[0] for call in timed(again)] == ["a", "c", "b", "c", "a", "b", "b", "a", "c"]
     for label in "abc":
@@ -141,7 +141,7 @@ def test_systems_take_turns_and_are_warm_before_they_are_timed() -> None:
         assert first[1] == second[1]
 
 
-def test_batches_hold_prompts_of_like_length_and_predictions_come_in_the_order_of_examples() -> None:
+def test_batches_hold_prompts_of_similar_length_and_predictions_keep_the_order_of_examples() -> None:
     calls: list[Any] = []
     ((_, predictions, _, _),) = decode("a", 4, Journal(), calls)
     assert [length for call in timed(calls) for length in call[1]] == sorted(map(len, PROMPTS))
@@ -153,7 +153,7 @@ def decoded(prefill: list[float], decoding: list[float], steps: list[int]) -> De
     return DecodedSet(Counting("a", []), [], [], turns)
 
 
-def test_a_speed_is_the_median_over_batches_of_decoding_or_of_the_whole() -> None:
+def test_a_speedup_is_the_median_over_batches_for_decode_and_end_to_end() -> None:
     full = decoded([2.0, 2.0, 1.0], [4.0, 8.0, 0.0], [2, 3, 0])
     fast = decoded([2.0, 1.0, 0.5], [1.0, 1.0, 0.0], [2, 3, 0])
     assert fast.speed_over(full, "decode") == Ratio(6.0, 5.0, 7.0)  # the last ended with its first tokens
@@ -164,11 +164,11 @@ def test_a_speed_is_the_median_over_batches_of_decoding_or_of_the_whole() -> Non
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=300), count=st.integers(1, 80))
-def test_prompts_that_are_timed_are_spread_over_the_lengths_of_all(lengths: list[int], count: int) -> None:
+def test_timed_prompts_are_spread_evenly_over_all_lengths(lengths: list[int], count: int) -> None:
     drawn = spread_over_lengths(lengths, count)
     assert len(drawn) == len(set(drawn)) == min(count, len(lengths))
     ranked = sorted(lengths)
-    # Each is the middle one of as many equal parts of all, in order of length.
+    # Each is the middle of one of equally many parts of all prompts, in order of length.
     for number, n in enumerate(drawn):
         middle = (number + 0.5) * len(lengths) / len(drawn)
         assert ranked[max(0, int(middle) - 1)] <= lengths[n] <= ranked[min(len(lengths) - 1, int(middle) + 1)]

@@ -1,4 +1,4 @@
-"""A journal holds what was added, whatever moment its writer was killed at."""
+"""A journal keeps all complete entries when its process is killed at any moment."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ entries = st.lists(st.tuples(st.tuples(texts, texts), values), max_size=6, uniqu
 
 
 def held(journal: Journal, entries: list[Any]) -> int:
-    """How many of the entries the journal has; they are the first, with their values."""
+    """The number of entries in the journal, after checking that they are the first ones."""
     count = len(journal)
     for number, (key, value) in enumerate(entries):
         assert (key in journal) == (number < count)
@@ -30,7 +30,7 @@ def held(journal: Journal, entries: list[Any]) -> int:
 
 
 @given(entries=entries, data=st.data())
-def test_cut_off_at_any_byte_it_holds_the_first_entries_and_takes_the_rest(
+def test_a_journal_truncated_at_any_byte_keeps_its_first_entries_and_can_be_continued(
     entries: list[Any], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
@@ -45,7 +45,7 @@ def test_cut_off_at_any_byte_it_holds_the_first_entries_and_takes_the_rest(
         path.write_bytes(path.read_bytes()[:size])
     again = Journal(path, HEADER)
     count = held(again, entries)
-    assert count == sum(end <= size for end in ends)  # not one that was whole is lost
+    assert count == sum(end <= size for end in ends)  # no complete entry is lost
     for key, value in entries[count:]:
         again.add(key, value)
     assert held(Journal(path, HEADER), entries) == len(entries)
@@ -53,18 +53,18 @@ def test_cut_off_at_any_byte_it_holds_the_first_entries_and_takes_the_rest(
         assert [json.loads(line) for line in path.read_bytes().splitlines()][1:] == [[list(k), v] for k, v in entries]
 
 
-def test_a_last_line_of_which_only_the_end_was_written_is_dropped(tmp_path: Path) -> None:
+def test_a_last_line_with_missing_content_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, HEADER)
     journal.add(("a",), 1)
     whole = path.read_bytes()
-    path.write_bytes(whole + b"\0" * 40 + b"]]\n")  # a machine that stopped: one block of two was on the disk
+    path.write_bytes(whole + b"\0" * 40 + b"]]\n")  # after a crash of the machine: one of two blocks was on the disk
     again = Journal(path, HEADER)
     again.add(("b",), 2)
     assert path.read_bytes() == whole + b'[["b"], 2]\n'
 
 
-def test_a_journal_of_another_evaluation_is_refused_and_named(tmp_path: Path) -> None:
+def test_a_journal_of_another_evaluation_is_refused_with_the_differences(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     Journal(path, HEADER).add(("a",), 1)
     before = path.read_bytes()
@@ -76,7 +76,7 @@ def test_a_journal_of_another_evaluation_is_refused_and_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", [b"my notes\n", b'{"format": 1}\nnot json\n[["a"], 1]\n', b"[1]\n[2]\n"])
-def test_what_is_no_journal_is_refused_and_left_alone(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"is damaged, or no journal of this kind|of another evaluation"):
@@ -84,13 +84,13 @@ def test_what_is_no_journal_is_refused_and_left_alone(content: bytes, tmp_path: 
     assert path.read_bytes() == content
 
 
-def test_nothing_is_written_before_something_is_added(tmp_path: Path) -> None:
+def test_a_journal_creates_no_file_before_the_first_entry(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out" / "journal.jsonl", HEADER)
     assert not (tmp_path / "out").exists()
     journal.remove()
 
 
-def test_without_a_file_it_is_in_memory() -> None:
+def test_a_journal_without_a_path_is_in_memory() -> None:
     journal = Journal()
     journal.add(("a", "1"), [1, 2])
     assert ("a", "1") in journal
@@ -104,7 +104,7 @@ def adapters_of(base: str, folder: Path) -> Path:
     return folder
 
 
-def test_of_adapters_the_model_that_they_adapt_is_part_of_what_was_evaluated(tmp_path: Path) -> None:
+def test_the_identity_of_adapters_includes_their_base_model(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     for file in ("config.json", "model.safetensors"):
@@ -118,16 +118,16 @@ def test_of_adapters_the_model_that_they_adapt_is_part_of_what_was_evaluated(tmp
     (base / "model.safetensors").write_text("{ }")
     with pytest.raises(ConfigError, match=r"another evaluation \(checkpoint\.base\.model\.safetensors"):
         Journal(tmp_path / "journal.jsonl", {"checkpoint": weights_identity(str(apart))})
-    assert weights_identity(str(apart), checksum) != contents  # by which processes compare what they have read
-    (apart / "config.json").write_text("{}")  # merged: the base is no part of it any more
+    assert weights_identity(str(apart), checksum) != contents  # as compared between processes
+    (apart / "config.json").write_text("{}")  # merged: it no longer depends on the base
     assert "base" not in weights_identity(str(apart))
 
 
 @pytest.mark.parametrize("adapters_too", [False, True])
-def test_of_adapters_of_a_repository_its_commit_is_part_of_what_was_evaluated(
+def test_the_identity_of_hub_adapters_includes_their_commit(
     adapters_too: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the adapters are another repository, with a commit of its own."""
+    """Also where the base model is another repository with its own commit."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     base = tmp_path / "base"

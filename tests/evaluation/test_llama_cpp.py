@@ -1,4 +1,4 @@
-"""llama.cpp as a peer computes the model that it is given."""
+"""llama.cpp as a peer computes the given model."""
 
 import json
 from pathlib import Path
@@ -45,25 +45,25 @@ def prompts(rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_float32_it_continues_a_batch_as_transformers_does(kind: str, tmp_path: Path) -> None:
+def test_llama_cpp_in_float32_generates_the_same_tokens_as_transformers(kind: str, tmp_path: Path) -> None:
     model, ids = llama(kind), prompts(3)
     write_gguf(model, tmp_path / "model.gguf", "F32")
     decoder = GreedyLlama(tmp_path / "model.gguf", threads=1)
     expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 7:]
-    assert len({tuple(row) for row in expected.tolist()}) == 3  # rows differ, so a mixed-up one would show
-    for new_tokens in (20, 5):  # a second run starts anew
+    assert len({tuple(row) for row in expected.tolist()}) == 3  # rows differ, so exchanged rows would be detected
+    for new_tokens in (20, 5):  # a second run starts with an empty cache
         assert decoder.run(ids.tolist(), new_tokens).tokens == expected[:, :new_tokens].tolist()
     assert decoder.run(ids[1:2].tolist(), 20).tokens == expected[1:2].tolist()
 
 
-def test_sizes_that_do_not_fall_into_groups_are_refused(tmp_path: Path) -> None:
+def test_sizes_that_are_not_multiples_of_the_quantization_group_are_refused(tmp_path: Path) -> None:
     model = randomised(AutoConfig.for_model("llama", **{**SIZES, "intermediate_size": 72}), seed=2)
     with pytest.raises(ConfigError, match=r"down_proj.weight has 72 inputs: Q4_0 needs a multiple of 32"):
         write_gguf(model, tmp_path / "model.gguf", "Q4_0")
     assert not list(tmp_path.iterdir())
 
 
-def test_it_takes_turns_with_the_others(tmp_path: Path) -> None:
+def test_llama_cpp_takes_turns_in_the_benchmark(tmp_path: Path) -> None:
     shape, output = tmp_path / "tiny.yaml", tmp_path / "speed.json"
     shape.write_text("model_type: llama\n" + "".join(f"{key}: {value}\n" for key, value in SIZES.items()))
     words = ["--model", str(shape), "--output", str(output), "--peers", "transformers", "llama.cpp", "--predict"]
@@ -77,7 +77,7 @@ def test_it_takes_turns_with_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0"])
-def test_quantised_it_chooses_what_the_quantised_weights_choose(quantization: str, tmp_path: Path) -> None:
+def test_llama_cpp_quantized_generates_the_tokens_of_the_quantized_weights(quantization: str, tmp_path: Path) -> None:
     model, ids = llama("shared keys"), prompts(8)
     write_gguf(model, tmp_path / "model.gguf", quantization)
     tokens = torch.tensor(GreedyLlama(tmp_path / "model.gguf", threads=2).run(ids.tolist(), 20).tokens)
@@ -88,13 +88,13 @@ def test_quantised_it_chooses_what_the_quantised_weights_choose(quantization: st
             rounded = gguf.quants.dequantize(gguf.quants.quantize(parameter.detach().numpy(), kind), kind)
             parameter.data = torch.from_numpy(rounded)
     found = lost(model, ids, tokens)
-    assert found.max() < 0.2  # it rounds activations too
+    assert found.max() < 0.2  # llama.cpp quantizes activations too
     assert found.mean() < 0.01
-    assert plain.mean() > 2 * found.mean()  # as other weights would show
+    assert plain.mean() > 2 * found.mean()  # other weights would be detected
 
 
 def lost(model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """What the logits of chosen tokens lack to the highest ones, in standard deviations, [batch, new tokens]."""
+    """The highest logit minus that of the chosen token, in standard deviations, [batch, new tokens]."""
     with torch.no_grad():
         logits = model(torch.cat([ids, tokens], dim=1)).logits[:, ids.shape[1] - 1 : -1]
     return (logits.max(-1).values - logits.gather(-1, tokens[..., None]).squeeze(-1)) / logits.std()

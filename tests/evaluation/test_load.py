@@ -1,4 +1,4 @@
-"""The benchmark under load: arrivals, figures against known delays, and the command as a user runs it."""
+"""The load test: arrivals, measurements against known delays, and the command run as a user would."""
 
 import asyncio
 import json
@@ -26,15 +26,15 @@ import eval.load.report
 import eval.load.run
 from data import load_task
 from eval.drawing import save_png
-from eval.load import lock_step
+from eval.load import static_batching
 from eval.load.arrivals import drawn_prompts, poisson_arrivals
 from eval.load.cli import main
-from eval.load.client import Asked, Outcome, play
+from eval.load.client import Endpoint, Outcome, play
 from eval.load.report import Percentiles, row_of, throughput
 
-FIRST, BETWEEN, TOKENS = 0.15, 0.06, 4  # seconds, and parts of a text
-SLOW = pytest.mark.release  # `transformers serve` takes its time to start
-SEEN: list[dict[str, Any]] = []  # what the server was asked
+FIRST, BETWEEN, TOKENS = 0.15, 0.06, 4  # seconds, seconds, parts of an answer
+SLOW = pytest.mark.release  # `transformers serve` starts slowly
+SEEN: list[dict[str, Any]] = []  # the bodies of all requests
 
 
 # ---- arrivals
@@ -46,16 +46,16 @@ def test_arrivals_are_a_poisson_process(rate: float) -> None:
     gaps = [b - a for a, b in pairwise(arrivals)]
     assert arrivals[0] == 0.0
     assert statistics.mean(gaps) == pytest.approx(1 / rate, rel=0.03)
-    # Exponential: a share of exp(-x) of the gaps is longer than x times their mean, and one knows nothing of the next.
+    # Exponential gaps: a fraction of exp(-x) exceeds x times the mean, and consecutive gaps are independent.
     for times in (0.1, 0.5, 1.0, 2.0, 4.0):
         assert sum(gap > times / rate for gap in gaps) / len(gaps) == pytest.approx(math.exp(-times), abs=0.012)
     assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
-    counts = Counter(int(arrival * rate / 10) for arrival in arrivals)  # of ten mean gaps each
+    counts = Counter(int(arrival * rate / 10) for arrival in arrivals)  # windows of ten mean gaps
     spread = statistics.variance([counts[n] for n in range(1900)])
     assert spread == pytest.approx(10, rel=0.15)  # the variance of a Poisson count is its mean
 
 
-def test_a_seed_gives_the_same_requests_again_and_another_one_others() -> None:
+def test_equal_seeds_give_equal_requests_and_different_seeds_different_ones() -> None:
     prompts = [str(n) for n in range(7)]
     assert poisson_arrivals(2.0, 50, seed=1) == poisson_arrivals(2.0, 50, seed=1) != poisson_arrivals(2.0, 50, seed=2)
     assert poisson_arrivals(math.inf, 3, seed=1) == [0.0, 0.0, 0.0]
@@ -63,12 +63,12 @@ def test_a_seed_gives_the_same_requests_again_and_another_one_others() -> None:
     assert found == drawn_prompts(prompts, 20, seed=1) != drawn_prompts(prompts, 20, seed=2)
     assert sorted(found[:7]) == sorted(found[7:14]) == prompts
     assert found[:7] != found[7:14]
-    # A rate changes how fast they come, and nothing else.
+    # The rate only scales the arrival times.
     slow, fast = poisson_arrivals(1.0, 50, seed=5), poisson_arrivals(10.0, 50, seed=5)
     assert slow == pytest.approx([10 * arrival for arrival in fast])
 
 
-# ---- figures
+# ---- rows
 
 
 def drawn_outcome(draw: random.Random) -> Outcome:
@@ -81,7 +81,7 @@ def drawn_outcome(draw: random.Random) -> Outcome:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_row_is_what_a_loop_finds_and_failed_requests_are_counted_alone(seed: int) -> None:
+def test_a_row_equals_a_naive_computation_and_excludes_failed_requests(seed: int) -> None:
     draw = random.Random(seed)
     rounds = [[drawn_outcome(draw) for _ in range(draw.randint(4, 30))] for _ in range(3)]
     row = row_of("3x", 2.0, rounds, rounds)
@@ -109,7 +109,7 @@ def test_a_row_is_what_a_loop_finds_and_failed_requests_are_counted_alone(seed: 
     assert row.over_first is None or row.over_first.median == pytest.approx(1.0)
 
 
-def test_where_nothing_was_answered_there_is_no_figure() -> None:
+def test_a_row_without_answers_has_no_figures() -> None:
     failed = [Outcome(0.0, (), 1.0, 0, "timeout")] * 3
     row = row_of("3x", 2.0, [failed], [failed])
     assert (row.requests, row.errors, row.tokens_per_second, row.over_first) == (0, {"timeout": 3}, 0.0, None)
@@ -117,11 +117,11 @@ def test_where_nothing_was_answered_there_is_no_figure() -> None:
     assert throughput(failed) == (0.0, 0.0, 0.0)
 
 
-# ---- a client, of a server with known delays
+# ---- the client, with a server of known delays
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Answers as its prompt says: text, or what goes wrong."""
+    """Answers as the prompt says: with text, or a failure."""
 
     protocol_version = "HTTP/1.1"
 
@@ -140,13 +140,13 @@ class Slow(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Connection", "close")
-        if "speedup" in asked:  # of which it can reach 4.87 at most
+        if "speedup" in asked:  # it reaches at most 4.87
             self.send_header("X-Skipdecode-Planned-Speedup", f"{min(asked['speedup'], 4.87):.2f}")
         self.end_headers()
         if "rubbish" in prompt:
             self._say("data: {\n\n")
             return
-        # A speed that is asked for is that of the delays.
+        # The requested speed scales the delays.
         speed = asked.get("speedup", 1.0)
         for n in range(TOKENS):
             time.sleep((BETWEEN if n else FIRST) / speed)
@@ -185,14 +185,14 @@ def slow_url() -> Iterator[str]:
 
 
 def asked_of(url: str, prompts: Sequence[str], arrivals: Sequence[float], timeout: float = 30.0) -> list[Outcome]:
-    return asyncio.run(play(Asked(url, {"max_tokens": 9}), prompts, arrivals, timeout, lambda: None))
+    return asyncio.run(play(Endpoint(url, {"max_tokens": 9}), prompts, arrivals, timeout, lambda: None))
 
 
-def test_known_delays_are_what_is_measured(slow_url: str) -> None:
+def test_measured_latencies_equal_known_delays(slow_url: str) -> None:
     arrivals = [0.0, 0.05, 0.3]
     start = time.perf_counter()
     outcomes = asked_of(slow_url, ["text"] * 3, arrivals)
-    assert time.perf_counter() - start < 2 * 0.75  # nobody waits for another one's answer
+    assert time.perf_counter() - start < 2 * 0.75  # requests don't wait for each other
     for outcome, arrival in zip(outcomes, arrivals, strict=True):
         assert outcome.error is None
         assert outcome.tokens == TOKENS + 1  # as the server counts them
@@ -203,10 +203,10 @@ def test_known_delays_are_what_is_measured(slow_url: str) -> None:
         assert read.parts == pytest.approx(outcome.parts, abs=1e-6)
 
 
-def test_what_goes_wrong_is_named_and_hinders_nobody(slow_url: str) -> None:
+def test_failures_are_named_and_do_not_affect_other_requests(slow_url: str) -> None:
     prompts = ["busy", "rubbish", "broken", "failed", "text"]
     found = asked_of(slow_url, prompts, [0.0] * 5)
-    named = ["status 429", "no answer of OpenAI's form", "the answer broke off", "an error in the stream", None]
+    named = ["status 429", "not an answer of OpenAI's API", "incomplete answer", "error event in the stream", None]
     assert [outcome.error for outcome in found] == named
     assert asked_of(slow_url, ["text"], [0.0], timeout=0.1)[0].error == "timeout"
     assert asked_of("http://127.0.0.1:9/v1", ["text"], [0.0])[0].error == "ClientConnectorError"
@@ -220,7 +220,7 @@ def arguments(url: str, output: Path, **changes: str) -> list[str]:
     return ["--output", str(output), *(word for name, value in options.items() for word in [name, *value.split()])]
 
 
-def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compare(
+def test_a_running_server_is_tested_at_several_speeds_and_the_report_compares_them(
     slow_url: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
@@ -234,7 +234,7 @@ def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compa
     monkeypatch.setattr(eval.load.report, "save_png", noted)
     output = tmp_path / "load.json"
     assert main(arguments(slow_url, output, **{"--system": "1x 3x"})) == 0
-    assert titles == [f"{slow_url}: the wait at each throughput"]
+    assert titles == [f"{slow_url}: latency against throughput"]
     assert {seen["model"] for seen in SEEN} == {"the first"}
     assert {seen["key"] for seen in SEEN} == {"Bearer a key"}
     assert Counter(seen["speedup"] for seen in SEEN) == {1.0: 28, 3.0: 28}  # 8 to warm up, 2 rounds of 2 rates
@@ -255,31 +255,36 @@ def test_a_running_server_is_asked_for_speeds_and_the_report_says_how_they_compa
     assert "| 3x | all at once |" in markdown
     assert "errors" not in markdown
     assert output.with_suffix(".png").stat().st_size > 10_000
-    assert "over the first" in capsys.readouterr().out
+    assert "throughput vs first system" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load.json", "load.md", "load.png"]
     assert main(arguments(slow_url, output)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
-def test_a_speed_that_a_server_cannot_reach_is_marked_and_refused_if_that_is_asked_for(
+def test_an_unreachable_speed_is_marked_in_the_report_and_refused_with_strict(
     slow_url: str, tmp_path: Path, capsys: Any
 ) -> None:
     words = {"--system": "1.5x 9x", "--rate": "inf", "--rounds": "1", "--requests": "2"}
     output = tmp_path / "load.json"
     assert main([*arguments(slow_url, output, **words), "--strict"]) == 2
-    assert "--system is 9x: the server can't reach it and plans 4.87x; ask for less, or" in capsys.readouterr().err
+    assert (
+        "--system is 9x: the server can't reach this speed and plans 4.87x; use a lower speed, or"
+        in capsys.readouterr().err
+    )
     assert not output.exists()
     assert main(arguments(slow_url, output, **words)) == 0
     assert [row["planned"] for row in json.loads(output.read_text())["rows"]] == [None, 4.87]
     markdown = output.with_suffix(".md").read_text()
     assert "| 9x (planned 4.87x) |" in markdown
-    assert "Speeds that the server can't reach, in place of which the fastest schedule" in markdown
+    assert "The server can't reach some speeds, and used the fastest schedule" in markdown
 
 
-def test_rates_of_many_digits_are_played_each(slow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_that_differ_in_late_digits_are_all_tested(
+    slow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played: list[float] = []
 
-    def fake(asked: Asked, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
+    def fake(asked: Endpoint, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
         played.append(arrivals[-1])
         return [Outcome(at, (0.1,), 0.2, 3) for at in arrivals]
 
@@ -287,17 +292,17 @@ def test_rates_of_many_digits_are_played_each(slow_url: str, tmp_path: Path, mon
     words = {"--rate": "1234.567 1234.568", "--rounds": "1"}
     assert main(arguments(slow_url, tmp_path / "load.json", **words)) == 0
     expected = [poisson_arrivals(rate, 5, 0)[-1] for rate in (1234.567, 1234.568)]
-    assert played[1:] == expected  # the first warms up
+    assert played[1:] == expected  # the first is the warm-up
 
 
 @pytest.mark.parametrize("cut_off_at", [1, 6])
-def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
+def test_an_interrupted_load_test_continues_and_repeats_no_turn(
     slow_url: str, tmp_path: Path, cut_off_at: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     played: list[tuple[str, ...]] = []
     cut_off = False
 
-    def fake(asked: Asked, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
+    def fake(asked: Endpoint, prompts: list[str], arrivals: list[float], *_: Any) -> list[Outcome]:
         nonlocal cut_off
         if len(arrivals) == 5:
             if len(played) == cut_off_at and not cut_off:
@@ -310,22 +315,22 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
     output = tmp_path / "load.json"
     words = arguments(slow_url, output, **{"--system": "1x 3x"})
     assert main(words) == 130
-    assert "interrupted: the same command goes on" in capsys.readouterr().err
+    assert "interrupted: run the same command again to continue" in capsys.readouterr().err
     assert main([*words, "--seed", "7"]) == 2
-    assert "load.journal.jsonl is of another benchmark (seed was 0, is 7)" in capsys.readouterr().err
+    assert "load.journal.jsonl belongs to another benchmark (seed was 0, is 7)" in capsys.readouterr().err
     task = load_task("departures")
     other = SimpleNamespace(max_new_tokens=task.max_new_tokens, stream=lambda split: reversed(task.load(split)))
     with monkeypatch.context() as patched:
         patched.setattr(eval.load.run, "load_task", lambda *_, **__: other)
         assert main(words) == 2
-    assert "load.journal.jsonl is of another benchmark (prompts was " in capsys.readouterr().err
+    assert "load.journal.jsonl belongs to another benchmark (prompts was " in capsys.readouterr().err
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: 99)
         assert main(words) == 2
-    assert "load.journal.jsonl is of another benchmark (machine.threads was " in capsys.readouterr().err
+    assert "load.journal.jsonl belongs to another benchmark (machine.threads was " in capsys.readouterr().err
     assert main(words) == 0
     assert len(played) == 8
-    # Both systems got the same requests at the same times, each round others, and each came first in one.
+    # Both systems got the same requests at the same times, which differ between rounds, and each was first once.
     by_speed = [[turn[1:] for turn in played if turn[0] == speed] for speed in ("1.0", "3.0")]
     assert sorted(by_speed[0]) == sorted(by_speed[1])
     assert len(set(by_speed[0])) == 4
@@ -336,7 +341,7 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--rate": "0"}, "--rate is [0.0]: name requests a second above 0"),
+        ({"--rate": "0"}, "--rate is [0.0]: rates must be above 0 requests per second"),
         ({"--rate": "nan"}, "--rate is [nan]"),
         ({"--rate": "2 2"}, "--rate is [2.0, 2.0]: name each once"),
         ({"--requests": "0"}, "--requests is 0: it must lie between 1 and"),
@@ -345,15 +350,15 @@ def test_one_that_is_cut_off_goes_on_and_plays_no_turn_twice(
         ({"--system": "0.5x"}, "--system is '0.5x'"),
         ({"--system": "lock-step-3x"}, "--system is 'lock-step-3x'"),
         ({"--system": "transformers"}, "--system is 'transformers'"),
-        ({"--weights": "int8"}, "--weights is of a server that is started here"),
-        ({"--wave-rows": "4"}, "--wave-rows is of a server that is started here"),
-        ({"--url": "http://127.0.0.1:9/v1"}, "no server of OpenAI's interface answers there"),
+        ({"--weights": "int8"}, "--weights is for a server that is started here"),
+        ({"--wave-rows": "4"}, "--wave-rows is for a server that is started here"),
+        ({"--url": "http://127.0.0.1:9/v1"}, "no server with OpenAI's API answers there"),
         ({"--task": "departure"}, "unknown task 'departure': did you mean 'departures'?"),
         ({"--task-option": "test_size=few"}, "test_size is 'few'"),
         ({"--output": "load.txt"}, "name a .json file"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
     slow_url: str,
     tmp_path: Path,
     changes: dict[str, str],
@@ -369,28 +374,28 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_with_signs_that_none_has_is_refused_and_not_shown(
+def test_an_api_key_with_invalid_characters_is_refused_without_printing_it(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very\x01secret")
     words = ["--url", "http://127.0.0.1:9/v1", "--task", "departures", "--rate", "5"]
     assert main([*words, "--output", str(tmp_path / "load.json")]) == 2
     said = capsys.readouterr().err
-    assert "OPENAI_API_KEY holds signs that no key has" in said
+    assert "OPENAI_API_KEY contains characters that are not allowed in a key" in said
     assert "secret" not in said
 
 
-def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
+def test_static_batching_decodes_on_the_default_device_of_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without profiles of other tests
     elsewhere, found = torch.device("meta"), []  # in place of a GPU
     folder = save_checkpoint(tmp_path / "run", 2)
-    monkeypatch.setattr(sys, "argv", ["lock_step", str(folder), "--port", "1"])
-    monkeypatch.setattr(lock_step, "resolve_device", lambda name: elsewhere)
-    monkeypatch.setattr(lock_step, "make_app", lambda *made: found.extend(made))
-    monkeypatch.setattr(lock_step.uvicorn, "run", lambda *_, **__: None)
-    assert lock_step.main() == 0
+    monkeypatch.setattr(sys, "argv", ["static_batching", str(folder), "--port", "1"])
+    monkeypatch.setattr(static_batching, "resolve_device", lambda name: elsewhere)
+    monkeypatch.setattr(static_batching, "make_app", lambda *made: found.extend(made))
+    monkeypatch.setattr(static_batching.uvicorn, "run", lambda *_, **__: None)
+    assert static_batching.main() == 0
     model, tokenizer, *_ = found
     assert model.device == elsewhere
     given: list[torch.device] = []
@@ -400,12 +405,12 @@ def test_lock_step_batches_decode_on_the_device_of_the_server_beside_them(
         return torch.zeros(1, 99, dtype=torch.long)
 
     monkeypatch.setattr(model, "generate", generate)
-    lock_step.decode(model, tokenizer, [lock_step.Asked(prompt="a")], None)
+    static_batching.decode(model, tokenizer, [static_batching.CompletionRequest(prompt="a")], "model")
     assert given == [elsewhere]
 
 
 @pytest.mark.parametrize("others", [["lock-step-1x"], pytest.param(["lock-step-1x", "transformers"], marks=SLOW)])
-def test_a_checkpoint_is_served_beside_lock_step_batches_and_transformers(
+def test_a_checkpoint_is_load_tested_with_static_batching_and_transformers_as_baselines(
     others: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     folder = save_checkpoint(tmp_path / "tiny", 6)
@@ -418,14 +423,14 @@ def test_a_checkpoint_is_served_beside_lock_step_batches_and_transformers(
     assert (report["most_rows"], report["streamed"], report["task"]) == (32, True, "departures")
     assert [row["system"] for row in rows] == ["1x", "lock-step-1x", "transformers serve"][: 1 + len(others)]
     assert [(row["requests"], row["errors"]) for row in rows] == [(6, {})] * len(rows)
-    assert len({row["tokens"] for row in rows}) == 1  # all of them full depth's texts
+    assert len({row["tokens"] for row in rows}) == 1  # all are the output of full depth
     assert rows[0]["first_token"]["p50"] < rows[0]["whole"]["p50"]
     assert threading.active_count() == threads
     words = ["--task", "departures", "--output", str(tmp_path / "other.json"), "--checkpoint"]
     assert main([*words, str(tmp_path / "none")]) == 2
-    assert "none is not a folder" in capsys.readouterr().err
+    assert "none is neither a folder" in capsys.readouterr().err
     if "transformers" not in others:
-        return  # before a release: a server that doesn't start takes as long as one that does
+        return  # only before a release: a failing server takes as long to start as a working one
     (folder / "model.safetensors").unlink()
     assert main([*words, str(folder)]) == 2
     assert "the skipdecode server doesn't start: error: " in capsys.readouterr().err

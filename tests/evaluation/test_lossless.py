@@ -25,7 +25,7 @@ def fast() -> SkipSystem:
     return SkipSystem("fast", checkpoint, SkipSchedule(6, 4, 3, horizon=12))
 
 
-def test_it_is_the_median_of_the_second_time_that_each_text_is_decoded(
+def test_the_lossless_speedup_is_the_median_over_the_second_run_of_each_prompt(
     fast: SkipSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of the two texts that have a decode step, by the lengths of their prompts; full depth and lossless in turns.
@@ -49,5 +49,5 @@ def test_it_is_the_median_of_the_second_time_that_each_text_is_decoded(
         assert length == [LENGTHS[PROMPTS.index(one[0])]]
 
 
-def test_there_is_none_where_no_text_has_a_decode_step(fast: SkipSystem) -> None:
+def test_there_is_no_lossless_speedup_without_decode_steps(fast: SkipSystem) -> None:
     assert time_lossless(fast, PROMPTS, [1, 1, 1], Console(quiet=True)) is None

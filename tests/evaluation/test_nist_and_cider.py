@@ -1,4 +1,4 @@
-"""NIST and CIDEr-D: fixed cases by hand, and equal to other implementations."""
+"""NIST and CIDEr-D: fixed cases computed by hand, and equality with other implementations."""
 
 import csv
 import math
@@ -20,7 +20,7 @@ WORD = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 TEXT = st.lists(WORD, min_size=6, max_size=12).map(" ".join)
 
 
-def test_nist_of_a_fixed_case_is_the_definitions_value() -> None:
+def test_nist_of_a_fixed_case_equals_the_definition() -> None:
     # By hand, Doddington 2002, as mteval-v13a. References "a b c" and "a b": 5 words, 2 of them a, 2 b, 1 c; 2 pairs
     # "a b". Of the prediction's 3 words "a" and "b" match, each worth log2(5 / 2); of its 2 pairs "a b", worth nothing.
     # It is longer than the references' mean of 2.5 words: no penalty.
@@ -30,33 +30,33 @@ def test_nist_of_a_fixed_case_is_the_definitions_value() -> None:
     assert nist(["b"], [["a b c", "a b"]]).value == pytest.approx(math.log2(5 / 2) * penalty)
 
 
-def test_an_n_gram_matches_as_often_as_the_reference_that_has_it_most_often() -> None:
+def test_ngram_matches_are_clipped_to_the_maximum_count_in_a_reference() -> None:
     # "a" twice: in no reference more than once, be it in both. 4 words in the references, 2 of them "a".
     assert nist(["a a"], [["a b", "a c"]]).value == pytest.approx(math.log2(4 / 2) / 2)
     # Words match in different references, where nltk takes the one reference with the best score.
     assert nist(["b c"], [["a b", "a c"]]).value == pytest.approx(2 * math.log2(4 / 1) / 2)
 
 
-def test_a_text_of_two_thirds_of_the_words_loses_half_of_its_score() -> None:
+def test_nist_halves_the_score_at_two_thirds_of_the_words() -> None:
     text = "a b c d e f"
     assert nist(["a b c d"], [[text]]).value == pytest.approx(math.log2(6) / 2)
     assert nist([text], [[text]]).value == pytest.approx(math.log2(6))
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5))
-def test_with_one_reference_each_nist_is_nltks(pairs: list[tuple[str, str]]) -> None:
+def test_nist_with_one_reference_equals_nltk(pairs: list[tuple[str, str]]) -> None:
     predictions, references = [prediction for prediction, _ in pairs], [[reference] for _, reference in pairs]
     expected = corpus_nist([[texts[0].split()] for texts in references], [text.split() for text in predictions], n=5)
     assert nist(predictions, references).value == pytest.approx(expected)
 
 
-def test_words_are_mtevals() -> None:
+def test_words_equal_mteval() -> None:
     assert words("It's £20-25, at 1.5 km; near Café Rouge.") == (
         ["it's", "£20", "-", "25", ",", "at", "1.5", "km", ";", "near", "café", "rouge", "."]
     )
 
 
-def test_lengths_are_held_against_the_mean_of_all_references_as_in_mteval() -> None:
+def test_nist_compares_lengths_with_the_mean_of_all_references_as_in_mteval() -> None:
     # An item with three references of two words and one with a reference of six: 12 words in 4, so 3 words an item,
     # where the mean of each item's own would be 4. Texts of two words have two thirds of that.
     references = [["a b", "a c", "a d"], ["e f g h i j"]]
@@ -67,7 +67,7 @@ def test_lengths_are_held_against_the_mean_of_all_references_as_in_mteval() -> N
     assert short.value == pytest.approx((information[0] / 4 + information[1] / 2) / 2)
 
 
-def test_penn_words_are_stanfords() -> None:
+def test_penn_words_equal_the_stanford_tokenizer() -> None:
     # As edu.stanford.nlp.process.PTBTokenizer 3.4.1 -lowerCase parts it, without the punctuation that pycocoevalcap
     # lists; signs of money, all of which it writes as one, stay.
     parted = {
@@ -79,7 +79,7 @@ def test_penn_words_are_stanfords() -> None:
         assert penn_words(text) == expected.split()
 
 
-def test_tgens_published_scores_are_found_again(shared_data: Path) -> None:
+def test_the_published_scores_of_tgen_are_reproduced(shared_data: Path) -> None:
     with (shared_data / "systems" / "e2e-tgen.tsv").open(encoding="utf-8", newline="") as file:
         texts = dict(list(csv.reader(file, delimiter="\t"))[1:])
     test = E2E(str(shared_data / "e2e")).load("test")
@@ -92,7 +92,7 @@ def test_tgens_published_scores_are_found_again(shared_data: Path) -> None:
     assert round(cider(predictions, references).value, 4) == 2.2338
 
 
-def test_cider_of_a_fixed_case_is_the_definitions_value() -> None:
+def test_cider_of_a_fixed_case_equals_the_definition() -> None:
     # By hand, Vedantam et al. 2015, two items: an n-gram of one of them, or of none, weighs ln 2, one of both 0.
     # Words of the first: "b" and "x" against "b" and "c", "a" weighing nothing: a cosine of 1 / (sqrt 2 * sqrt 2).
     # Pairs: "a b", "b x" against "a b", "b c": 1 / 2. Threes: nothing in common; fours: none. The mean of the four.
@@ -103,7 +103,7 @@ def test_cider_of_a_fixed_case_is_the_definitions_value() -> None:
     assert statistics.value == pytest.approx((first + 7.5) / 2)
 
 
-def test_cider_punishes_repetition_and_length() -> None:
+def test_cider_penalizes_repetition_and_length() -> None:
     references = [["a b c d e"], ["f g h i j"]]
     whole, doubled = cider(["a b c d e", "x"], references), cider(["a b c d e a b c d e", "x"], references)
     assert whole.items[0, 0] == pytest.approx(10)
@@ -111,7 +111,7 @@ def test_cider_punishes_repetition_and_length() -> None:
     assert doubled.items[0, 0] < 10 * math.exp(-25 / 72)
 
 
-def test_cider_is_what_coco_caption_gives() -> None:
+def test_cider_equals_coco_caption() -> None:
     # Values of pycocoevalcap 1.2's Cider().compute_score on the same words, joined by blanks.
     rng = random.Random(0)
     vocabulary = ["a", "cheap", "pub", "near", "the", "river", "serves", "food", "for", "kids", "and", "has", "good"]

@@ -1,4 +1,4 @@
-"""The paired bootstrap rests on the metrics' own figures."""
+"""The paired bootstrap over stored statistics."""
 
 import random
 
@@ -22,14 +22,14 @@ REFERENCES = [[text, *more] for text, more in zip(texts(30, 2), [texts(n % 4, 3 
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_statistics_of_sentences_add_up_to_the_score_of_the_corpus(metric: str) -> None:
+def test_sentence_statistics_add_up_to_the_corpus_score(metric: str) -> None:
     rows = sentence_statistics(metric, PREDICTIONS, REFERENCES)
     expected = score(PREDICTIONS, REFERENCES, [metric]).values[metric]
     assert corpus_score(metric, rows) == pytest.approx(expected)
     assert estimate(metric, rows).value == pytest.approx(expected)
 
 
-def test_the_interval_of_bleu_is_sacrebleus_up_to_the_draws() -> None:
+def test_the_interval_of_bleu_agrees_with_sacrebleu() -> None:
     predictions = [reference[0] + " again" for reference in REFERENCES[:20]] + texts(10, 9)
     streams = [[r[min(n, len(r) - 1)] for r in REFERENCES] for n in range(4)]
     theirs = sacrebleu.BLEU(lowercase=True).corpus_score(predictions, streams, n_bootstrap=1000)
@@ -37,8 +37,8 @@ def test_the_interval_of_bleu_is_sacrebleus_up_to_the_draws() -> None:
     assert (ours.high - ours.low) / 2 == pytest.approx(theirs._ci, rel=0.1)
 
 
-def test_a_difference_is_taken_prompt_by_prompt() -> None:
-    """Prompts differ widely and both sets alike: the interval of the difference is far narrower than of the scores."""
+def test_differences_are_paired_by_prompt() -> None:
+    """Prompts differ more than systems, so the interval of the difference is narrower than those of the scores."""
     good = [[float(n), 1.0] for n in range(0, 100, 2)]
     better = [[float(n) + 1 + n % 4 / 10, 1.0] for n in range(0, 100, 2)]
     lead = estimate("rougeL", better, baseline=good)
@@ -51,5 +51,5 @@ def test_a_difference_is_taken_prompt_by_prompt() -> None:
 def test_an_unknown_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bleu'"):
         sentence_statistics("blue", ["a"], [["a"]])
-    with pytest.raises(ValueError, match="1 prompts beside 2"):
+    with pytest.raises(ValueError, match="1 prompts, but the baseline has 2"):
         estimate("rougeL", [[1.0, 1.0]], baseline=[[1.0, 1.0], [2.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Several processes evaluate as one does, but for the clock. They meet through gloo, as under torchrun on a CPU."""
+"""Several processes produce the same report as one, except times. They use gloo, as under torchrun on a CPU."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that transformers has a plan for to share among processes, with the tokenizer and task of the other."""
+    """A model with a tensor-parallel plan in transformers, with the tokenizer and task of the other checkpoint."""
     folder = tmp_path_factory.mktemp("processes") / "llama"
     tokenizer = AutoTokenizer.from_pretrained(full)
     shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,7 +50,7 @@ def llama(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(checkpoint: Path, output: Path, *words: str, processes: int = 1) -> str:
-    """Run `python -m eval` to its good end. Returns what it said."""
+    """Run `python -m eval` successfully. Returns its output."""
     log = output.with_suffix(".log")
     asked = ["-m", "eval", "--checkpoint", str(checkpoint), "--output", str(output), *words]
     assert run_python(asked, log, processes) == 0, log.read_text()
@@ -58,9 +58,9 @@ def evaluate(checkpoint: Path, output: Path, *words: str, processes: int = 1) ->
 
 
 def without_clocks(folder: Path) -> Any:
-    """The report, without what a clock or a command line said, and how many ran it.
+    """The report without times, commands and the number of processes.
 
-    How much a lossless row drafts follows from what its process drafted before; its texts don't.
+    The number of drafted tokens of a lossless row depends on earlier batches of its process; its output doesn't.
     """
     report = json.loads((folder / "report.json").read_text())
     del report["command"], report["machine"]
@@ -84,18 +84,18 @@ def alone(full: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_two_processes_write_the_report_that_one_writes(full: Path, alone: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_report_as_one(full: Path, alone: Path, tmp_path: Path) -> None:
     said = evaluate(full, tmp_path / "out", *WORDS, processes=2)
     assert predictions(tmp_path / "out") == predictions(alone)
     assert without_clocks(tmp_path / "out") == without_clocks(alone)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {row["processes"] for row in report["rows"]} == {2}
     assert report["command"].startswith("torchrun --nproc_per_node 2 -m eval ")
-    assert said.count("2 processes shared the prompts") == 1  # one of them speaks
+    assert said.count("2 processes shared the prompts") == 1  # only one process prints
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in alone.iterdir())
 
 
-def test_thresholds_that_the_first_process_finds_are_those_of_all(full: Path, tmp_path: Path) -> None:
+def test_all_processes_use_the_thresholds_found_by_the_first(full: Path, tmp_path: Path) -> None:
     words = ["--system", "calm", "--speedup", "2", *SMALL]
     assert eval.cli.main(["--checkpoint", str(full), "--output", str(tmp_path / "one"), *words]) == 0
     evaluate(full, tmp_path / "two", *words, processes=2)
@@ -109,7 +109,7 @@ def meeting(rank: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_ends_the_run_and_started_again_it_goes_on(
+def test_a_killed_process_ends_the_run_and_a_restart_continues_it(
     full: Path, alone: Path, tmp_path: Path, victim: int
 ) -> None:
     with socket.socket() as probe:
@@ -134,16 +134,18 @@ def test_a_process_that_is_killed_ends_the_run_and_started_again_it_goes_on(
     assert not (output / "report.json").exists()
     known = [json.loads(line) for line in journal.read_bytes().splitlines()[1:]]
     said = evaluate(full, output, *WORDS, processes=2)
-    assert said.count("continuing: ") == 1
+    assert said.count("continuing the evaluation ") == 1
     assert predictions(output) == predictions(alone)
     assert without_clocks(output) == without_clocks(alone)
     report = json.loads((output / "report.json").read_text())
     for row in report["rows"]:
         seconds = [value["decode_seconds"] for key, value in known if key[0] == "test" and key[-1] == row["label"]]
-        assert row["decode_seconds"] >= sum(seconds)  # the clocks from before the kill are in it
+        assert row["decode_seconds"] >= sum(seconds)  # includes the times from before the kill
 
 
-def test_what_one_process_cannot_do_is_said_once_and_ends_them_all(full: Path, alone: Path, tmp_path: Path) -> None:
+def test_an_error_of_one_process_is_printed_once_and_ends_all_processes(
+    full: Path, alone: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log.txt"
     for words, message in (
         (["--output", str(alone)], "already holds a report"),
@@ -159,7 +161,7 @@ def test_what_one_process_cannot_do_is_said_once_and_ends_them_all(full: Path, a
     assert not (tmp_path / "out").exists()
 
 
-# `python -m eval` on processes of which the failing one, named first, takes a second to write why it ends.
+# Runs `python -m eval` in processes where the failing one, given first, takes a second to print its error.
 SLOW_TO_REPORT = """
 import errno, os, sys, time
 
@@ -198,7 +200,7 @@ sys.exit(eval.cli.main(words))
         (0, "fault", "RuntimeError: a fault of the code"),
     ],
 )
-def test_no_process_ends_before_the_one_that_failed_has_said_why(
+def test_no_process_exits_before_the_failed_one_has_printed_its_error(
     rank: int, failure: str, message: str, full: Path, tmp_path: Path
 ) -> None:
     """As soon as one process has ended, `run_python` ends the others, as torchrun does."""
@@ -208,7 +210,7 @@ def test_no_process_ends_before_the_one_that_failed_has_said_why(
     assert message in log.read_text()
 
 
-def test_processes_that_share_a_model_write_what_one_writes(llama: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_processes_write_the_same_report_as_a_single_process(llama: Path, tmp_path: Path) -> None:
     words = ["--speedup", "1", "2", "--agreement", "--weights", "model", *SMALL]
     assert eval.cli.main(["--checkpoint", str(llama), "--output", str(tmp_path / "one"), *words]) == 0
     said = evaluate(llama, tmp_path / "parts", *words, "--tensor-parallel", processes=2)
@@ -220,16 +222,16 @@ def test_processes_that_share_a_model_write_what_one_writes(llama: Path, tmp_pat
     assert "2 processes held one model together" in said
 
 
-def test_what_processes_or_devices_cannot_be_is_refused(
+def test_invalid_combinations_of_processes_and_devices_are_refused(
     full: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--checkpoint", str(full), "--output", str(tmp_path / "out"), *SMALL]
     for more, message in (
-        (["--tensor-parallel"], "start them by torchrun"),
+        (["--tensor-parallel"], "start them with torchrun"),
         (["--tensor-parallel", "--device-map", "auto"], "leave --tensor-parallel out"),
         (["--device-map", "auto", "--device", "cpu"], "leave --device out"),
-        (["--device-map", "auto", "--weights", "int8"], "decodes with its own weights"),
-        (["--device-map", "auto", "--lossless", "2"], "can't verify drafts"),
+        (["--device-map", "auto", "--weights", "int8"], "supports --weights model only"),
+        (["--device-map", "auto", "--lossless", "2"], "doesn't support a model on several devices"),
         (["--tensor-parallel", "--system", "calm"], "leave --tensor-parallel out"),
         (["--tensor-parallel", "--calibrate"], "--calibrate"),
         (["--device-map", "nowhere"], "nowhere"),
@@ -241,11 +243,11 @@ def test_what_processes_or_devices_cannot_be_is_refused(
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert eval.cli.main(words) == 2
-    assert "can't meet" in capsys.readouterr().err
+    assert "can't be initialized" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_whose_layers_lie_elsewhere_decodes_the_same(full: Path, tmp_path: Path) -> None:
+def test_a_model_with_layers_on_other_devices_decodes_the_same(full: Path, tmp_path: Path) -> None:
     whole = load_checkpoint(str(full), None, torch.device("cpu"))
     decoder = "model.decoder"
     places: dict[str, Any] = {f"{decoder}.layers.{n}": "disk" if n in (1, 4) else "cpu" for n in range(6)}

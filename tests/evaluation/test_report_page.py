@@ -1,4 +1,4 @@
-"""The page of finished evaluations: read as a browser would, and compared with the reports that it was made from."""
+"""The page of finished evaluations, parsed as a browser would and compared with its reports."""
 
 import json
 import random
@@ -31,7 +31,7 @@ EVIL = "</style><script>alert('x')</script> & \"quoted\" | $x_1$ ` <b>"
 
 
 class Page(HTMLParser):
-    """A page's elements, with what isn't closed or closed twice."""
+    """The elements of a page; fails on elements that are not closed or closed twice."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert "svg" in self.open  # elsewhere the sign means nothing, and the element stays open
+        assert "svg" in self.open  # in HTML, self-closing has no effect
         self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
@@ -65,12 +65,12 @@ class Page(HTMLParser):
 
 
 def no_picture(figure: Any, file: Any, **_: Any) -> None:
-    """In place of a figure's `savefig`."""
+    """Replaces `Figure.savefig`."""
     file.write('<svg viewBox="0 0 1 1"><defs></defs></svg>')
 
 
 def build(tmp_path: Path, *runs: str, pictures: bool = False, **options: str) -> tuple[Page, str, dict[str, Any]]:
-    """The page of runs; unless asked for, its pictures have words alone, which takes a fifth of the time."""
+    """The page of runs; without `pictures` figures are empty, which takes a fifth of the time."""
     output = tmp_path / "out" / "page.html"
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(folder, arguments, *build(folder, *arguments, pictures=True, speed=str(folder / "speed.json")))
 
 
-def test_every_figure_is_one_of_the_reports(built: Built) -> None:
+def test_every_figure_on_the_page_is_in_a_report(built: Built) -> None:
     reports = [json.loads((built.folder / name / "report.json").read_text()) for name in "ab"]
     known = {repr(number) for number in numbers([*reports, json.loads((built.folder / "speed.json").read_text())])}
     shares = {repr(number) for line in built.values["lines"] for number in numbers(line["positions"])}
@@ -120,14 +120,14 @@ def test_every_figure_is_one_of_the_reports(built: Built) -> None:
     assert set(shown) <= known | shares
     assert {repr(s) for r in reports for row in r["rows"] for s in row["scores"].values()} <= set(shown)
     assert {repr(row["wall_clock_speedup"]) for r in reports for row in r["rows"]} <= set(shown)
-    # and what stands on the page is that number, rounded
+    # The text on the page is that number, rounded.
     for value, text in re.findall(r'<data value="([^"]+)">([\d.]+)x?</data>', built.html):
         decimals = len(text.partition(".")[2])
         assert float(text) == pytest.approx(float(value), abs=0.5001 * 10**-decimals) or float(value) > 4000  # bytes
     assert set(shown) <= {repr(number) for number in numbers(built.values)}
 
 
-def test_the_page_asks_for_nothing_and_is_whole(built: Built) -> None:
+def test_the_page_is_self_contained_and_well_formed(built: Built) -> None:
     page, html = built.page, built.html
     tags = {tag for tag, _ in page.elements}
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "video", "base", "form"})
@@ -142,26 +142,28 @@ def test_the_page_asks_for_nothing_and_is_whole(built: Built) -> None:
     assert referred <= set(ids)
 
 
-def test_every_picture_has_a_title_and_every_table_heads(built: Built) -> None:
+def test_every_picture_has_a_title_and_every_table_has_headers(built: Built) -> None:
     html = built.html
     pictures = html.split("<svg")[1:]
-    # five metrics, two runs of words and pairs of words, three maps a run
+    # five metrics; words and word pairs of two runs; three schedule maps per run
     assert len(pictures) == len(finished_runs.METRICS) + 2 * 2 + 2 * 3
     assert all('role="img"' in svg and "<title" in svg and "<desc" in svg for svg in pictures)
     assert "first run: " in pictures[0]
     assert html.count("<table") == html.count("<caption") == html.count("<thead") == html.count('class="scroll')
     assert "slot error rate, lower is better" in html
-    assert not re.search("#[0-9a-f]{6}", "".join(svg.split("</svg>")[0] for svg in pictures))  # all by the scheme
+    assert not re.search(
+        "#[0-9a-f]{6}", "".join(svg.split("</svg>")[0] for svg in pictures)
+    )  # all colours are variables
 
 
-def test_the_same_runs_give_the_same_bytes(built: Built, tmp_path: Path) -> None:
+def test_the_page_is_deterministic(built: Built, tmp_path: Path) -> None:
     build(tmp_path, *built.arguments, pictures=True, speed=str(built.folder / "speed.json"))
     for suffix in ("html", "md", "json"):
         one, other = ((folder / "out" / f"page.{suffix}").read_bytes() for folder in (built.folder, tmp_path))
         assert one == other
 
 
-def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
+def test_the_content_of_runs_is_escaped(tmp_path: Path) -> None:
     changes = {
         "command": EVIL,
         "checkpoint": EVIL,
@@ -183,13 +185,13 @@ def test_whatever_runs_hold_is_text(tmp_path: Path) -> None:
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", tables[0])) for line in tables[:2])
 
 
-def test_samples_are_the_same_prompts_for_all_runs_evenly_spread(tmp_path: Path) -> None:
+def test_samples_are_prompts_common_to_all_runs_and_evenly_spread(tmp_path: Path) -> None:
     write_run(tmp_path / "a", examples=30)
     write_run(tmp_path / "b", examples=24, seed=1)
     page, html, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"), samples="4")
     assert values["shared_prompts"] == 24
     assert [sample["id"] for sample in values["samples"]] == ["test-0", "test-8", "test-15", "test-23"]
-    assert "a decoded 30 prompts, of which all runs share\n24" in "".join(page.text)
+    assert "a decoded 30 prompts, of which\n24 are common to all runs" in "".join(page.text)
     for sample in values["samples"]:
         assert [(text["line"], text["label"]) for text in sample["texts"]] == [
             (run, label) for run in "ab" for label in ("1x", "2x", "3x")
@@ -201,27 +203,27 @@ def test_samples_are_the_same_prompts_for_all_runs_evenly_spread(tmp_path: Path)
     assert html.count("<article") == 4
 
 
-def test_prompts_of_other_data_are_not_shared_though_their_ids_are_alike(tmp_path: Path) -> None:
+def test_prompts_of_other_data_with_equal_ids_are_not_shared(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1, data=1)
     page, _, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"))
     assert (values["shared_prompts"], values["samples"]) == (0, [])
-    assert "b decoded 30 prompts, of which all runs share\n0: scores of different" in "".join(page.text)
+    assert "b decoded 30 prompts, of which\n0 are common to all runs: scores on different" in "".join(page.text)
 
 
-def test_rivals_are_the_nearest_rows_by_measured_speed(built: Built) -> None:
+def test_baseline_tables_hold_the_nearest_rows_by_measured_speedup(built: Built) -> None:
     values = built.values
-    assert [rival["speed"] for rival in values["rivals"]] == [2, 3, 4]
-    for rival in values["rivals"]:
-        for line, label in zip(values["lines"], rival["labels"], strict=True):
-            times = {p["label"]: p["wall_clock_speedup"] / rival["speed"] for p in line["points"][1:]}
+    assert [nearest["speed"] for nearest in values["baselines"]] == [2, 3, 4]
+    for nearest in values["baselines"]:
+        for line, label in zip(values["lines"], nearest["labels"], strict=True):
+            times = {p["label"]: p["wall_clock_speedup"] / nearest["speed"] for p in line["points"][1:]}
             apart = {name: max(ratio, 1 / ratio) for name, ratio in times.items()}
             near = min(apart, key=lambda name: apart[name])
             assert label == (near if apart[near] <= 1.25 else None)
-    assert None in [label for rival in values["rivals"] for label in rival["labels"]]
+    assert None in [label for nearest in values["baselines"] for label in nearest["labels"]]
 
 
-def test_a_recorded_bound_is_shown_and_an_older_report_has_none(tmp_path: Path) -> None:
+def test_the_memory_bound_speedup_is_shown_except_for_older_reports(tmp_path: Path) -> None:
     report = write_run(tmp_path / "a")
     rows = [replace(row, bound_by_bytes=1.5 * n) for n, row in enumerate(report.rows, 1)]
     save(replace(report, rows=rows), tmp_path / "a")
@@ -235,10 +237,10 @@ def test_a_recorded_bound_is_shown_and_an_older_report_has_none(tmp_path: Path) 
     (tmp_path / "page").mkdir()
     _, html, values = build(tmp_path / "page", str(tmp_path / "a"))
     assert all(point["bound_by_bytes"] is None for point in values["lines"][0]["points"])
-    assert '<th scope="col">bound</th>' not in html
+    assert '<th scope="col">memory-bound speedup</th>' not in html
 
 
-def test_agreement_is_a_column_and_a_table_by_place_and_lossless_rows_are_beside_the_line(tmp_path: Path) -> None:
+def test_the_page_shows_agreement_by_position_and_lossless_rows_beside_the_line(tmp_path: Path) -> None:
     generator = random.Random(3)
     full, fast = finished_runs.row(1.0, generator), finished_runs.row(3.0, generator)
     places = [(20, 20), (19, 20), (17, 20), (14, 16), (9, 12), (2, 4)]
@@ -246,10 +248,10 @@ def test_agreement_is_a_column_and_a_table_by_place_and_lossless_rows_are_beside
     lossless = replace(finished_runs.row(2.0, generator), label="lossless-3x", system="lossless", scores=full.scores)
     write_run(tmp_path / "a", rows=[full, fast, replace(lossless, speedup_target=None, same_texts=29)])
     page, html, values = build(tmp_path, str(tmp_path / "a"))
-    assert headers_of(html, "a: quality")[-2:] == ["agreement", "lossless"]
+    assert headers_of(html, "a: quality")[-2:] == ["agreement", "lossless speedup"]
     assert "<td>88.0 %</td>" in html  # 81 of 92
     assert '<data value="1.75">1.75x</data>' in html
-    by_place = html.split("tokens that full depth would have chosen</caption>")[1].split("</table>")[0]
+    by_place = html.split("tokens equal to full depth&#39;s choice</caption>")[1].split("</table>")[0]
     assert re.findall(r"<t[hd][^>]*>([^<]+)</t[hd]>", by_place) == [
         "tokens",
         "3x",
@@ -258,8 +260,9 @@ def test_agreement_is_a_column_and_a_table_by_place_and_lossless_rows_are_beside
         "6 to 10",
         "50.0 %",
     ]
-    assert "lossless-3x: 29 of 30 texts are those of the 1x row to the letter." in "".join(page.text)
-    assert "Lossless decoding that drafts as a row, one text at a time, of some texts: 3x 1.75x." in "".join(page.text)
+    assert "lossless-3x: 29 of 30 outputs are identical to those of the 1x row." in "".join(page.text)
+    lossless_note = "Lossless decoding at batch 1 with a row's schedule as the draft, on a sample: 3x 1.75x."
+    assert lossless_note in "".join(page.text)
     assert len(values["lines"][0]["points"]) == 3
 
 
@@ -268,36 +271,37 @@ def headers_of(html: str, caption: str) -> list[str]:
     return re.findall(r'<th scope="col">([^<]*)</th>', table)
 
 
-@pytest.mark.parametrize(("over", "shown"), [("decode", "decoding"), ("all", "prompt and decoding")])
-def test_both_speeds_stand_beside_what_was_asked_and_the_page_says_which_one_that_is(
+@pytest.mark.parametrize(("over", "shown"), [("decode", "decode"), ("all", "end-to-end")])
+def test_the_page_shows_target_and_both_speedups_and_says_which_one_the_target_is_for(
     over: Over, shown: str, tmp_path: Path
 ) -> None:
     report = write_run(tmp_path / "a", over=over)
     page, html, values = build(tmp_path, str(tmp_path / "a"), pictures=True)
-    speeds = ["asked", "decoding (asked)", "whole"] if over == "decode" else ["asked", "decoding", "whole (asked)"]
+    speeds = ["target", "speedup (decode)", "speedup (end-to-end)"]
     for caption in ("a: quality", "a: speed", "a: speed by batch size"):
         assert [header for header in headers_of(html, caption) if header in speeds] == speeds
-    assert f"quality against measured speed of {shown}" in html
-    assert f"measured speed of {shown}, times full depth" in html  # the axis
-    assert f"Targets are of {shown}, solved for each batch size by the analytical cost model." in "".join(page.text)
+    assert f"quality against measured {shown} speedup" in html
+    assert f"measured {shown} speedup over full depth" in html  # the axis
+    assert f"a (targets are {shown} speedups)" in "".join(page.text)
+    assert f"Targets apply to the {shown} speedup, solved for each batch size by " in "".join(page.text)
     assert values["over"] == over
     points = values["lines"][0]["points"]
     assert {row.label for row in report.rows} == {point["label"] for point in points}
     wanted = {"decode": "wall_clock_speedup", "all": "whole_speedup"}[over]
     speed = {point["label"]: point[wanted] if over == "decode" else point[wanted]["median"] for point in points}
-    assert f"at {speed['2x']:.2f}x" in html.split("<desc")[1]  # the picture's, in words
+    assert f"at {speed['2x']:.2f}x" in html.split("<desc")[1]  # the description of the picture
 
 
-def test_runs_with_different_targets_are_compared_by_the_speed_of_decoding(tmp_path: Path) -> None:
+def test_runs_with_different_kinds_of_targets_are_compared_by_decode_speedup(tmp_path: Path) -> None:
     write_run(tmp_path / "a", over="all")
     older = write_run(tmp_path / "b", seed=1)
     finished_runs.save_as_before_whole_speeds(older, tmp_path / "b")
     _, html, values = build(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"))
     assert values["over"] == "decode"
-    assert "whole (asked)" in headers_of(html, "a: speed")
+    assert "a (targets are end-to-end speedups), b (targets are decode speedups)." in html
     assert "<td>–</td>" in html.split("<caption>b: speed</caption>")[1]
-    assert "b is of an earlier version: its speeds are per decode step" in html
-    assert "a is of an earlier version" not in html
+    assert "b was written by an earlier version: its speedups are per decode step" in html
+    assert "a was written by an earlier version" not in html
 
 
 @pytest.fixture(scope="module")
@@ -309,19 +313,19 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(folder, arguments, *build(folder, *arguments))
 
 
-def test_confidence_exits_are_shown_with_their_thresholds_and_timings(calm: Built) -> None:
+def test_the_page_shows_confidence_exits_with_thresholds_and_timings(calm: Built) -> None:
     page = calm.page
     (line,) = calm.values["lines"]
     assert {point["label"] for point in line["points"]} == {"1x", "calm-2x", "calm-0.375"}
     assert line["full_depth"]["label"] == "1x"
     text = " ".join("".join(page.text).split())
-    # In the tables of quality, of speed and at the same speed; twice in that of batch sizes.
+    # In the tables of quality, speed and baselines; twice in that of batch sizes.
     assert text.count("calm-2x, λ 0.625") == 5
-    assert "speed of decoding" in text
+    assert "decode speedup" in text
     assert {"calm-2x (λ 0.625)", "calm-0.375 (λ 0.375)"} == set(
-        re.findall(r"confident enough: (.*?)\.\s", text + " ")[0].split(", ")
+        re.findall(r"reaches the threshold: (.*?)\.\s", text + " ")[0].split(", ")
     )
-    assert "64 validation prompts take no more than the 4.00 layers" in text
+    assert "64 validation prompts run at most the 4.00 layers" in text
     shown = set(page.attributes("value"))
     for row in Report.load(calm.folder / "calm" / "report.json").rows:
         assert len(row.timings) == 2
@@ -329,7 +333,7 @@ def test_confidence_exits_are_shown_with_their_thresholds_and_timings(calm: Buil
     assert "calm: speed by batch size" in calm.html
 
 
-def test_the_page_says_what_was_computed_and_what_could_not_be(calm: Built) -> None:
+def test_the_page_describes_metrics_and_reasons_for_missing_ones(calm: Built) -> None:
     notes = "".join(calm.page.text).split("Versions and commands")[1]
     for text in (notes, (calm.folder / "out" / "page.md").read_text()):
         assert "BLEU: a library's BLEU, version 1." in text
@@ -337,7 +341,7 @@ def test_the_page_says_what_was_computed_and_what_could_not_be(calm: Built) -> N
         assert "METEOR: not computable, because its data is not here." in text
 
 
-def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_the_reference_of_a_run_is_a_separate_line(tmp_path: Path) -> None:
     generator = random.Random(5)
     full = finished_runs.row(1.0, generator, "outputs/reference")
     own = [replace(finished_runs.row(1.0, generator), label="full-depth", speedup_target=None)]
@@ -349,7 +353,7 @@ def test_the_reference_of_a_run_is_a_line_of_its_own(tmp_path: Path) -> None:
     assert all(line["full_depth"]["checkpoint"] == "outputs/reference" for line in values["lines"])
 
 
-def test_a_shallow_model_stands_beside_what_skips_at_the_same_speed(tmp_path: Path) -> None:
+def test_the_page_compares_a_shallow_model_with_skipping_at_the_same_speed(tmp_path: Path) -> None:
     generator = random.Random(5)
     full, like = finished_runs.row(1.0, generator, "outputs/deep"), finished_runs.row(3.0, generator)
     shallow = replace(like, label="full-depth", system="full depth", speedup_target=None, num_layers=3, mean_layers=3.0)
@@ -357,12 +361,12 @@ def test_a_shallow_model_stands_beside_what_skips_at_the_same_speed(tmp_path: Pa
     write_run(tmp_path / "shallow", rows=[full, shallow], reference="outputs/deep")
     _, _, values = build(tmp_path, str(tmp_path / "skips"), str(tmp_path / "shallow"))
     assert [line["name"] for line in values["lines"]] == ["skips", "shallow: deep", "shallow"]
-    (about,) = values["rivals"]
+    (about,) = values["baselines"]
     assert (about["speed"], about["labels"]) == (3, ["3x", None, "full-depth"])
 
 
-def test_a_picture_has_one_label_for_targets_that_got_the_same_budget(tmp_path: Path, monkeypatch: Any) -> None:
-    """Their points lie upon each other, apart by what a clock says twice."""
+def test_targets_with_the_same_schedule_share_a_label_in_the_picture(tmp_path: Path, monkeypatch: Any) -> None:
+    """Their points coincide except for timing noise."""
     found: list[str] = []
 
     def noted(path: Path, figure: Figure) -> None:
@@ -375,7 +379,7 @@ def test_a_picture_has_one_label_for_targets_that_got_the_same_budget(tmp_path: 
     assert found == ["target 1x\n8.0 layers", "target 2x\n4.0 layers", "target 3x, 2.8x\n3.0 layers"]
 
 
-def test_an_evaluation_within_a_checkpoint_that_was_called_a_dot_has_its_folders_name(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_current_folder_is_named_after_the_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "e2e-tiny" / "eval", checkpoint=".")
     _, _, values = build(tmp_path, str(tmp_path / "e2e-tiny" / "eval"))
     assert [line["name"] for line in values["lines"]] == ["e2e-tiny"]
@@ -421,7 +425,7 @@ def benchmark() -> SpeedReport:
     return SpeedReport(conditions, [row])
 
 
-def test_a_speed_benchmark_reads_back_and_is_shown(built: Built) -> None:
+def test_the_page_shows_a_speed_benchmark_read_from_its_json(built: Built) -> None:
     assert SpeedReport.load(built.folder / "speed.json") == benchmark()
     assert "speed: opt, float32, batch 1" in built.html
     assert {"2.125", "1.875", "2.25", "0.75", "4096"} <= set(built.page.attributes("value"))
@@ -444,7 +448,7 @@ def refused(capsys: Any, *arguments: str) -> str:
     return error
 
 
-def test_what_can_t_be_shown_is_refused_before_anything_is_written(built: Built, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_runs_are_refused_before_anything_is_written(built: Built, tmp_path: Path, capsys: Any) -> None:
     out = ["--output", str(tmp_path / "out" / "page.html")]
     a, b = built.folder / "a", built.folder / "b"
     assert "there is no such folder" in refused(capsys, str(tmp_path / "c"), *out)
@@ -453,27 +457,29 @@ def test_what_can_t_be_shown_is_refused_before_anything_is_written(built: Built,
     assert "the name before the = is empty" in refused(capsys, f"={b}", *out)
     assert "name a .html file" in refused(capsys, str(a), "--output", str(tmp_path / "page.htm"))
     assert "--samples is -1" in refused(capsys, str(a), *out, "--samples", "-1")
-    assert "is no report of a speed benchmark" in refused(capsys, str(a), *out, "--speed", str(a / "report.json"))
+    assert "is not a report of a speed benchmark" in refused(capsys, str(a), *out, "--speed", str(a / "report.json"))
     write_run(tmp_path / "c", task="cnndm")
     assert "'c' is of the task cnndm, 'a' of e2e" in refused(capsys, str(a), str(tmp_path / "c"), *out)
     assert not (tmp_path / "out").exists()
     for suffix in ("json", "md", "html"):
         there = tmp_path / f"there-{suffix}.{suffix}"
         there.write_text("")
-        assert "is there already" in refused(capsys, str(a), "--output", str(there.with_suffix(".html")))
+        assert "already exists" in refused(capsys, str(a), "--output", str(there.with_suffix(".html")))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda lines: None, "can't be read"),
-        (lambda lines: lines[:-1], "holds 29 predictions, the report beside it is of 30 prompts"),
+        (lambda lines: lines[:-1], "holds 29 predictions, but the report beside it has 30 prompts"),
         (lambda lines: [lines[0].replace('"id"', '"number"'), *lines[1:]], "the field 'id' is missing"),
-        (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "half of a character"),
-        (lambda lines: lines[::-1], "not all of the same prompts"),
+        (lambda lines: [lines[0].replace("name: 0", "name: \\ud800"), *lines[1:]], "unpaired surrogate"),
+        (lambda lines: lines[::-1], "different prompts or references"),
     ],
 )
-def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: Path, capsys: Any) -> None:
+def test_predictions_that_do_not_match_the_report_are_refused(
+    damage: Any, message: str, tmp_path: Path, capsys: Any
+) -> None:
     write_run(tmp_path / "a")
     file = tmp_path / "a" / "predictions" / "2x.jsonl"
     lines = damage(file.read_text().splitlines())
@@ -485,16 +491,14 @@ def test_predictions_must_match_the_report(damage: Any, message: str, tmp_path: 
     ("change", "message"),
     [
         ({"rows": []}, "has no rows"),
-        ({"surprise": 1}, "is no report of an evaluation"),
-        ({"checkpoint": "\ud800"}, "is no report of an evaluation"),
+        ({"surprise": 1}, "is not a report of an evaluation"),
+        ({"checkpoint": "\ud800"}, "is not a report of an evaluation"),
         ({"over": "both"}, "over is 'both': input should be 'decode' or 'all'"),
-        ({"machine": {}}, "is no report of an evaluation"),
-        ({"metrics": None}, "is no report of an evaluation"),
+        ({"machine": {}}, "is not a report of an evaluation"),
+        ({"metrics": None}, "is not a report of an evaluation"),
     ],
 )
-def test_a_report_that_can_t_be_used_is_refused(
-    change: dict[str, Any], message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_inconsistent_report_is_refused(change: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
     write_run(tmp_path / "a")
     file = tmp_path / "a" / "report.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -505,7 +509,7 @@ def test_a_report_that_can_t_be_used_is_refused(
 
 @pytest.mark.parametrize("value", [None, float("nan")])
 @pytest.mark.parametrize("field", ["scores", "layers_per_step", "timings"])
-def test_a_figure_that_is_no_number_is_refused(field: str, value: Any, tmp_path: Path, capsys: Any) -> None:
+def test_nan_and_infinite_figures_are_refused(field: str, value: Any, tmp_path: Path, capsys: Any) -> None:
     write_calm_run(tmp_path / "a")
     file = tmp_path / "a" / "report.json"
     report = json.loads(file.read_text())
@@ -515,7 +519,7 @@ def test_a_figure_that_is_no_number_is_refused(field: str, value: Any, tmp_path:
     place[name] = value
     file.write_text(json.dumps(report))
     message = refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path / "page.html"))
-    assert "is no report of an evaluation" in message
+    assert "is not a report of an evaluation" in message
 
 
 def test_a_lossless_row_may_have_neither_schedule_nor_threshold(tmp_path: Path) -> None:
@@ -529,15 +533,15 @@ def test_a_lossless_row_may_have_neither_schedule_nor_threshold(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": {"surprise": 1.0}}, "scores by 'surprise', which is no metric"),
+        ({"scores": {"surprise": 1.0}}, "a score named 'surprise', which is not a metric"),
         ({"schedule": None}, "either a schedule or a threshold"),
         ({"schedule": {"num_layers": 8}}, "schedule field 'max_layers' is missing"),
-        ({"intervals": []}, "is no report of an evaluation"),
-        ({"wall_clock_quartiles": (1.0,)}, "is no report of an evaluation"),
-        ({"wall_clock_speedup": 0.0}, "a speed, a target or layers that aren't above 0"),
+        ({"intervals": []}, "is not a report of an evaluation"),
+        ({"wall_clock_quartiles": (1.0,)}, "is not a report of an evaluation"),
+        ({"wall_clock_speedup": 0.0}, "a speed, a target or a number of layers that isn't above 0"),
     ],
 )
-def test_a_row_that_no_evaluation_writes_is_refused(
+def test_a_row_that_no_evaluation_can_write_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: Any
 ) -> None:
     report = write_run(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""`python -m eval.score`: predictions of any system, scored, compared, or refused with the line that is wrong."""
+"""`python -m eval.score`: scores, comparisons and errors with line numbers for predictions of any system."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def run(tmp_path: Path, *arguments: str, lines: list[Any] = LINES, task: str = "
     return main(["--predictions", str(file), *(["--task", task] if task else []), *output, *arguments])
 
 
-def test_scores_are_at_the_top_level_beside_what_they_are(tmp_path: Path, capsys: Any) -> None:
+def test_the_score_file_has_scores_at_the_top_level_with_their_descriptions(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 0
     scores = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
     expected = score([line["prediction"] for line in LINES], [line["references"] for line in LINES])
@@ -62,15 +62,17 @@ def test_scores_are_at_the_top_level_beside_what_they_are(tmp_path: Path, capsys
     assert "meteor" in scores or "WordNet" in scores["unavailable"]["meteor"]
     assert "p_values" not in scores
     printed = capsys.readouterr().out
-    assert f" {scores['cider']:.3f} " in printed  # with the decimals of every other table
+    assert f" {scores['cider']:.3f} " in printed  # with the decimals of the other tables
     (tmp_path / "scores.json").unlink()
-    assert run(tmp_path, lines=["\ufeff" + json.dumps(LINES[0]), *LINES[1:], ""]) == 0  # as editors save it
+    assert (
+        run(tmp_path, lines=["\ufeff" + json.dumps(LINES[0]), *LINES[1:], ""]) == 0
+    )  # with a byte order mark, as some editors write
     assert json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["bleu"] == scores["bleu"]
     assert "3 predictions" in printed
     assert "slot_error_rate" in printed
 
 
-def test_another_system_is_compared_item_by_item_whatever_its_order(tmp_path: Path, capsys: Any) -> None:
+def test_predictions_of_two_systems_are_matched_by_item_in_any_order(tmp_path: Path, capsys: Any) -> None:
     other = [{**line, "prediction": line["references"][0]} for line in reversed(LINES)]
     against = write(tmp_path / "other.jsonl", other)
     assert run(tmp_path, "--against", str(against), "--metrics", "rougeL") == 0
@@ -81,7 +83,7 @@ def test_another_system_is_compared_item_by_item_whatever_its_order(tmp_path: Pa
     assert "difference" in capsys.readouterr().out
 
 
-def test_one_prediction_has_no_interval(tmp_path: Path) -> None:
+def test_a_single_prediction_has_no_interval(tmp_path: Path) -> None:
     assert run(tmp_path, "--metrics", "rougeL", lines=LINES[:1]) == 0
     assert json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["intervals"] == {}
 
@@ -92,7 +94,7 @@ def test_metrics_can_be_named_without_a_task(tmp_path: Path) -> None:
     assert {"nist", "rouge2"} == set(scores["metrics"])
 
 
-def test_a_narrow_terminal_shows_whole_names_and_figures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_narrow_terminal_truncates_no_names_or_figures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     lines = [{**line, "part": "unseen"} for line in LINES]
     against = write(tmp_path / "other.jsonl", lines)
@@ -100,7 +102,7 @@ def test_a_narrow_terminal_shows_whole_names_and_figures(tmp_path: Path, capsys:
     assert "…" not in capsys.readouterr().out
 
 
-def test_a_prompt_that_says_no_slots_costs_the_slot_error_rate_alone(tmp_path: Path) -> None:
+def test_a_prompt_without_slots_only_makes_the_slot_error_rate_unavailable(tmp_path: Path) -> None:
     assert run(tmp_path, lines=changed(prompt="Describe Zizzi.")) == 0
     scores = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
     assert "bleu" in scores
@@ -116,16 +118,16 @@ def test_a_prompt_that_says_no_slots_costs_the_slot_error_rate_alone(tmp_path: P
         ([LINES[0], {"id": "2", "prompt": "", "references": ["a"]}], "line 2: the field 'prediction' is missing"),
         (changed(references=[]), "line 2: '2' has no references"),
         (changed(references=[" "]), "line 2: '2' has no references"),
-        (changed(references="text"), "line 2: references is 'text': it must be a list of texts"),
-        (changed(references=[1]), "line 2: references is [1]: it must be a list of texts"),
-        (changed(prediction=None), "line 2: prediction is None: it must be text"),
-        (changed(meaning=3), "line 2: meaning is 3: it must be text"),
-        (changed(id=True), "line 2: id is True: it must be text"),
-        (changed(id="1"), "line 2: the id '1' is that of another line, "),
-        (changed(id="3"), "line 3: the id '3' is that of another line, "),
+        (changed(references="text"), "line 2: references is 'text': it must be a list of strings"),
+        (changed(references=[1]), "line 2: references is [1]: it must be a list of strings"),
+        (changed(prediction=None), "line 2: prediction is None: it must be a string"),
+        (changed(meaning=3), "line 2: meaning is 3: it must be a string"),
+        (changed(id=True), "line 2: id is True: it must be a string"),
+        (changed(id="1"), "line 2: the id '1' was used before, in "),
+        (changed(id="3"), "line 3: the id '3' was used before, in "),
     ],
 )
-def test_a_broken_line_is_named(lines: list[Any], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_invalid_line_is_named_in_the_error(lines: list[Any], message: str, tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, lines=lines) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("error: ")
@@ -133,7 +135,7 @@ def test_a_broken_line_is_named(lines: list[Any], message: str, tmp_path: Path, 
     assert not (tmp_path / "scores.json").exists()
 
 
-def test_options_that_cannot_be_met_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, capsys: Any) -> None:
     def message(*arguments: str, **options: Any) -> str:
         assert run(tmp_path, *arguments, **options) == 2
         return str(capsys.readouterr().err)
@@ -141,21 +143,21 @@ def test_options_that_cannot_be_met_are_refused(tmp_path: Path, capsys: Any) -> 
     assert "--task is missing" in message(task="")
     assert "unknown task 'e2ee': did you mean 'e2e'" in message(task="e2ee")
     assert "unknown metric 'blue': did you mean 'bleu'" in message("--metrics", "blue")
-    assert "bertscore is among the metrics and has no model" in message("--metrics", "bertscore")
-    assert "--bertscore-layers is 3 without a model" in message("--bertscore-layers", "3")
+    assert "bertscore is among the metrics but has no model" in message("--metrics", "bertscore")
+    assert "--bertscore-layers is 3, but --bertscore-model is missing" in message("--bertscore-layers", "3")
     assert "can't be loaded" in message("--bertscore-model", str(tmp_path / "nowhere"))
     assert "can't be read" in message("--against", str(tmp_path / "nowhere.jsonl"))
-    assert "there is no folder" in message("--output", str(tmp_path / "nowhere" / "scores.json"))
+    assert "doesn't exist" in message("--output", str(tmp_path / "nowhere" / "scores.json"))
     fewer = write(tmp_path / "fewer.jsonl", LINES[:2])
     assert "line 3: " in (error := message("--against", str(fewer)))
-    assert "fewer.jsonl has no prediction of '3'" in error
+    assert "fewer.jsonl has no prediction for '3'" in error
     more = write(tmp_path / "more.jsonl", [*LINES, {**LINES[0], "id": "4"}])
-    assert "system.jsonl has no prediction of '4'" in message("--against", str(more))
+    assert "system.jsonl has no prediction for '4'" in message("--against", str(more))
     other = write(tmp_path / "other.jsonl", changed(references=["another"]))
-    assert "the references of '2' aren't those of" in message("--against", str(other))
+    assert "the references of '2' differ from those in" in message("--against", str(other))
     for field, one, two in (("meaning", "name[Aromi]", "name[Zizzi]"), ("part", "seen", "unseen")):
         other = write(tmp_path / f"{field}.jsonl", changed(**{field: two}))
         error = message("--against", str(other), lines=changed(**{field: one}))
-        assert f"{field}.jsonl, line 2: the {field} of '2' isn't that of " in error
+        assert f"{field}.jsonl, line 2: the {field} of '2' differs from that in " in error
     (tmp_path / "scores.json").touch()
-    assert "is there already" in message()
+    assert "already exists" in message()

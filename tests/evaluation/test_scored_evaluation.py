@@ -1,4 +1,4 @@
-"""An evaluation's scores: intervals, significance, the table, and the same figures from its files of predictions."""
+"""The scores of an evaluation: intervals, significance, tables, and equality with scores of its prediction files."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "eval"
 
 
-def test_every_row_has_the_tasks_scores_with_intervals_and_p_values(evaluated: Path) -> None:
+def test_every_row_has_the_metrics_of_the_task_with_intervals_and_p_values(evaluated: Path) -> None:
     report = Report.load(evaluated / "report.json")
     full, fast, *_ = report.rows
     names = {"bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"}
@@ -66,7 +66,7 @@ def test_every_row_has_the_tasks_scores_with_intervals_and_p_values(evaluated: P
     assert report.metrics["bertscore"].endswith("layer 2")
 
 
-def test_lossless_texts_are_those_of_full_depth_and_every_token_is_held_against_it(evaluated: Path) -> None:
+def test_lossless_outputs_are_identical_to_full_depth_and_agreement_covers_every_token(evaluated: Path) -> None:
     report = Report.load(evaluated / "report.json")
     full, fast, *lossless = report.rows
     assert [row.label for row in report.rows] == ["1x", "3x", "lossless-2x", "lossless"]
@@ -82,21 +82,21 @@ def test_lossless_texts_are_those_of_full_depth_and_every_token_is_held_against_
     checkpoint = load_checkpoint(report.checkpoint, None, torch.device("cpu"))
     lines = (evaluated / "predictions" / "1x.jsonl").read_text().splitlines()
     prompts = [checkpoint.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
-    for row in (full, fast):  # of the whole batch, as of each row alone
+    for row in (full, fast):  # in a batch as for single sequences
         system = SkipSystem(row.label, checkpoint, SkipSchedule.from_dict(row.schedule))
         alone = [system.decode([ids], report.max_new_tokens, agreement=True).agreeing for ids in prompts]
         for n, (agreeing, tokens) in enumerate(row.agreement):
             reached = [one[n] for one in alone if len(one) > n]
             assert (agreeing, tokens) == (sum(reached), len(reached))
     assert full.agreeing == 1
-    assert f"lossless-2x: {report.examples} of {report.examples} texts are those of the 1x row" in report.to_markdown()
-    assert "| agrees |" in report.to_markdown()
+    assert f"lossless-2x: {report.examples} of {report.examples} outputs are identical to" in report.to_markdown()
+    assert "| agreement |" in report.to_markdown()
     assert full.lossless_speedup is None
     assert fast.lossless_speedup > 0
-    assert "Lossless decoding that drafts as a row, one text at a time, of some texts: 3x " in report.to_markdown()
+    assert "with a row's schedule as the draft, on a sample: 3x " in report.to_markdown()
 
 
-def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, tmp_path: Path) -> None:
+def test_the_prediction_files_contain_meanings_and_reproduce_the_scores(evaluated: Path, tmp_path: Path) -> None:
     lines = [json.loads(text) for text in (evaluated / "predictions" / "3x.jsonl").read_text().splitlines()]
     assert [line["meaning"] for line in lines] == MEANINGS
     assert "Xname" in lines[0]["prompt"]
@@ -111,7 +111,7 @@ def test_the_predictions_say_what_they_mean_and_score_the_same(evaluated: Path, 
         assert scores["p_values"][name] == pytest.approx(fast.p_values[name])
 
 
-def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_path: Path, capsys: Any) -> None:
+def test_requested_metrics_replace_those_of_the_task(evaluated: Path, tmp_path: Path, capsys: Any) -> None:
     run, data = str(evaluated.parent / "run"), str(evaluated.parent / "data")
     arguments = ["--checkpoint", run, "--data-dir", data, "--speedup", "1", "--max-new-tokens", "2"]
     output = tmp_path / "eval"
@@ -125,9 +125,9 @@ def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_p
     for wrong, message in (
         (["--metrics", "blue"], "unknown metric 'blue'"),
         (["--bertscore-model", str(tmp_path / "nowhere")], "can't be loaded"),
-        (compare, "--compare other: reports are compared by bleu, and that one has none"),
-        (["--compare", f"a={tmp_path / 'report.json'}"], "--compare a: that report is of the task viggo, not of e2e"),
-        (["--metrics", "bertscore"], "bertscore is among the metrics and has no model"),
+        (compare, "--compare other: reports are compared by bleu, which that report lacks"),
+        (["--compare", f"a={tmp_path / 'report.json'}"], "--compare a: that report is for the task viggo, not e2e"),
+        (["--metrics", "bertscore"], "bertscore is among the metrics but has no model"),
     ):
         assert eval.cli.main([*arguments, *wrong, "--output", str(tmp_path / "none")]) == 2
         assert message in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_named_metrics_are_computed_in_place_of_the_tasks(evaluated: Path, tmp_p
 
 
 def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
-    """The evaluation's report with other texts, twenty times over, and figures as wide as they come."""
+    """A report with other predictions, twenty times as many, and figures of maximum width."""
     names = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider", "bertscore", "slot_error_rate"]
     bert = BertModel(str(evaluated.parent / "bert"), 2)
 
@@ -162,14 +162,14 @@ def report_of(predictions: dict[float, list[str]], evaluated: Path) -> Report:
             wall_clock_quartiles=(speed, speed),
             whole_speedup=Ratio(speed, speed, speed),
             speedup_target=speed,
-            agreement=[],  # which has room in place of BERTScore, that few ask for
+            agreement=[],  # shown instead of BERTScore, which is rarely used
             cache_bytes=99_999_000_000,
         )
         rows.append(row)
     return replace(report, rows=rows)
 
 
-def test_the_table_fits_and_marks_what_differs_from_full_depth(evaluated: Path) -> None:
+def test_the_table_fits_and_marks_significant_differences_from_full_depth(evaluated: Path) -> None:
     right = [texts[0] for texts in REFERENCES]
     report = report_of({1: right, 2: right, 12.5: ["Aromi by a pub."] * 3}, evaluated)
     console = Console(width=160, record=True)
@@ -192,7 +192,7 @@ def test_the_table_fits_and_marks_what_differs_from_full_depth(evaluated: Path) 
     assert "* differs from the 1x row (p < 0.05" in text
 
 
-def test_reports_without_intervals_are_still_read(evaluated: Path, tmp_path: Path) -> None:
+def test_reports_without_intervals_can_be_read(evaluated: Path, tmp_path: Path) -> None:
     values = json.loads((evaluated / "report.json").read_text())
     for name in ("metrics", "unavailable"):
         del values[name]

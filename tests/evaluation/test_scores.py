@@ -1,4 +1,4 @@
-"""Scores equal their libraries' on the same texts, and known values on fixed ones."""
+"""Scores equal those of the libraries, and known values for fixed texts."""
 
 import random
 from dataclasses import replace
@@ -28,13 +28,13 @@ REFERENCES = [
     ["Aromi serves Italian food."],
     ["It is near the Vaults.", "By the river, near The Vaults.", "It lies by the river near The Vaults."],
 ]
-# Repeating a reference changes no clipped count and no closest length.
+# Repeating a reference doesn't change clipped counts or closest lengths.
 STREAMS = [[texts[min(n, len(texts) - 1)] for texts in REFERENCES] for n in range(3)]
 NAMES = ["bleu", "nist", "rouge1", "rouge2", "rougeL", "cider"]
 
 
 def corpus(items: int, seed: int, wrong: float) -> tuple[list[str], list[list[str]]]:
-    """Texts of a few words with their references, in which a share of the predictions' words is another one."""
+    """Short predictions with references, where a fraction of the words is replaced."""
     rng = random.Random(seed)
     words = ["a", "cheap", "pub", "near", "the", "river", "serves", "food", "for", "kids", "and", "has", "good"]
     references = [[" ".join(rng.choices(words, k=rng.randint(5, 12))) for _ in range(3)] for _ in range(items)]
@@ -46,13 +46,13 @@ def corpus(items: int, seed: int, wrong: float) -> tuple[list[str], list[list[st
     return predictions, references
 
 
-def test_bleu_is_sacrebleus_with_every_reference_in_lower_case() -> None:
+def test_bleu_equals_lower_case_sacrebleu_with_all_references() -> None:
     expected = sacrebleu.corpus_bleu(PREDICTIONS, STREAMS, lowercase=True).score
     assert score(PREDICTIONS, REFERENCES).values["bleu"] == pytest.approx(expected)
     assert score([p.upper() for p in PREDICTIONS], REFERENCES).values["bleu"] == pytest.approx(expected)
 
 
-def test_bleu_of_a_fixed_case_is_the_formulas_value() -> None:
+def test_bleu_of_a_fixed_case_equals_the_formula() -> None:
     # By hand, Papineni et al. 2002: of 7 tokens, the full stop among them, 6 are in the reference, of the pairs 4,
     # of the threes 2, of the fours 1; it is as long as the reference, so there is no penalty.
     value = score(["The cat sat on the mat."], [["The cat sits on the mat."]], ["bleu"]).values["bleu"]
@@ -60,7 +60,7 @@ def test_bleu_of_a_fixed_case_is_the_formulas_value() -> None:
     assert value == pytest.approx(by_hand)
 
 
-def test_rouge_is_the_best_references() -> None:
+def test_rouge_uses_the_best_reference() -> None:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     scores = score(PREDICTIONS, REFERENCES).values
     for kind in ("rouge1", "rouge2", "rougeL"):
@@ -71,7 +71,7 @@ def test_rouge_is_the_best_references() -> None:
         assert scores[kind] == pytest.approx(100 * sum(best) / 3)
 
 
-def test_rouge_of_a_fixed_case_is_the_formulas_value() -> None:
+def test_rouge_of_a_fixed_case_equals_the_formula() -> None:
     # By hand, Lin 2004, with his example of section 3: 4 of 4 stems in common, 1 of 3 pairs, and a longest common
     # subsequence of 2.
     scores = score(["the gunman kill police"], [["police killed the gunman"]]).values
@@ -79,26 +79,26 @@ def test_rouge_of_a_fixed_case_is_the_formulas_value() -> None:
     assert scores["rouge2"] == pytest.approx(100 / 3)
 
 
-def test_rouge_of_summaries_takes_each_line_for_a_sentence() -> None:
+def test_rouge_lsum_treats_each_line_as_a_sentence() -> None:
     # By hand, Lin 2004, section 3.2: both sentences are there, in another order; in a row, one of the two is.
     values = score(["a dog ran\nthe cat sat"], [["the cat sat\na dog ran"]], ["rougeL", "rougeLsum"]).values
     assert values == {"rougeL": pytest.approx(50), "rougeLsum": pytest.approx(100)}
 
 
-def test_a_perfect_prediction_scores_100_and_a_foreign_one_0() -> None:
+def test_a_perfect_prediction_scores_100_and_an_unrelated_one_0() -> None:
     perfect = score(["one two three four five"], [["nothing", "one two three four five"]]).values
     assert (perfect["bleu"], perfect["rouge1"], perfect["rougeL"]) == (pytest.approx(100), 100, 100)
     assert score(["x"], [["one two three four five"]]).values["rouge1"] == 0
 
 
-def test_texts_without_words_score_0() -> None:
+def test_predictions_without_words_score_0() -> None:
     scores = score(["", "."], [["a pub"], ["a pub by the river"]], NAMES)
     assert scores.values == pytest.approx(dict.fromkeys(NAMES, 0))
     assert scores.intervals == dict.fromkeys(NAMES, (0, 0))
 
 
 @pytest.mark.parametrize("wrong", [0.5, 0.55])
-def test_intervals_and_p_values_of_bleu_are_sacrebleus(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_and_p_values_of_bleu_equal_sacrebleu(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SACREBLEU_SEED", raising=False)
     (first, references), (second, _) = corpus(60, 0, 0.5), corpus(60, 0, wrong + 0.05)
     streams = [[texts[n] for texts in references] for n in range(3)]
@@ -110,7 +110,7 @@ def test_intervals_and_p_values_of_bleu_are_sacrebleus(wrong: float, monkeypatch
     assert two.values["bleu"] == pytest.approx(system.score)
     assert two.p_values["bleu"] == pytest.approx(system.p_value)
     assert 0.001 < two.p_values["bleu"] < 0.9
-    # Its resamples are the same; of its interval it says half the width, and takes the nearest resample.
+    # sacrebleu uses the same resamples, but reports half the width of the interval between nearest resamples.
     _, resampled = _bootstrap_resample(metric._extract_corpus_statistics(second, None), metric, RESAMPLES)
     assert two.resampled["bleu"] == pytest.approx(np.array([sample.score for sample in resampled]), rel=1e-5)
     _, half = estimate_ci(two.resampled["bleu"])
@@ -120,7 +120,7 @@ def test_intervals_and_p_values_of_bleu_are_sacrebleus(wrong: float, monkeypatch
     assert baseline.score == pytest.approx(one.values["bleu"])
 
 
-def test_resampled_sums_are_the_scores_of_the_resampled_texts() -> None:
+def test_resampled_scores_equal_the_scores_of_resampled_texts() -> None:
     predictions, references = corpus(12, 1, 0.4)
     statistics = score(predictions, references, ["bleu", "rougeL"])
     drawn = np.random.default_rng(12345).choice(12, size=(RESAMPLES, 12), replace=True)
@@ -139,7 +139,7 @@ def test_a_mean_lies_in_its_interval_and_a_system_never_differs_from_itself(scor
     assert p_value(0.0, resampled - resampled) == 1
 
 
-def test_of_one_item_there_is_no_interval_and_no_significance() -> None:
+def test_a_single_item_has_no_interval_and_no_significance() -> None:
     (good, references), (bad, _) = corpus(80, 2, 0.1), corpus(80, 2, 0.7)
     parts = ["alone", *[""] * 79]
     one = score(good, references, ["bleu"], parts=parts)
@@ -150,7 +150,7 @@ def test_of_one_item_there_is_no_interval_and_no_significance() -> None:
     assert set(two.intervals) == {"bleu"}
 
 
-def test_every_metric_tells_a_clearly_better_system_from_a_worse_one_and_not_from_an_equal_one() -> None:
+def test_every_metric_distinguishes_a_better_system_from_a_worse_one_but_not_from_an_equal_one() -> None:
     (good, references), (bad, _) = corpus(80, 2, 0.1), corpus(80, 2, 0.7)
     one = score(good, references, NAMES)
     worse, same = score(bad, references, NAMES, against=one), score(good, references, NAMES, against=one)
@@ -163,7 +163,7 @@ def test_every_metric_tells_a_clearly_better_system_from_a_worse_one_and_not_fro
 
 
 class OneSynonym:
-    """As much of a WordNet reader as METEOR asks of one: pub and bar are one synset."""
+    """A minimal WordNet reader for METEOR, where pub and bar are one synset."""
 
     def synsets(self, word: str) -> list[Any]:
         class Lemma:
@@ -189,7 +189,7 @@ def test_meteor_matches_words_stems_and_synonyms() -> None:
 
 @pytest.fixture
 def without_nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nltk as it is where none of its data is installed."""
+    """nltk without installed data."""
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
@@ -199,7 +199,7 @@ def without_nltk_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_nltk_data")
-def test_without_wordnet_meteor_is_not_there_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_meteor_without_wordnet_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
     scores = score(PREDICTIONS, REFERENCES, ["meteor", "bleu"])
     assert list(scores.values) == ["bleu"]
@@ -209,9 +209,7 @@ def test_without_wordnet_meteor_is_not_there_and_says_why(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("without_nltk_data")
-def test_a_folder_as_wordnets_authors_release_it_is_enough_for_meteor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_meteor_works_with_a_wordnet_dictionary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # wndb(5WN): one synset of a noun with two words, its exceptions and the other kinds' files empty; no `lexnames`,
     # which Debian's wordnet-base leaves out.
     for kind in ("noun", "verb", "adj", "adv"):
@@ -226,7 +224,7 @@ def test_a_folder_as_wordnets_authors_release_it_is_enough_for_meteor(
     assert found.items[0, 0] > found.items[1, 0]
 
 
-def test_with_wordnet_meteor_is_what_nltk_documents() -> None:
+def test_meteor_equals_the_example_in_the_documentation_of_nltk() -> None:
     # nltk.translate.meteor_score, the docstring of `meteor_score`: 0.6944 for its first reference, one of three.
     prediction = "It is a guide to action which ensures that the military always obeys the commands of the party"
     reference = "It is a guide to action that ensures that the military will forever heed Party commands"
@@ -236,16 +234,16 @@ def test_with_wordnet_meteor_is_what_nltk_documents() -> None:
         pytest.skip(str(error))
 
 
-def test_lists_of_different_length_are_refused() -> None:
+def test_score_refuses_lists_of_different_lengths() -> None:
     with pytest.raises(ValueError, match="2 predictions for 1"):
         score(["a", "b"], [["a"]])
     with pytest.raises(ValueError, match="1 predictions for 1, 2"):
         score(["a"], [["a"]], meanings=["a", "b"])
-    with pytest.raises(ValueError, match="against a system with 3"):
+    with pytest.raises(ValueError, match="but the other system has 3"):
         score(["a"], [["a"]], against=score(PREDICTIONS, REFERENCES))
 
 
-def test_metrics_are_the_tasks_or_those_asked_for() -> None:
+def test_metrics_are_those_requested_or_those_of_the_task() -> None:
     from eval.score.metric import BertModel
 
     task, bert = ("bleu", "rougeL", "bertscore"), BertModel("roberta-large")
@@ -255,18 +253,18 @@ def test_metrics_are_the_tasks_or_those_asked_for() -> None:
     assert choose_metrics((), ["nist"], bert) == ("nist", "bertscore")
     with pytest.raises(ConfigError, match="unknown metric 'blue': did you mean 'bleu'"):
         choose_metrics(task, ["blue"])
-    with pytest.raises(ConfigError, match="bertscore is among the metrics and has no model"):
+    with pytest.raises(ConfigError, match="bertscore is among the metrics but has no model"):
         choose_metrics(task, ["bertscore"])
 
 
-def test_what_was_computed_is_said_with_its_version() -> None:
+def test_descriptions_of_metrics_contain_library_versions() -> None:
     scores = score(PREDICTIONS, REFERENCES)
     assert f"|version:{sacrebleu.__version__}" in scores.metrics["bleu"]
     assert "mteval-v13a" in scores.metrics["nist"]
     assert scores.metrics["rouge1"].startswith("rouge-score 0.")
 
 
-def test_a_metric_is_one_object_and_one_line_of_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_new_metric_needs_only_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = Metric(
         "words",
         "words",
@@ -287,7 +285,7 @@ def test_a_metric_is_one_object_and_one_line_of_the_registry(monkeypatch: pytest
     assert "words: words a text." in text
 
 
-def test_means_over_seeds_keep_the_resamples_apart_and_draw_the_seeds() -> None:
+def test_means_over_training_seeds_resample_items_and_seeds() -> None:
     items = np.linspace(0, 5, RESAMPLES)
     assert np.array_equal(over_seeds([items]), items)
     found = over_seeds([items + seed for seed in (0.0, 10.0, 20.0)]) - items

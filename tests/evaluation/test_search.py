@@ -1,4 +1,4 @@
-"""A search for schedules, run as a user would on a small checkpoint: found, killed, gone on with, refused."""
+"""A schedule search, run as a user would on a small checkpoint: results, interruptions and errors."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def rungs_of_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.search.trials, "LEAST", 5)  # so that 20 prompts make rungs of 5, 10 and 20
+    monkeypatch.setattr(eval.search.trials, "MIN_PROMPTS", 5)  # so that 20 prompts make rungs of 5, 10 and 20
 
 
 def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
@@ -56,7 +56,7 @@ def arguments(checkpoint: Path, output: Path, **changes: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def found(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.search.trials, "LEAST", 5)
+        patch.setattr(eval.search.trials, "MIN_PROMPTS", 5)
         output = tmp_path_factory.mktemp("search") / "found"
         assert main(arguments(checkpoint, output)) == 0
     return output
@@ -67,7 +67,7 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-def test_all_is_written_and_the_default_is_the_first_trial(checkpoint: Path, found: Path) -> None:
+def test_a_search_writes_all_files_and_the_default_is_the_first_trial(checkpoint: Path, found: Path) -> None:
     files = {file.name for file in found.iterdir()}
     assert files == {"trials.jsonl", "search.json", "search.md", "search.png", "winner.json"}
     assert (found / "search.png").stat().st_size > 20_000
@@ -86,7 +86,7 @@ def test_all_is_written_and_the_default_is_the_first_trial(checkpoint: Path, fou
     )
 
 
-def test_half_of_the_others_leaves_after_each_rung_and_the_default_stays(found: Path) -> None:
+def test_half_of_the_other_schedules_are_dropped_after_each_rung_and_the_default_is_kept(found: Path) -> None:
     report = report_of(found)
     assert report["rungs"] == [5, 10, 20]
     prompts = [row["prompts"] for row in report["trials"]]
@@ -95,7 +95,7 @@ def test_half_of_the_others_leaves_after_each_rung_and_the_default_stays(found: 
     assert next(row for row in report["trials"] if row["trial"] == 0)["prompts"] == 20
 
 
-def test_scores_are_those_of_decoding_every_validation_prompt_alone(checkpoint: Path, found: Path) -> None:
+def test_search_scores_equal_those_of_decoding_every_prompt_separately(checkpoint: Path, found: Path) -> None:
     report = report_of(found)
     model, tokenizer = load_model(str(checkpoint)).eval(), load_tokenizer(str(checkpoint))
     examples = load_task("departures", validation_size=VALIDATION).load("validation")
@@ -116,7 +116,7 @@ def test_scores_are_those_of_decoding_every_validation_prompt_alone(checkpoint: 
 
 
 @pytest.mark.parametrize("kill_after", [5, pytest.param(14, marks=pytest.mark.release)])
-def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
+def test_a_killed_search_continues_and_decodes_nothing_twice(
     checkpoint: Path, found: Path, tmp_path: Path, kill_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[tuple[str, SkipSchedule]] = []
@@ -125,7 +125,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
         examples, schedules, at = args[2], args[4], 0
         for results in decode_test_set(*args, **kwargs):
             yield results
-            # It is asked for the next batch once this one is written down.
+            # The next batch is requested after this one has been written.
             here = examples[at : at + kwargs["batch_size"]]
             decoded.extend((example.id, schedule) for example in here for schedule in schedules)
             at += len(here)
@@ -138,10 +138,12 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
     assert not (tmp_path / "again" / "search.json").exists()
     killing = False
     with (tmp_path / "again" / "trials.jsonl").open("a") as log:
-        log.write('[["batch", "4"], {"prompts": [1, 2')  # torn, as by a machine that went down
+        log.write('[["batch", "4"], {"prompts": [1, 2')  # an incomplete line, as after a crash of the machine
     assert main(arguments(checkpoint, tmp_path / "again")) == 0
     assert len(decoded) == len(set(decoded))
-    assert main(arguments(checkpoint, tmp_path / "again")) == 0  # finished: the report is made again, nothing decoded
+    assert (
+        main(arguments(checkpoint, tmp_path / "again")) == 0
+    )  # finished: the report is written again without decoding
     before, after = report_of(found), report_of(tmp_path / "again")
     timed = ("speedup", "speedup_quartiles", "speed_over_default")
     assert [{k: v for k, v in row.items() if k not in timed} for row in before["trials"]] == [
@@ -150,7 +152,7 @@ def test_a_search_that_is_killed_goes_on_and_decodes_nothing_twice(
     assert len(decoded) == len(set(decoded)) == sum(row["prompts"] for row in after["trials"]) + VALIDATION
 
 
-def test_a_search_goes_on_with_its_weights_whatever_memory_is_free(
+def test_a_continued_search_keeps_its_weight_format_independently_of_free_memory(
     checkpoint: Path, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(found, tmp_path / "copy")
@@ -170,9 +172,7 @@ def test_a_search_goes_on_with_its_weights_whatever_memory_is_free(
     assert [*chosen, report_of(copy)["weights"]] == [before] * 2
 
 
-def test_the_winner_is_a_schedule_that_recipes_and_the_evaluation_take(
-    checkpoint: Path, found: Path, tmp_path: Path
-) -> None:
+def test_the_winner_file_works_in_recipes_and_in_evaluations(checkpoint: Path, found: Path, tmp_path: Path) -> None:
     winner = found / "winner.json"
     trained = train_small(tmp_path / "run", "train.max_steps=1", "schedule.speedups=null", f"schedule.files=[{winner}]")
     config = SkipConfig.load(trained)
@@ -184,7 +184,7 @@ def test_the_winner_is_a_schedule_that_recipes_and_the_evaluation_take(
     assert SkipSchedule.load(winner).to_dict() in [row["schedule"] for row in rows]
 
 
-def test_a_budget_in_layers_and_a_calibrated_one_are_searched(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, tmp_path: Path) -> None:
     few = {"trials": 3, "limit": 4, "max-new-tokens": 4}
     assert main(arguments(checkpoint, tmp_path / "layers", speedup=None, **{"mean-layers": 4, **few})) == 0
     assert all(
@@ -203,19 +203,19 @@ def test_a_budget_in_layers_and_a_calibrated_one_are_searched(checkpoint: Path, 
         ({"speedup": 1}, "--speedup is 1: it must be above 1"),
         ({"speedup": "99 --strict"}, "speedup is 99: this checkpoint reaches"),
         ({"speedup": None, "mean-layers": "4 --strict"}, "--strict is for --speedup"),
-        ({"mean-layers": 4}, "name a budget by one of --speedup and --mean-layers"),
-        ({"speedup": None}, "name a budget by one of"),
+        ({"mean-layers": 4}, "give a budget as either --speedup or --mean-layers"),
+        ({"speedup": None}, "give a budget as either"),
         ({"speedup": None, "mean-layers": 8}, "--mean-layers is 8: it must be below the model's 8 layers"),
-        ({"speedup": 5, "warmup": 5}, "no schedule beside the default reaches the target in this space"),
+        ({"speedup": 5, "warmup": 5}, "no schedule besides the default reaches the target in this space"),
         ({"trials": 1}, "--trials is 1: it must be at least 2"),
         ({"batch-size": 0}, "--batch-size is 0"),
         ({"limit": 1}, "--limit is 1: it must be at least 2"),
         ({"max-new-tokens": 1}, "--max-new-tokens is 1: it must be at least 2"),
-        ({"warmup": 0}, "--warmup is [0]: name different numbers of at least 1"),
+        ({"warmup": 0}, "--warmup is [0]: numbers must be different and at least 1"),
         ({"speedup": "nan"}, "--speedup is nan"),
         ({"trials": 10**9}, "--trials is 1000000000"),
         ({"seed": -1}, "--seed is -1"),
-        ({"horizons": 10**9}, "--horizons is [1000000000]: name numbers of at most 1000000"),
+        ({"horizons": 10**9}, "--horizons is [1000000000]: numbers must be at most 1000000"),
         ({"decays": "linear linear"}, "--decays is ['linear', 'linear']"),
         ({"task-option": "validation_size="}, "--task-option 'validation_size=': expected key=value"),
         ({"task-option": "validation_size=few"}, "validation_size is 'few'"),
@@ -225,45 +225,45 @@ def test_a_budget_in_layers_and_a_calibrated_one_are_searched(checkpoint: Path, 
         ({"task": "departures"}, "isn't a checkpoint"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(
+def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
     checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str, capsys: Any
 ) -> None:
     assert (
         main(arguments(tmp_path if changes == {"task": "departures"} else checkpoint, tmp_path / "out", **changes)) == 2
     )
     error = capsys.readouterr().err
-    assert error.splitlines()[-1].startswith("error: ")  # below the bar of the model's loading
+    assert error.splitlines()[-1].startswith("error: ")  # below the progress bar of model loading
     assert message in error.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
-def test_other_arguments_or_other_files_in_the_folder_are_refused(
+def test_a_search_refuses_a_folder_with_other_options_or_other_files(
     checkpoint: Path, found: Path, tmp_path: Path, capsys: Any
 ) -> None:
     before = {file.name: file.read_bytes() for file in found.iterdir()}
     assert main(arguments(checkpoint, found, trials=8, seed=1)) == 2
-    assert "is of another search (--trials was 9, is 8, --seed was 0, is 1)" in capsys.readouterr().err
+    assert "belongs to another search (--trials was 9, is 8, --seed was 0, is 1)" in capsys.readouterr().err
     (tmp_path / "kept").write_text("kept")
     assert main(arguments(checkpoint, tmp_path)) == 2
-    assert "holds files that are no search's" in capsys.readouterr().err
+    assert "holds files that don't belong to a search" in capsys.readouterr().err
     copy = shutil.copytree(found, tmp_path / "copy")
     log = copy / "trials.jsonl"
     header, *entries = log.read_text().splitlines()
     log.write_text("\n".join([json.dumps({**json.loads(header), "validation data": 1}), *entries, ""]))
     assert main(arguments(checkpoint, copy)) == 2
-    assert "is of another search (validation data was 1, is " in capsys.readouterr().err
+    assert "belongs to another search (validation data was 1, is " in capsys.readouterr().err
     status = (checkpoint / "config.json").stat()
     (checkpoint / "config.json").touch()
     assert main(arguments(checkpoint, found)) == 2
-    assert "is of another search (files.config.json was" in capsys.readouterr().err
+    assert "belongs to another search (files.config.json was" in capsys.readouterr().err
     os.utime(checkpoint / "config.json", ns=(status.st_atime_ns, status.st_mtime_ns))
     log.write_text("{}\n" + "\n".join(entries[1:]))
     assert main(arguments(checkpoint, copy)) == 2
-    assert "is of another search" in capsys.readouterr().err
+    assert "belongs to another search" in capsys.readouterr().err
     assert before == {file.name: file.read_bytes() for file in found.iterdir()}
 
 
-def test_validation_data_that_was_trained_on_is_said_and_none_is_an_error(
+def test_a_search_warns_of_validation_data_seen_in_training_and_refuses_missing_data(
     checkpoint: Path, tmp_path: Path, capsys: Any
 ) -> None:
     data = tmp_path / "e2e"
@@ -284,7 +284,7 @@ def test_validation_data_that_was_trained_on_is_said_and_none_is_an_error(
     assert main(arguments(trained, tmp_path / "out", **words)) == 2
     assert "no validation data: split 'validation' of E2E needs" in capsys.readouterr().err
     assert main(arguments(trained, tmp_path / "one", **words, **{"task-option": "holdout=1"})) == 2
-    assert "holds one prompt alone" in capsys.readouterr().err
+    assert "has a single prompt" in capsys.readouterr().err
     assert main(arguments(trained, tmp_path / "seen", **words, **{"task-option": "holdout=3"})) == 0
     assert "WARNING: the checkpoint was trained on 3 of these 3 validation prompts" in " ".join(
         capsys.readouterr().err.split()
@@ -293,13 +293,13 @@ def test_validation_data_that_was_trained_on_is_said_and_none_is_an_error(
     remember(holdout=3)
     assert main(arguments(trained, tmp_path / "new", **words)) == 0
     assert "WARNING" not in capsys.readouterr().err
-    # Two of the five that would be held out now were held out in training as well, or none: never all.
+    # Some of the five prompts held out now were held out in training too, but never all.
     assert main(arguments(trained, tmp_path / "some", **words, **{"task-option": "holdout=5"})) == 0
     held = [{n * 8 // count for n in range(count)} for count in (3, 5)]
     assert report_of(tmp_path / "some")["trained_on"] == len(held[1] - held[0])
 
 
-def test_rungs_hold_every_prompt_once_in_batches_of_like_length() -> None:
+def test_rungs_hold_every_prompt_once_in_batches_of_similar_length() -> None:
     lengths = [random.Random(n).randint(1, 50) for n in range(203)]
     rungs = plan_rungs(lengths, 8, seed=1)
     assert [sum(map(len, rung)) for rung in rungs] == [50, 51, 102]
@@ -312,7 +312,7 @@ def test_rungs_hold_every_prompt_once_in_batches_of_like_length() -> None:
 
 
 def made_up(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Batch]:
-    """One batch in which each trial, full depth first, got ROUGE scores and took so long for a step."""
+    """One batch with the given ROUGE scores and seconds per step of each trial, full depth first."""
     turns = [
         TrialResult(trial, [[value, 1.0] for value in values], time, layers=1, tokens=1)
         for trial, (values, time) in enumerate(zip(scores, seconds, strict=True), FULL_DEPTH)
@@ -325,23 +325,23 @@ def winner(scores: Sequence[Sequence[float]], seconds: Sequence[float]) -> int:
     return choose_winner(make_rows(schedules, [3.0] * len(schedules), made_up(scores, seconds), "rougeL"))
 
 
-def test_a_winner_is_better_beyond_noise_and_not_slower() -> None:
+def test_a_winner_is_significantly_better_and_not_slower() -> None:
     base = [float(n % 7) for n in range(60)]
     lead, noise = [value + 1 + n % 3 for n, value in enumerate(base)], [value + n % 2 for n, value in enumerate(base)]
     unsure = [value + (4 if n % 2 else -3.5) for n, value in enumerate(base)]
     assert winner([base, base, unsure, lead], [3, 1, 1, 1]) == 2
-    assert winner([base, base, noise, lead], [3, 1, 1, 1]) == 2  # both are better; this one is by more
+    assert winner([base, base, noise, lead], [3, 1, 1, 1]) == 2  # both are better; trial 2 by more
     assert winner([base, base, unsure, lead], [3, 1, 1, 1.04]) == 2
     assert winner([base, base, unsure, lead], [3, 1, 1, 1.06]) == 0  # slower than the default
     assert winner([base, base, unsure, unsure], [3, 1, 1, 1]) == 0
     assert winner([base, base, base], [3, 1, 1]) == 0
-    assert winner([[1.0], [1.0], [2.0]], [3, 1, 1]) == 0  # of one prompt there is no noise to be beyond of
+    assert winner([[1.0], [1.0], [2.0]], [3, 1, 1]) == 0  # a single prompt has no standard error
     assert critical_value(1) == pytest.approx(1.96, abs=0.001)
     assert critical_value(19) == pytest.approx(3.01, abs=0.01)
 
 
-def test_of_twenty_schedules_that_are_alike_none_wins_by_chance() -> None:
-    """An uncorrected interval would let one of them win in two of five searches."""
+def test_none_of_twenty_equivalent_schedules_wins_by_chance() -> None:
+    """With uncorrected intervals one of them would win in two of five searches."""
     wins = 0
     for seed in range(40):
         draw = random.Random(seed)
@@ -351,7 +351,7 @@ def test_of_twenty_schedules_that_are_alike_none_wins_by_chance() -> None:
     assert wins <= 5
 
 
-def test_the_better_half_goes_on_and_never_fewer_than_three() -> None:
+def test_the_better_half_and_at_least_three_schedules_are_kept() -> None:
     batches = made_up([[9.0], [0.0], [5.0], [7.0], [1.0], [8.0], [6.0], [2.0], [3.0]], [1.0] * 9)
     assert better_half(batches, "rougeL") == [0, 1, 2, 4, 5]
     assert better_half(made_up([[9.0], [0.0], [5.0], [7.0], [1.0], [8.0]], [1.0] * 6), "rougeL") == [0, 1, 2, 4]

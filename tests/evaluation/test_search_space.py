@@ -1,4 +1,4 @@
-"""The schedules of a search obey the laws, reach the budget at equal footing, and differ from each other."""
+"""The schedules of a search are valid, reach the budget over the same steps, and differ from each other."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.search.space import ROOM, Budget, LayerCount, Space, behaviour, choose_schedules
+from eval.search.space import MAX_EXCESS, Budget, LayerCount, Space, behaviour, choose_schedules
 from skipdecode import ConfigError, CostModel, MeasuredCost, SkipSchedule, solve_schedule
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.schedule import Decay, Placement
@@ -42,7 +42,7 @@ def budgets(draw: st.DrawFn) -> Budget:
     trials=st.integers(2, 8),
     seed=st.integers(0, 2**31),
 )
-def test_every_schedule_reaches_the_budget_and_no_two_do_the_same(
+def test_every_schedule_of_a_search_reaches_the_budget_and_no_two_are_equivalent(
     budget: Budget,
     warmups: tuple[int, ...],
     decays: tuple[Decay, ...],
@@ -60,15 +60,15 @@ def test_every_schedule_reaches_the_budget_and_no_two_do_the_same(
     try:
         schedules = choose_schedules(budget, space, default, trials=trials, tokens=tokens, seed=seed)
     except ConfigError as error:
-        if "no schedule beside the default reaches the target" not in str(error):
+        if "no schedule besides the default reaches the target" not in str(error):
             raise
         return
     assert schedules[0] == default
     assert 2 <= len(schedules) <= trials
     full = budget.cost.decode_seconds(SkipSchedule.full_depth(depth), budget.steps)
-    highest = max(budget.speedup * (1 + ROOM), full / budget.cost.decode_seconds(default, budget.steps))
+    highest = max(budget.speedup * (1 + MAX_EXCESS), full / budget.cost.decode_seconds(default, budget.steps))
     for schedule in schedules[1:]:
-        # Added up over the budget's own steps, whatever the schedule's horizon.
+        # Summed over the steps of the budget, independently of the horizon.
         reached = full / budget.cost.decode_seconds(schedule, budget.steps)
         assert budget.speedup <= reached * (1 + 1e-9)
         assert reached <= highest * (1 + 1e-9)
@@ -84,7 +84,7 @@ def test_every_schedule_reaches_the_budget_and_no_two_do_the_same(
     assert len(set(ran)) == len(ran)
 
 
-def test_the_same_seed_draws_the_same_schedules_and_another_one_others() -> None:
+def test_equal_seeds_draw_equal_schedules_and_different_seeds_different_ones() -> None:
     budget = Budget(a_cost(24, 2), 3, steps=32)
     default = solve_schedule(budget.cost, 3, horizon=32)
     space = Space((1, 2, 3), DECAYS, (16, 32, 64), ("top",))
@@ -99,19 +99,19 @@ def test_the_same_seed_draws_the_same_schedules_and_another_one_others() -> None
     assert {schedule.horizon for schedule in draw(3)} == {16, 32, 64}
 
 
-def test_schedules_that_differ_by_name_alone_are_one() -> None:
+def test_schedules_that_run_the_same_layers_are_tried_once() -> None:
     """With max = min neither decay nor horizon makes a difference."""
     flat = [SkipSchedule(8, 4, 4, horizon=h, decay=d) for h in (4, 9) for d in ("linear", "cosine")]  # type: ignore[arg-type]
     assert len({behaviour(schedule, 20) for schedule in flat}) == 1
     assert behaviour(flat[0], 20) != behaviour(SkipSchedule(8, 4, 4, warmup_layers=2), 20)
     assert behaviour(flat[0], 20) != behaviour(SkipSchedule(8, 4, 4, prompt="max"), 20)
-    # Only within the tokens that are generated.
+    # Only the generated tokens count.
     long, longer = SkipSchedule(8, 8, 2, horizon=64, decay="constant"), SkipSchedule(8, 8, 2, 1, 80, "constant")
     assert behaviour(long, 40) == behaviour(longer, 40) != behaviour(longer, 70)
 
 
-def test_a_long_horizon_buys_no_slower_schedule() -> None:
-    """Over its own horizon a schedule of twice as many tokens would be let through with more layers."""
+def test_a_long_horizon_does_not_lead_to_a_slower_schedule() -> None:
+    """Predicted over its own horizon, a schedule with twice the horizon could have more layers."""
     cost = a_cost(24, 0)
     budget = Budget(cost, 3, steps=32)
     default = solve_schedule(cost, 3, horizon=32)
@@ -121,8 +121,8 @@ def test_a_long_horizon_buys_no_slower_schedule() -> None:
     assert all(budget.predicted(schedule) >= 3 for schedule in found)
 
 
-def test_where_it_is_known_how_long_texts_are_every_schedule_reaches_the_budget_over_them() -> None:
-    """Half of the texts end early: over the horizon a schedule that falls late looks faster than it is."""
+def test_with_known_output_lengths_every_schedule_reaches_the_budget_over_them() -> None:
+    """Half of the outputs end early, so over the horizon a schedule with late decay would look faster than it is."""
     cost = CostModel(24, 1_000_000, 0, 0, 500, 500, 2).at(lengths=[[4, 50], [32, 50]])
     default = solve_schedule(cost, 3, horizon=32)
     budget = Budget(cost, 3, steps=32)
@@ -132,19 +132,19 @@ def test_where_it_is_known_how_long_texts_are_every_schedule_reaches_the_budget_
     assert any(cost.speedup(schedule, 32) >= 3.3 for schedule in found)
 
 
-def test_a_budget_in_layers_is_met_on_average() -> None:
+def test_a_budget_in_layers_is_the_mean_number_of_layers() -> None:
     cost = LayerCount(24)
     budget = Budget(cost, 24 / 7, steps=32)
     default = solve_schedule(cost, 24 / 7, horizon=32)
     found = choose_schedules(budget, Space((1, 2), DECAYS, (16, 32, 48), ("top",)), default, trials=12, tokens=64)
     assert len(found) == 12
-    assert all(7 / (1 + ROOM) <= schedule.mean_budget(32) <= 7 for schedule in found)
+    assert all(7 / (1 + MAX_EXCESS) <= schedule.mean_budget(32) <= 7 for schedule in found)
 
 
-def test_a_target_that_no_other_schedule_reaches_is_refused() -> None:
+def test_a_search_without_alternatives_to_the_default_is_refused() -> None:
     cost = a_cost(6, 0)
     default = solve_schedule(cost, 5.5, horizon=16)
-    with pytest.raises(ConfigError, match=r"no schedule beside the default .*warmup_layers = min_layers = 3"):
+    with pytest.raises(ConfigError, match=r"no schedule besides the default .*warmup_layers = min_layers = 3"):
         choose_schedules(Budget(cost, 5.5, 16), Space((3,), ("linear",), (16,), ("top",)), default, trials=4, tokens=9)
     with pytest.raises(ConfigError, match="--warmup is"):
         Space((0,), ("linear",), (16,), ("top",))

@@ -1,4 +1,4 @@
-"""Slot errors of E2E: what a text leaves out, contradicts or adds."""
+"""The slot error rate of E2E: missing, wrong, repeated and added slots."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def errors(text: str, meaning: str = FULL) -> tuple[tuple[str, ...], ...]:
     return found.missing, found.wrong, found.added
 
 
-def test_a_text_that_states_every_slot_has_no_error() -> None:
+def test_an_output_that_states_every_slot_has_no_errors() -> None:
     assert errors(RIGHT) == ((), (), ())
     assert errors(RIGHT.upper().replace("COFFEE SHOP", "COFFEE-SHOP")) == ((), (), ())
 
@@ -43,12 +43,12 @@ def test_a_text_that_states_every_slot_has_no_error() -> None:
         ("near", "near The Six Bells"),
     ],
 )
-def test_a_slot_that_is_left_out_is_missing(slot: str, words: str) -> None:
+def test_an_unstated_slot_counts_as_missing(slot: str, words: str) -> None:
     assert errors(RIGHT.replace(words, "")) == ((slot,), (), ())
     assert slot_error_rate([RIGHT.replace(words, "")], [FULL]).value == pytest.approx(100 / 8)
 
 
-# A way to say each value, of which the others of its slot are contradictions.
+# A phrase for each value; the phrases of other values of the slot are wrong.
 SAID = {
     "priceRange": {
         "low": ["cheap", "It is inexpensive", "less than £20", "low prices", "low-priced", "the price range is low"],
@@ -89,9 +89,7 @@ SAID = {
         for text in (texts if stated == level else texts[:3])
     ],
 )
-def test_another_value_is_wrong_and_the_same_in_other_words_is_not(
-    slot: str, value: str, stated: str, text: str
-) -> None:
+def test_another_value_counts_as_wrong_but_a_paraphrase_does_not(slot: str, value: str, stated: str, text: str) -> None:
     right = VALUES[slot][value] == stated
     assert errors(f"Aromi, {text}.", f"name[Aromi], {slot}[{value}]") == ((), () if right else (slot,), ())
 
@@ -101,7 +99,7 @@ def test_a_right_value_beside_a_wrong_one_is_wrong() -> None:
     assert errors("Aromi has Italian and Chinese food.", "name[Aromi], food[Italian]") == ((), ("food",), ())
 
 
-def test_a_fact_that_was_not_asked_for_is_added() -> None:
+def test_a_slot_outside_the_meaning_counts_as_added() -> None:
     text = "Aromi is a cheap French restaurant by the river. It is not family-friendly and has a low customer rating."
     added = ("food", "priceRange", "customer rating", "area", "familyFriendly")
     assert errors(text, "name[Aromi]") == ((), (), added)
@@ -109,7 +107,7 @@ def test_a_fact_that_was_not_asked_for_is_added() -> None:
     assert errors("Aromi serves Xfood food near Xnear.", "name[Aromi]") == ((), (), ("food", "near"))
 
 
-def test_a_fact_said_twice_in_the_same_words_is_repeated() -> None:
+def test_a_slot_stated_twice_in_the_same_words_counts_as_repeated() -> None:
     meaning = parse_mr(FULL)
     for more in ("cheap", "Italian", "by the river", "near The Six Bells", "rated 5 out of 5", "kid friendly"):
         found = slot_errors(f"{RIGHT} Aromi, a coffee shop, is {more}.", meaning)
@@ -118,12 +116,12 @@ def test_a_fact_said_twice_in_the_same_words_is_repeated() -> None:
     assert slot_errors(f"{RIGHT} {other_words}", meaning).repeated == ()
 
 
-def test_names_state_nothing_but_themselves() -> None:
+def test_the_words_of_names_do_not_state_other_slots() -> None:
     meaning = "name[Raja Indian Cuisine], near[Cheap Kids by the River]"
     assert errors("Raja Indian Cuisine is near Cheap Kids by the River.", meaning) == ((), (), ())
 
 
-def test_the_rate_is_errors_over_slots_of_all_texts() -> None:
+def test_the_slot_error_rate_is_the_sum_of_errors_over_the_sum_of_slots() -> None:
     # 8 slots with one missing and 2 with none: 1 of 10, and not the mean of 1/8 and 0.
     statistics = slot_error_rate(
         [RIGHT.replace("cheap, ", ""), "Aromi by the river"], [FULL, "name[Aromi], area[riverside]"]
@@ -131,7 +129,7 @@ def test_the_rate_is_errors_over_slots_of_all_texts() -> None:
     assert statistics.value == pytest.approx(10)
 
 
-def test_a_meaning_is_read_from_a_prompt_and_not_from_placeholders() -> None:
+def test_a_meaning_is_parsed_from_a_prompt_without_placeholders() -> None:
     meaning = parse_mr("name[Aromi], area[riverside]")
     assert read_meaning("area: riverside | name: Aromi\n") == read_meaning(" name[Aromi], area[riverside]") == meaning
     with pytest.raises(ConfigError, match="the prompt says Xname and not what name is"):
@@ -142,17 +140,17 @@ def test_a_meaning_is_read_from_a_prompt_and_not_from_placeholders() -> None:
     with pytest.raises(NotAvailableError, match="item 2 has no meaning representation"):
         slot_error_rate(["a", "b"], ["name[Aromi]", "Describe Aromi."])
     assert "item 1" in score(["a"], [["a"]], ["slot_error_rate"], meanings=["?"]).unavailable["slot_error_rate"]
-    assert "tasks with meaning" in score(["a"], [["a"]], ["slot_error_rate"]).unavailable["slot_error_rate"]
+    assert "needs meaning representations" in score(["a"], [["a"]], ["slot_error_rate"]).unavailable["slot_error_rate"]
 
 
-def test_examples_carry_their_meaning_in_real_words(tmp_path: Path) -> None:
+def test_examples_have_meanings_without_placeholders(tmp_path: Path) -> None:
     (tmp_path / "testset_w_refs.csv").write_text('mr,ref\n"near[The Mill], name[Aromi]",Aromi.\n', encoding="utf-8")
     (tmp_path / "devset.csv").touch()
     (example,) = load_task("e2e", path=str(tmp_path), delexicalise=["name", "near"]).load("test")
     assert example.meaning == "name[Aromi], near[The Mill]"
 
 
-def test_people_contradict_few_of_the_real_meanings(shared_data: Path) -> None:
+def test_references_by_people_contradict_few_meanings(shared_data: Path) -> None:
     examples = load_task("e2e", path=str(shared_data / "e2e")).load("test")
     found = [
         slot_errors(reference, parse_mr(example.meaning)) for example in examples for reference in example.references

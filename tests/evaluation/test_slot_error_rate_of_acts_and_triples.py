@@ -1,4 +1,4 @@
-"""Slot errors of ViGGO's dialogue acts and of WebNLG's triples, and which of the tasks a meaning is of."""
+"""The slot error rate of ViGGO's dialogue acts and WebNLG's triples, and the detection of the task."""
 
 import random
 from pathlib import Path
@@ -31,7 +31,7 @@ def found(text: str, act: str = ACT) -> dict[str, tuple[str, ...]]:
     return {kind: slots for kind in ("missing", "wrong", "added") if (slots := getattr(errors, kind))}
 
 
-def test_an_act_that_is_told_has_no_error() -> None:
+def test_an_output_that_states_its_dialogue_act_has_no_errors() -> None:
     assert found(TOLD) == {}
     assert slot_error_rate([TOLD], [ACT]).value == 0
 
@@ -51,7 +51,7 @@ def test_an_act_that_is_told_has_no_error() -> None:
         ("has_linux_release", " It does not have a Linux release."),
     ],
 )
-def test_a_slot_of_an_act_that_is_left_out_is_missing(slot: str, words: str) -> None:
+def test_an_unstated_slot_of_a_dialogue_act_counts_as_missing(slot: str, words: str) -> None:
     assert TOLD.count(words) == 1
     assert slot in found(TOLD.replace(words, ""))["missing"]
 
@@ -69,12 +69,14 @@ def test_a_slot_of_an_act_that_is_left_out_is_missing(slot: str, words: str) -> 
         ("first person", "Xname first person", {"added": ("name",)}),
     ],
 )
-def test_another_value_of_an_act_is_wrong_or_added(words: str, others: str, error: dict[str, tuple[str, ...]]) -> None:
+def test_another_value_in_a_dialogue_act_counts_as_wrong_or_added(
+    words: str, others: str, error: dict[str, tuple[str, ...]]
+) -> None:
     assert TOLD.count(words) == 1
     assert found(TOLD.replace(words, others)) == error
 
 
-def test_the_words_of_a_game_and_its_developer_state_nothing_else() -> None:
+def test_the_names_of_a_game_and_its_developer_do_not_state_other_slots() -> None:
     act = "suggest(name[The Room Linux PC 1994], developer[Nintendo EAD])"
     assert found("Have you played The Room Linux PC 1994 by Nintendo EAD?", act) == {}
     assert found("Have you played The Room Linux PC 1994 by Nintendo EAD on Linux?", act) == {
@@ -82,7 +84,7 @@ def test_the_words_of_a_game_and_its_developer_state_nothing_else() -> None:
     }
 
 
-def test_what_is_asked_for_is_no_statement() -> None:
+def test_a_requested_slot_does_not_need_a_value() -> None:
     assert found("Which platform do you like?", "request_attribute(platforms[])") == {}
     assert found("Do you hate Linux games?", "verify_attribute(has_linux_release[yes])") == {}
     assert found("Do you hate games?", "verify_attribute(has_linux_release[yes])") == {
@@ -105,7 +107,7 @@ def test_what_is_asked_for_is_no_statement() -> None:
         ("Mexico", "a Mexican dish", True),
         ("Java", "in Japan", False),
         ("United_States", "the U.S. capital", True),
-        ("United_States", "a united front of us", True),  # half of its words: what is found is lenient
+        ("United_States", "a united front of us", True),  # half of its words: the matching is lenient
         ("University_of_the_West", "of the university hospital", True),
         ("University_of_the_West", "of the house", False),
         ("1982-07-23", "born on 23 July 1982", True),
@@ -121,11 +123,11 @@ def test_what_is_asked_for_is_no_statement() -> None:
         ('"SBCT"', "its code is SBCT", True),
     ],
 )
-def test_a_name_of_a_triple_is_there_in_at_least_half_of_its_words(name: str, text: str, named: bool) -> None:
+def test_a_name_counts_as_stated_with_at_least_half_of_its_words(name: str, text: str, named: bool) -> None:
     assert name_errors(text, [("x", "property", name)]).missing == (("x",) if named else ("x", name))
 
 
-def test_each_name_of_a_set_of_triples_counts_once() -> None:
+def test_each_name_in_a_set_of_triples_counts_once() -> None:
     told = "Aarhus Airport serves Aarhus, led by Jacob Bundsgaard."
     assert slot_error_rate([told], [CITY]).value == 0
     assert slot_error_rate([told.replace("Jacob Bundsgaard", "him")], [CITY]).value == pytest.approx(100 / 3)
@@ -135,7 +137,7 @@ def test_each_name_of_a_set_of_triples_counts_once() -> None:
     assert (left.slots, left.missing, left.added) == (3, (), ("Xqd",))
 
 
-def test_a_denial_reaches_over_a_pronoun_that_is_no_subject() -> None:
+def test_a_negation_extends_past_an_object_pronoun() -> None:
     def steam(text: str) -> SlotErrors:
         return act_errors(text, parse_act("inform(available_on_steam[no])"))
 
@@ -144,32 +146,32 @@ def test_a_denial_reaches_over_a_pronoun_that_is_no_subject() -> None:
 
 
 @pytest.mark.parametrize("text", ["Assassin’s Creed", "Assassin's Creed", "Caf\u0065\u0301"])
-def test_signs_that_are_written_in_two_ways_are_one(text: str) -> None:
+def test_equivalent_characters_match_in_slot_values(text: str) -> None:
     name = "Caf\u00e9" if text.startswith("Caf") else "Assassin's Creed"
     assert slot_error_rate([f"{text} is good."], [f"inform(name[{name}])"]).value == 0
     assert slot_error_rate(["It is good."], [f"inform(name[{name}])"]).value == 100
 
 
-def test_every_placeholder_that_nothing_was_put_back_for_is_added() -> None:
+def test_every_unfilled_placeholder_counts_as_added() -> None:
     triples = [(f"subject {n}", f"property {n}", f"object {n}") for n in range(26)]
     hidden = [placeholder(letters) for letters in letters_of(triples).values()]
     assert name_errors(" ".join(hidden), triples).added == tuple(sorted(hidden))
     assert name_errors("X, Xqaa, Xtm and Xname", triples).added == ()
 
 
-def test_a_date_of_no_month_is_words() -> None:
+def test_an_invalid_date_is_matched_as_words() -> None:
     assert name_errors("in December 1999", [("x", "property", "1999-00-05")]).missing == ("x", "1999-00-05")
     assert name_errors("1999-31-05", [("x", "property", "1999-31-05")]).missing == ("x",)
 
 
-def test_a_meaning_is_read_by_the_rules_of_its_own_task() -> None:
+def test_the_notation_of_a_meaning_selects_the_rules_of_its_task() -> None:
     texts = ["Aromi by the river", "Tetris is here", "Aarhus and its airport"]
     meanings = ["name: Aromi | area: riverside | food: Thai", "inform(name[Tetris], release_year[1984])", CITY]
     assert slot_error_rate(texts, meanings).items.tolist() == [[1, 3], [1, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(("task", "floor", "best"), [("viggo", 0.5, 0.1), ("webnlg", 1.2, 0.4)])
-def test_references_have_few_errors_and_texts_of_other_items_many(
+def test_references_have_few_slot_errors_and_texts_of_other_items_many(
     shared_data: Path, task: str, floor: float, best: float
 ) -> None:
     examples = load_task(task, path=str(shared_data / task)).load("test")

@@ -31,7 +31,9 @@ def arguments(shape: str, output: Path, **changes: str) -> list[str]:
     return ["--model", shape, "--output", str(output), *(w for k, v in options.items() for w in [k, *v.split()])]
 
 
-def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: Path, capsys: Any) -> None:
+def test_every_row_has_speedups_over_its_peers_and_a_memory_bound_speedup(
+    shape: str, tmp_path: Path, capsys: Any
+) -> None:
     output = tmp_path / "speed.json"
     words = {
         "--speedup": "2 50",
@@ -66,7 +68,7 @@ def test_every_row_stands_beside_its_peers_and_its_bound(shape: str, tmp_path: P
     assert output.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Path) -> None:
+def test_the_benchmark_calibrates_by_default(shape: str, tmp_path: Path) -> None:
     output = tmp_path / "speed.json"
     assert main(arguments(shape, output, **{"--speedup": "1", "--batch-size": "1", "--peers": ""})) == 0
     report = json.loads(output.read_text())
@@ -74,7 +76,7 @@ def test_schedules_are_calibrated_unless_told_otherwise(shape: str, tmp_path: Pa
     assert [row["speedup_target"] for row in report["rows"]] == [1.0]
 
 
-def test_a_target_of_the_whole_takes_layers_from_long_prompts(shape: str, tmp_path: Path) -> None:
+def test_an_end_to_end_target_reduces_the_layers_of_long_prompts(shape: str, tmp_path: Path) -> None:
     words = {"--speedup": "2", "--batch-size": "1", "--prompt-length": "2000", "--repeats": "1", "--peers": ""}
     rows = {}
     for over, marked in (("decode", "decoding (asked) | whole |"), ("all", "decoding | whole (asked) |")):
@@ -86,7 +88,7 @@ def test_a_target_of_the_whole_takes_layers_from_long_prompts(shape: str, tmp_pa
     assert SkipSchedule.from_dict(rows["all"]["schedule"]).prompt_budget < 4
 
 
-def test_every_batch_size_stands_beside_the_copy_that_is_named(
+def test_every_batch_size_uses_the_reported_copy_bandwidth(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = iter([1e9, 1e9, 4e9, 4e9])  # of two repeats at each batch size
@@ -102,7 +104,7 @@ def test_every_batch_size_stands_beside_the_copy_that_is_named(
 
 
 @pytest.mark.parametrize("cut_off_at", [0, 4, 6, 11])
-def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_anything_twice(
+def test_an_interrupted_benchmark_keeps_its_rows_and_continues_without_timing_anything_twice(
     cut_off_at: int, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     timed: list[tuple[str, int]] = []
@@ -110,7 +112,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
 
     def run(self: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
         nonlocal cut_off
-        if new_tokens == 10:  # those of 8 are untimed
+        if new_tokens == 10:  # runs of 8 tokens are the warm-up
             if len(timed) == cut_off_at and not cut_off:
                 cut_off = True
                 raise KeyboardInterrupt
@@ -122,11 +124,11 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
     output = tmp_path / "speed.json"
     words = [*arguments(shape, output, **{"--speedup": "2", "--new-tokens": "10"}), "--predict"]
     assert main(words) == 130
-    assert "interrupted: the same command goes on" in capsys.readouterr().err
+    assert "interrupted: run the same command again to continue" in capsys.readouterr().err
     left = json.loads(output.read_text())["rows"] if output.exists() else []
     assert len(left) == (2 if cut_off_at >= 6 else 0)  # a batch size is two repeats of three decoders, and two rows
     assert main([*words, "--prompt-length", "7"]) == 2
-    assert "speed.journal.jsonl is of another benchmark (prompt_length was 6, is 7)" in capsys.readouterr().err
+    assert "speed.journal.jsonl belongs to another benchmark (prompt_length was 6, is 7)" in capsys.readouterr().err
     assert main(words) == 0
     report = json.loads(output.read_text())
     assert report["rows"][: len(left)] == left
@@ -147,7 +149,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
         ({"--speedup": "2 inf"}, "--speedup is [2.0, inf]"),
         ({"--speedup": "2 2"}, "name each once"),
         ({"--batch-size": "2 2"}, "--batch-size is [2, 2]: name each once"),
-        ({"--prompt-length": "100000"}, "beyond the model's 2048 positions"),
+        ({"--prompt-length": "100000"}, "exceeds the model's 2048 positions"),
         ({"--prompt-stop": "99"}, "--prompt-stop is 99: the model has 4 layers"),
         ({"--output": "tiny.yaml/speed.json"}, "can't be written: Not a directory"),
         ({"--output": "/proc/speed.json"}, "/proc/speed.json can't be written"),
@@ -159,7 +161,7 @@ def test_a_benchmark_that_is_cut_off_leaves_its_rows_and_goes_on_without_timing_
         ({"--peers": "llama.cpp"}, "llama.cpp is a peer of Llama models alone, and this one is opt"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
     shape: str,
     tmp_path: Path,
     changes: dict[str, str],
@@ -176,7 +178,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
 
 
-def test_a_peer_that_is_not_installed_names_its_extra(
+def test_the_error_for_a_missing_peer_names_its_extra(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec
@@ -188,7 +190,7 @@ def test_a_peer_that_is_not_installed_names_its_extra(
     assert [path.name for path in tmp_path.iterdir()] == ["llama.yaml"]
 
 
-def test_a_model_that_a_peer_can_not_convert_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+def test_a_model_that_a_peer_cannot_convert_is_refused_with_a_one_line_error(tmp_path: Path, capsys: Any) -> None:
     shape = tmp_path / "olmo.yaml"
     shape.write_text(
         "model_type: olmo\nhidden_size: 32\nnum_attention_heads: 4\nnum_hidden_layers: 2\nvocab_size: 96\n"
@@ -198,7 +200,7 @@ def test_a_model_that_a_peer_can_not_convert_is_refused_in_one_line(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["olmo.yaml"]
 
 
-def test_several_runs_become_medians_and_the_worst(
+def test_merged_runs_show_medians_and_the_worst_run(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     seconds = {"transformers": 8.0, "skipdecode 1x, model weights": 4.0, "skipdecode 2x, model weights": 2.0}
@@ -227,7 +229,7 @@ def test_several_runs_become_medians_and_the_worst(
     assert "merged.md is there already" in capsys.readouterr().err
 
 
-def test_a_checkpoints_own_settings_of_generate_are_left_out(tmp_path: Path) -> None:
+def test_the_benchmark_ignores_the_generation_config_of_a_checkpoint(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "run", 3)
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"stop_strings": ["."], "num_beams": 2, "repetition_penalty": 1.3}))
@@ -251,8 +253,8 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
         ([clock], "calibrated is True in"),
         ([stopping], "prompt_stop is 1 in"),
         ([reports[0]], "6.json is the same run as another of these reports"),
-        ([tmp_path / "none.json"], "is no report"),
-        ([damaged], "is no report"),
+        ([tmp_path / "none.json"], "is not a report"),
+        ([damaged], "is not a report"),
     ):
         assert main(["--merge", str(reports[0]), *map(str, others), "--output", str(tmp_path / "merged.md")]) == 2
         assert message in capsys.readouterr().err
@@ -261,7 +263,7 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
     assert not (tmp_path / "merged.md").exists()
 
 
-def test_a_result_is_never_overwritten(shape: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_existing_report_is_never_overwritten(shape: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "speed.md").write_text("kept")
     assert main(arguments(shape, tmp_path / "speed.json")) == 2
     assert "speed.md is there already" in capsys.readouterr().err

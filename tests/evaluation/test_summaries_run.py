@@ -1,4 +1,4 @@
-"""Real articles through a whole run: trained on, cut, and cut the same way when it is evaluated."""
+"""A run on real articles: evaluation truncates them as training does."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def recipe(shared_data: Path, tmp_path: Path) -> list[str]:
     return ["--recipe", str(tmp_path / "tiny.yaml"), *changes, f"output.dir={tmp_path / 'run'}"]
 
 
-def test_articles_are_cut_in_evaluation_where_training_cut_them(
+def test_evaluation_truncates_articles_as_training_does(
     recipe: list[str], shared_data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -66,9 +66,9 @@ def test_articles_are_cut_in_evaluation_where_training_cut_them(
     assert [line["id"] for line in lines] == ["cnndm-test-0", "cnndm-test-1"]
     assert sorted(decoded[-1]) == sorted(tokenizer(line["prompt"])["input_ids"][:54] + ending for line in lines)
     assert json.loads((tmp_path / "eval" / "report.json").read_text())["prompts_cut"] == 2
-    assert "2 prompts (2 of them cut)" in (tmp_path / "eval" / "report.md").read_text()
+    assert "2 prompts (2 of them truncated)" in (tmp_path / "eval" / "report.md").read_text()
 
-    # With a limit beyond them, the model's positions are what cuts: 256, of which the last new token needs none.
+    # With a higher limit, the model's 256 positions limit prompts; the last generated token needs no position.
     examples = load_task("cnndm", path=str(shared_data / "cnndm")).load("train")
     prompts = eval.decoding.encode_test_set(
         load_model(str(folder)), tokenizer, examples, max_prompt_tokens=896, max_new_tokens=4

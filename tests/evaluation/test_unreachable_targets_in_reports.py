@@ -1,4 +1,4 @@
-"""Reports mark the rows of targets that this machine can't reach, which run at the fastest trained schedule."""
+"""Reports mark unreachable targets, whose rows use the fastest trained schedule."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from small_checkpoints import save_checkpoint
 import eval.cli
 import eval.search.cli
 import eval.search.trials
-from eval.lineup import Plan, clock_of
+from eval.lineup import Plan, profile_of
 from eval.report.comparison import Line
 from eval.report.tables import quality_table, timing_table
 from eval.results import Report
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def profile(trained: Path) -> Iterator[Profile]:
-    """A clock on which one layer is 2.5 times as fast as all, and the fastest trained schedule 1.7 times at best."""
+    """A profile where one layer is 2.5 times as fast as all, and the fastest trained schedule at most 1.7 times."""
     model, _ = load(str(trained))
     times = TimedBatch(3, 20, 20, {1: 1.0, 6: 2.5}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
     found = Profile(profile_setting(model, CostModel.of(model), "packed"), 6, (times,), "2026-01-02")
@@ -62,7 +62,7 @@ def texts(output: Path, label: str) -> list[str]:
     return [json.loads(line)["prediction"] for line in lines]
 
 
-def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
+def test_an_evaluation_marks_unreachable_targets_in_every_table_and_strict_refuses_them(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any
 ) -> None:
     own = tmp_path / "fastest.json"
@@ -87,8 +87,8 @@ def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
     markdown = (output / "report.md").read_text()
     assert markdown.count(mark) == 2, "in the table, and in that by batch size"
     assert (
-        "Targets that can't be reached by the calibrated profile of 2026-01-02, in place of which the fastest "
-        f"schedule that the checkpoint was trained for decoded: 3x: planned {planned(profile):.2f}x at batch 3; "
+        f"Some targets can't be reached by {report.clock}; the fastest schedule that the checkpoint was trained for "
+        f"was used instead: 3x: planned {planned(profile):.2f}x at batch 3; "
         f"lossless-3x: planned {planned(profile):.2f}x at batch 3."
     ) in markdown
     line = Line("tiny", "tiny", str(trained), report.over, report.rows[0], tuple(report.rows), ())
@@ -104,7 +104,7 @@ def test_an_evaluation_marks_such_rows_in_every_table_and_strict_refuses_them(
     assert Report.of(older).rows[2].planned_speedup is None
 
 
-def test_a_plan_is_the_same_after_its_journal() -> None:
+def test_a_plan_survives_a_round_trip_through_the_journal() -> None:
     missed = SpeedPlan(TRAINED[2.0], 4.0, 1.5, 2.0, "a clock")
     plans = {3: {1.0: SpeedPlan(TRAINED[1.0], 1.0, 1.0, None, "a clock"), 4.0: missed}}
     plan = Plan("packed", plans, {}, "a clock")
@@ -112,10 +112,10 @@ def test_a_plan_is_the_same_after_its_journal() -> None:
     assert plan.warnings() == [f"at batch 3, {missed.warning()}"]
 
 
-def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_trained_schedule(
+def test_a_search_for_an_unreachable_target_uses_the_speed_of_the_fastest_trained_schedule(
     trained: Path, profile: Profile, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval.search.trials, "LEAST", 5)
+    monkeypatch.setattr(eval.search.trials, "MIN_PROMPTS", 5)
     words = ["--checkpoint", str(trained), "--speedup", "3", "--trials", "3", *SMALL]
     assert eval.search.cli.main([*words, "--output", str(tmp_path / "strict"), "--strict"]) == 2
     assert "speedup is 3: this checkpoint reaches at most 2.50" in capsys.readouterr().err
@@ -127,10 +127,13 @@ def test_a_search_for_a_target_that_cannot_be_reached_is_as_fast_as_the_fastest_
     assert default["schedule"] == TRAINED[4.0].to_dict()
     assert all(row["predicted_speedup"] >= default["predicted_speedup"] for row in report["trials"])
     markdown = (tmp_path / "found" / "search.md").read_text()
-    assert "3x can't be reached here: the default is the fastest schedule that the checkpoint was trained" in markdown
+    assert (
+        "3x can't be reached on this machine: the default is the fastest schedule that the checkpoint was trained"
+        in markdown
+    )
 
 
-def test_a_clock_that_an_evaluation_measures_beside_other_work_is_told(
+def test_a_disturbed_calibration_during_an_evaluation_prints_a_warning(
     trained: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     model, tokenizer = load(str(trained))
@@ -138,7 +141,7 @@ def test_a_clock_that_an_evaluation_measures_beside_other_work_is_told(
         measured = Calibration(profile, (Spread(3, 20, share),))
         monkeypatch.setattr("eval.lineup.measure_profile", lambda *_, measured=measured, **__: measured)
         checkpoint = Checkpoint(str(trained), model, tokenizer, "packed")
-        found = clock_of(checkpoint, SkipConfig(), (3,), [[5, 6]], Console(width=200), calibrate=True)
+        found = profile_of(checkpoint, SkipConfig(), (3,), [[5, 6]], Console(width=200), calibrate=True)
         assert found is profile
         out = capsys.readouterr().out
         assert out.startswith(said)

@@ -1,4 +1,4 @@
-"""BLEU by the WebNLG challenge's rules, scores of parts of a test set, and a challenge's outputs scored by command."""
+"""BLEU with the rules of the WebNLG challenge, scores of parts of a test set, and scores of challenge outputs."""
 
 import json
 import math
@@ -28,9 +28,9 @@ def grams(text: list[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def multi_bleu(predictions: list[list[str]], references: list[list[list[str]]]) -> float:
-    """Moses' multi-bleu.perl, but for zero counts, over three files of references.
+    """multi-bleu.perl of Moses, except for zero counts, over three files of references.
 
-    A file's line is empty where there is no reference.
+    A line is empty where there is no reference.
     """
     matched, total, length, closest = [0] * 4, [0] * 4, 0, 0
     for text, several in zip(predictions, references, strict=True):
@@ -48,16 +48,16 @@ def multi_bleu(predictions: list[list[str]], references: list[list[list[str]]]) 
     penalty, logarithms = min(0.0, 1 - closest / length), 0.0
     smallest = 1.0
     for count, all_ in zip(matched, total, strict=True):
-        if not count:  # smoothed here (Chen and Cherry 2014, method 3, as mteval-v13a.pl does), unlike there
+        if not count:  # smoothed (Chen and Cherry 2014, method 3, as in mteval-v13a.pl), unlike multi-bleu.perl
             smallest /= 2
         logarithms += math.log((count or smallest) / all_)
     return 100 * math.exp(penalty + logarithms / 4)
 
 
 @given(st.lists(st.tuples(TEXT, st.lists(TEXT, min_size=1, max_size=5)), min_size=3, max_size=6))
-def test_bleu_by_webnlgs_rules_is_multi_bleus_on_its_words(items: list[tuple[list[str], list[list[str]]]]) -> None:
+def test_bleu_with_webnlg_rules_equals_multi_bleu_on_its_tokens(items: list[tuple[list[str], list[list[str]]]]) -> None:
     def parted(text: str) -> list[str]:
-        """Lower case, accents off, every sign that is no letter apart: character by character."""
+        """Lower case without accents, with every non-letter separated, character by character."""
         plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode()
         return "".join(c if c.isalnum() or c == "_" else f" {c} " for c in plain).split()
 
@@ -67,13 +67,13 @@ def test_bleu_by_webnlgs_rules_is_multi_bleus_on_its_words(items: list[tuple[lis
     assert found == pytest.approx(expected)
 
 
-def test_signs_and_letters_that_unicode_does_not_take_apart_are_ascii_too() -> None:
+def test_letters_that_unicode_does_not_decompose_become_ascii_too() -> None:
     assert ascii_words("Straße–Łódź, Kızılay’s “Ørsted”") == (
         ["strasse", "-", "lodz", ",", "kizilay", "'", "s", '"', "orsted", '"']
     )
 
 
-def test_scores_of_a_part_are_those_of_its_items_alone() -> None:
+def test_scores_of_a_part_equal_those_of_its_items_only() -> None:
     predictions = ["The Mill is a cheap pub.", "aromi serves Italian food", "It is near The Vaults, by the river."]
     references = [["The Mill is a cheap bar."], ["Aromi serves Italian food."], ["It is near the Vaults.", "A river."]]
     predictions, references = [*predictions, "Zizzi is a pub"], [*references, ["Zizzi is a cheap pub."]]
@@ -92,7 +92,7 @@ def test_scores_of_a_part_are_those_of_its_items_alone() -> None:
         score(predictions, references, parts=["seen"])
 
 
-def test_a_parts_score_is_its_metrics_in_tables() -> None:
+def test_the_score_of_a_part_is_labelled_with_its_metric_and_part() -> None:
     assert metric_named("bleu:unseen").label == "BLEU unseen"
     assert metric_named("nist:seen").decimals == METRICS["nist"].decimals
     shown = short(dict.fromkeys(["rougeL", "rougeL:seen", "bleu", "bleu:seen", "bleu:unseen"], 1.0))
@@ -114,7 +114,7 @@ def scored(file: Path, output: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("system", "published"), [("melbourne", (45.13, 54.52, 33.27)), ("baseline", (33.24, 52.39, 6.13))]
 )
-def test_the_challenges_published_scores_are_found_again(
+def test_the_published_scores_of_the_challenge_are_reproduced(
     system: str, published: tuple[float, ...], shared_data: Path, tmp_path: Path
 ) -> None:
     # Gardent et al., INLG 2017, tables 7 to 9: all, seen and unseen categories.
@@ -131,7 +131,7 @@ def e2e_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, capsys: Any) -> None:
+def test_outputs_in_text_and_table_files_are_matched_with_the_test_split_in_order(tmp_path: Path, capsys: Any) -> None:
     options = ["--task", "e2e", "--data-dir", str(e2e_folder(tmp_path)), "--metrics", "rougeL", "slot_error_rate"]
     lines, table = tmp_path / "system.txt", tmp_path / "system.tsv"
     lines.write_text("Aromi is by the river.\nZizzi is cheap.\n", encoding="utf-8")
@@ -146,12 +146,16 @@ def test_lines_and_tables_of_texts_are_the_test_splits_in_order(tmp_path: Path, 
     other.write_text('{"id": "1", "prompt": "name[Zizzi]", "prediction": "", "references": ["Zizzi."]}\n', "utf-8")
     beside = ["--predictions", str(other), "--against", str(lines), "--output", str(tmp_path / "3.json")]
     assert main([*beside, *options]) == 2
-    assert f"line 1: {lines} has no prediction of '1'" in " ".join(capsys.readouterr().err.split())
+    assert f"line 1: {lines} has no prediction for '1'" in " ".join(capsys.readouterr().err.split())
     for file, text, message in (
-        (lines, "one\n", "has 1 texts, the test split of e2e 2 examples"),
-        (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "text 1 is of 'name\\[Zizzi\\]'"),
+        (lines, "one\n", "has 1 outputs, but the test split of e2e has 2"),
+        (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "output 1 is for 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
-        (table, f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n", "has 1 texts, the test split of e2e 2 examples"),
+        (
+            table,
+            f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n",
+            "has 1 outputs, but the test split of e2e has 2",
+        ),
     ):
         file.write_text(text, encoding="utf-8")
         assert main(["--predictions", str(file), "--output", str(tmp_path / "3.json"), *options]) == 2

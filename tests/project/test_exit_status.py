@@ -76,7 +76,7 @@ def test_output_that_cannot_be_written_gets_a_one_line_error() -> None:
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], Any, str]] = {
     "train": (train.cli.main, ["--recipe", "quickstart", "output.dir={}/new"], train.run, "run"),
-    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "take_part"),
+    "eval": (eval.cli.main, ["--checkpoint", "x", "--output", "{}/new"], eval.run, "run_process"),
     "search": (
         eval.search.cli.main,
         ["--checkpoint", "x", "--output", "{}/new", "--speedup", "2"],
@@ -118,7 +118,7 @@ def test_ctrl_c_and_a_full_disk_end_every_command_with_one_line(
         assert said.startswith(start)
         assert said.count("\n") == 1
     if name in ("eval", "search", "speed", "load"):
-        assert said.endswith(": the same command goes on\n")
+        assert said.endswith(": run the same command again to continue\n")
 
 
 def train_in_process(folder: Path, *overrides: str) -> int:

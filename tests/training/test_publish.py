@@ -241,8 +241,8 @@ def test_an_error_of_the_hub_is_reported_in_one_line(run: Path, hub: Hub, monkey
         (lambda run: shutil.copy(run / "config.json", run / "x.safetensors"), "x.safetensors was added"),
         (lambda run: (run / "tokenizer.json").write_text("{"), "is damaged: tokenizer.json has 1 bytes"),
         (lambda run: (run / "config.json").unlink(), "isn't a finished run: it has no config.json"),
-        (lambda run: (run / "recipe.yaml").unlink(), "a card is written from its config.json and recipe.yaml"),
-        (lambda run: without_schedules(run), "its config.json has no schedules"),
+        (lambda run: (run / "recipe.yaml").unlink(), "a card is written from config.json and recipe.yaml"),
+        (lambda run: without_schedules(run), "has no schedules in its config.json"),
         (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "seems to contain a token of the Hub"),
         (lambda run: add(run, "eval/report.md", "\nWANDB_API_KEY=" + "0a" * 20), "a key of Weights & Biases"),
         (lambda run: put_metadata(run, {"note": "glpat-" + "a1B2" * 5}), "model.safetensors seems to contain a"),
@@ -300,7 +300,7 @@ def test_the_model_card_agrees_with_the_folder(run: Path) -> None:
         round(row["scores"]["bleu"], 2) for row in report["rows"]
     ]
     assert "](eval/frontier.png)" in text
-    assert "one of 4 schedules, drawn anew" in text
+    assert "one of 4 schedules, drawn again in each step" in text
     assert "{{" not in text
 
 

@@ -1,9 +1,9 @@
-"""A server of batches that nobody joins: what many build around `generate`, to compare an engine with.
+"""A server with static batching around `skip_generate`, as a baseline for continuous batching.
 
-    python -m eval.load.lock_step CHECKPOINT --port 8001
+    python -m eval.load.static_batching CHECKPOINT --port 8001
 
-It answers `/v1/completions` with a stream. Requests that wait become a batch, which `skip_generate` decodes at the
-speed of the first of them; its texts are sent when the last has ended, and those who came meanwhile wait for that.
+It serves `/v1/completions`. All waiting requests form a batch, which `skip_generate` decodes at the speed of the first
+request. No request joins a running batch, and answers are sent when the last sequence of the batch has ended.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.plan import PLANNED_HEADER
 
 
-class Asked(BaseModel):
-    """What a request may say; more is left out of account."""
+class CompletionRequest(BaseModel):
+    """The body of a request; other fields are ignored."""
 
     prompt: str
     max_tokens: int = 64
@@ -40,37 +40,37 @@ class Asked(BaseModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request, and where its text goes: its tokens, the end token among them."""
+    """A waiting request, and the future of its tokens (with the end token) and planned speedup."""
 
-    asked: Asked
+    request: CompletionRequest
     answer: "asyncio.Future[tuple[list[int], float]]"
 
 
 def decode(
-    model: Any, tokenizer: Any, asked: Sequence[Asked], weights: Weights | None
+    model: Any, tokenizer: Any, requests: Sequence[CompletionRequest], weights: Weights | None
 ) -> list[tuple[list[int], float]]:
-    """The tokens of each request's text, of one batch, and the speedup that was planned for it."""
-    inputs = tokenizer([each.prompt for each in asked], return_tensors="pt", padding=True)
+    """Decode a batch. Returns the generated tokens of each request, and the planned speedup."""
+    inputs = tokenizer([request.prompt for request in requests], return_tensors="pt", padding=True)
     prompts = inputs["attention_mask"].sum(dim=-1).tolist()
-    plan = resolve_plan(model, None, asked[0].speedup, weights=weights, prompts=prompts)
-    assert plan.planned is not None  # as a speedup was named
+    plan = resolve_plan(model, None, requests[0].speedup, weights=weights, prompts=prompts)
+    assert plan.planned is not None  # a speedup was given
     output = model.generate(
         **inputs.to(model.device),
         custom_generate=skip_generate,
         schedule=plan.schedule,
         weights=weights,
-        max_new_tokens=max(each.max_tokens for each in asked),
+        max_new_tokens=max(request.max_tokens for request in requests),
         do_sample=False,
     )
-    texts = []
-    for each, row in zip(asked, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+    answers = []
+    for request, row in zip(requests, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
         end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-        texts.append((row[: min(end, each.max_tokens)], plan.planned))
-    return texts
+        answers.append((row[: min(end, request.max_tokens)], plan.planned))
+    return answers
 
 
 def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> FastAPI:
-    """The application; it decodes batches of so many rows at most."""
+    """The application, which decodes batches of at most `rows` sequences."""
     queue: asyncio.Queue[Waiting] = asyncio.Queue()
 
     async def work() -> None:
@@ -78,16 +78,16 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> 
             batch = [await queue.get()]
             while len(batch) < rows and not queue.empty():
                 batch.append(queue.get_nowait())
-            asked = [waiting.asked for waiting in batch]
+            requests = [waiting.request for waiting in batch]
             try:
-                texts = await asyncio.to_thread(decode, model, tokenizer, asked, weights)
+                answers = await asyncio.to_thread(decode, model, tokenizer, requests, weights)
             except Exception as error:
                 for waiting in batch:
                     waiting.answer.set_exception(error)
                 continue
-            for waiting, text in zip(batch, texts, strict=True):
-                if not waiting.answer.done():  # its client may have gone
-                    waiting.answer.set_result(text)
+            for waiting, answer in zip(batch, answers, strict=True):
+                if not waiting.answer.done():  # the client may have disconnected
+                    waiting.answer.set_result(answer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -104,16 +104,15 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> 
         return "ok"
 
     @app.post("/v1/completions")
-    async def completions(asked: Asked) -> Response:
-        waiting = Waiting(asked, asyncio.get_running_loop().create_future())
+    async def completions(request: CompletionRequest) -> Response:
+        waiting = Waiting(request, asyncio.get_running_loop().create_future())
         queue.put_nowait(waiting)
-
         tokens, planned = await waiting.answer
         headers = {PLANNED_HEADER: f"{planned:.2f}"}
         text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         choice = {"text": text, "finish_reason": "stop"}
         body = {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
-        if not asked.stream:
+        if not request.stream:
             return JSONResponse(body, headers=headers)
         events = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
         return Response(events, media_type="text/event-stream", headers=headers)
@@ -122,17 +121,17 @@ def make_app(model: Any, tokenizer: Any, rows: int, weights: Weights | None) -> 
 
 
 def main() -> int:
-    """Serve until it is told to end."""
+    """Serve until the process is terminated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("checkpoint")
     add("--port", type=int, required=True)
-    add("--rows", type=int, default=32, help="of a batch (default 32)")
-    add("--weights", help="as in skip_generate")
+    add("--rows", type=int, default=32, help="maximum number of sequences in a batch (default 32)")
+    add("--weights", help="weight format, as in skip_generate")
     add("--dtype")
     options = parser.parse_args()
     model, tokenizer = load(options.checkpoint, getattr(torch, options.dtype) if options.dtype else None)
-    device: Any = resolve_device(None)  # where skipdecode serve is
+    device: Any = resolve_device(None)  # the default of skipdecode serve
     model.to(device)
     tokenizer.padding_side = "left"
     app = make_app(model, tokenizer, options.rows, options.weights)
