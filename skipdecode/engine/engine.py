@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skipdecode.engine.kv_pool import Arena, ArenaCache, Span
-from skipdecode.engine.ragged_inputs import PrefixInputs, TextPositions, nested_groups, prefix_lengths
+from skipdecode.engine.ragged_inputs import RaggedInputs, TextPositions, nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer, Chosen, Input, Preparer, Text
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import longest_sequence, unwrap
@@ -133,7 +133,7 @@ class Engine:
         self.model, self.tokenizer, self.weights = model, tokenizer, weights
         self._decoder = fast.decoder(weights, looked=True)
         self._prepare = Preparer(model, tokenizer)
-        self._depth = len(self._decoder.blocks)
+        self._depth = len(self._decoder.layers)
         positions = longest_sequence(inner.config)
         self._longest = positions or LONGEST
         self._cache = ArenaCache(self._arena(cache_bytes, most_rows), self._depth)
@@ -151,7 +151,7 @@ class Engine:
         self._draining = False
 
     def _arena(self, cache_bytes: int | None, most_rows: int) -> Arena:
-        block = self._decoder.blocks[0]
+        block = self._decoder.layers[0]
         size = 2 * block.kv_heads * block.head_dim * torch.empty(0, dtype=self._decoder.dtype).element_size()
         device = self.model.device
         if cache_bytes is None:
@@ -422,7 +422,7 @@ class Engine:
         layers, columns = layer_sets[0], [each.column for _, each in going]
         slots = [row.slot for row, _ in going]
         self._positions.reach(max(columns) + 1)
-        inputs = PrefixInputs(
+        inputs = RaggedInputs(
             self._cache.arena,
             self._starts[slots],
             columns,

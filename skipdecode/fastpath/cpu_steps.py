@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
+from skipdecode.fastpath.layer import FastLayer, Norm
 from skipdecode.fastpath.prompt_inputs import PromptInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs
 from skipdecode.kernels.cpu import (
     KINDS,
     MOST_HEAD_DIM,
@@ -122,7 +123,7 @@ class DraftedRounds(NamedTuple):
 
 
 class NativeSteps:
-    """The decode steps of a `LeanDecoder` by the kernels.
+    """The decode steps of a `FastDecoder` by the kernels.
 
     Args:
         compiled: the kernels.
@@ -142,7 +143,7 @@ class NativeSteps:
     def __init__(
         self,
         compiled: Kernels,
-        blocks: Sequence[LeanBlock | None],
+        blocks: Sequence[FastLayer | None],
         final_norm: Norm | None,
         head: NativeLinear | None,
         tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -180,7 +181,7 @@ class NativeSteps:
 
         Args:
             entered: tokens [tokens] where there are `tables`, else their hidden states [tokens, hidden].
-            layers, cache, inputs: as of a `LeanDecoder`'s step, of one whose places are known.
+            layers, cache, inputs: as of a `FastDecoder`'s step, of one whose places are known.
             of_prompt: as `prefill` gives them.
 
         Returns:
@@ -208,8 +209,7 @@ class NativeSteps:
     ) -> tuple[StepStruct, torch.Tensor | None, dict[str, Any]]:
         """The struct of a call, the logits that it writes unless it chooses tokens, and all else that it points to."""
         tokens = len(entered)
-        places = inputs.places(tokens) if places is None else places
-        assert places is not None
+        places = inputs.rows_and_slots(tokens) if places is None else places
         rows, columns = places
         held: list[Any] = cache.layers
         end = max(columns) + 1
@@ -249,7 +249,7 @@ class NativeSteps:
                 hidden.copy_(entered)
             alive["hidden"] = hidden
             step.hidden = hidden.data_ptr()
-        prefixes = inputs.prefixes(layers)
+        prefixes = inputs.nested_rows(layers)
         if prefixes is not None:
             alive["prefixes"] = prefixes
             step.layer_tokens, step.layer_rows = _place_of(prefixes[0]), prefixes[1].data_ptr()
@@ -355,7 +355,7 @@ class NativeSteps:
     ) -> tuple[StepStruct, GreedyStruct, torch.Tensor, "array[int]", list[Any]]:
         """The structs of a call, the tokens [tokens, texts] and counts that it writes, and what else it points to."""
         columns = [prepared.prompt_columns + start for start in texts.starts]
-        position_ids, rotary = prepared.of_texts(texts.rows, texts.starts, tokens)
+        position_ids, rotary = prepared.of_sequences(texts.rows, texts.starts, tokens)
         inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
         places = (texts.rows, columns)
         step, _, alive = self._step(texts.tokens, layers[0], cache, inputs, places=places, chooses=True)
@@ -396,16 +396,16 @@ class NativeSteps:
         held: list[Any] = cache.layers
         block = self._blocks[0]
         one = torch.empty(1, dtype=self._dtype)
-        like = one.expand(inputs.batch, block.kv_heads, inputs.column + 1, block.head_dim)
+        like = one.expand(inputs.batch, block.kv_heads, inputs.width, block.head_dim)
         kept = [held[index] for index in layers if held[index].generated]
         for layer in kept:
             if not layer.is_initialized:
                 layer.lazy_initialization(like, like)
             if inputs.shown is not None:  # attended to with weight 0, what nobody writes
                 for buffer in layer.buffers:
-                    buffer[:, :, : inputs.column].zero_()
+                    buffer[:, :, : inputs.slot].zero_()
         passing = torch.zeros(2, *like.shape, dtype=self._dtype) if len(kept) < len(layers) else None
-        places = inputs.places(len(entered))
+        places = inputs.rows_and_slots(len(entered))
         hidden: list[torch.Tensor | None] = []
         logits: list[torch.Tensor | None] = []
         first, ends = 0, [end + 1 for end in inputs.last.tolist()]
@@ -470,7 +470,7 @@ class NativeSteps:
         self._alive += found
         return found
 
-    def _block(self, block: LeanBlock) -> BlockStruct:
+    def _block(self, block: FastLayer) -> BlockStruct:
         struct = BlockStruct(
             attention_norm=self._norm(block.attention_norm),
             mlp_norm=self._norm(block.mlp_norm),
@@ -498,7 +498,7 @@ class NativeSteps:
 
 
 def native_steps(
-    blocks: Sequence[LeanBlock | None],
+    blocks: Sequence[FastLayer | None],
     final_norm: Norm | None,
     head: tuple[Linear, nn.Module] | None,
     tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -570,7 +570,7 @@ def native_linear(module: Any) -> NativeLinear:
     return NativeLinear(weight_of(module), module.bias)
 
 
-def _known(block: LeanBlock) -> bool:
+def _known(block: FastLayer) -> bool:
     weight = cast(torch.Tensor, block.sources["out"][0].weight)
     return (
         weight.device.type == "cpu"

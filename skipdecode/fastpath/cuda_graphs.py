@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from skipdecode.fastpath.gpu_layer import MOST_FUSED, FusedBlock, fused_blocks
+from skipdecode.fastpath.gpu_layer import MAX_ROWS, GpuLayer, gpu_layers
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
-from skipdecode.fastpath.layer import LeanBlock, PreparedInputs, StepInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
 from skipdecode.schedule.schedule import SkipSchedule
 
 # Prompts whose columns round up to the same multiple of this share buffers and graphs.
@@ -42,52 +42,58 @@ Replay: TypeAlias = Callable[[], None]
 
 
 class StaticInputs(StepInputs):
-    """Inputs in buffers that stay; the step and its column are values in memory, so that the same operations serve all.
+    """Inputs in buffers that a graph reads again and again: the step and its slot are values in memory.
 
-    The tokens attend to the whole cache, and a bias hides the columns that aren't written yet; fused layers look at the
-    column itself.
+    The tokens attend to the whole cache, and a mask hides the slots that aren't written yet. Layers with kernels of
+    their own read the slot themselves.
 
     Args:
         tables: the inputs of all steps, its bias as wide as the cache.
-        step_at, column_at: of the tokens [1].
-        columns: the numbers of the cache's columns [columns].
-        no_bias: zeros [1, 1, 1, columns].
-        fused: the model's layers as kernels of their own, or None.
+        step_at: the number of the step [1].
+        slot_at: the KV slot of its tokens [1].
+        slots: the numbers of the cache's slots [1, 1, 1, slots].
+        gpu_layers: the model's layers as kernels of their own; None where these don't run it.
     """
+
+    in_buffers = True
 
     def __init__(
         self,
         tables: PreparedInputs,
         step_at: torch.Tensor,
-        column_at: torch.Tensor,
-        columns: torch.Tensor,
-        no_bias: torch.Tensor,
-        fused: Sequence[FusedBlock] | None,
+        slot_at: torch.Tensor,
+        slots: torch.Tensor,
+        gpu_layers: Sequence[GpuLayer] | None,
     ) -> None:
         super().__init__(0, None, None, None)
         self.tables = tables
         self.step_at = step_at
-        self.column_at = column_at
-        self.columns = columns
-        self.no_bias = no_bias
-        self.fused = fused
+        self.slot_at = slot_at
+        self.slots = slots
+        self.gpu_layers = gpu_layers
 
     @classmethod
-    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, logits: torch.Tensor) -> "StaticInputs":
-        """Buffers for generations of the shape of one whose steps have the inputs `prepared`, and its last `logits`."""
+    def like(cls, prepared: PreparedInputs, slots: int, decoder: FastDecoder, logits: torch.Tensor) -> "StaticInputs":
+        """Buffers for generations of one shape.
+
+        Args:
+            prepared: the inputs of the steps of one of them.
+            slots: of the cache.
+            decoder: of the model.
+            logits: the last ones of the prompt [batch, vocabulary].
+        """
         bias, rotary, device = prepared.bias, prepared.rotary, logits.device
-        if rotary is not None:  # rows that share their positions may be followed by others that don't
+        if rotary is not None:  # sequences of another generation may have different positions
             rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
-        no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
         tables = PreparedInputs(
             0,
             None if prepared.position_ids is None else prepared.position_ids.clone(),
             None if rotary is None else (rotary[0].clone(), rotary[1].clone()),
-            None if bias is None else bias.new_zeros(*bias.shape[:3], columns),
+            None if bias is None else bias.new_zeros(*bias.shape[:3], slots),
         )
-        step_at, column_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        fused = fused_blocks(decoder.blocks, decoder.dtype, device)
-        return cls(tables, step_at, column_at, torch.arange(columns, device=device), no_bias, fused)
+        step_at, slot_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        layers = gpu_layers(decoder.layers, decoder.dtype, device, slot_at)
+        return cls(tables, step_at, slot_at, torch.arange(slots, device=device)[None, None, None], layers)
 
     def first_rows(self, count: int) -> "StaticInputs":
         """The inputs of the first rows, in the same memory."""
@@ -98,10 +104,10 @@ class StaticInputs(StepInputs):
             None if tables.rotary is None else (tables.rotary[0][:count], tables.rotary[1][:count]),
             None if tables.bias is None else tables.bias[:count],
         )
-        return StaticInputs(fewer, self.step_at, self.column_at, self.columns, self.no_bias, self.fused)
+        return StaticInputs(fewer, self.step_at, self.slot_at, self.slots, self.gpu_layers)
 
-    def take_over(self, prepared: PreparedInputs) -> None:
-        """Have the inputs of another generation, or of its rows that are left."""
+    def copy_from(self, prepared: PreparedInputs) -> None:
+        """Copy the inputs of another generation into the buffers, or of the rows that are left of one."""
         tables = self.tables
         if tables.position_ids is not None and prepared.position_ids is not None:
             tables.position_ids.copy_(prepared.position_ids)
@@ -111,18 +117,27 @@ class StaticInputs(StepInputs):
         if tables.bias is not None and prepared.bias is not None:
             tables.bias[..., : prepared.bias.shape[-1]] = prepared.bias
 
-    def place(self, step: int, column: int) -> None:
-        """Stand before a step, whose tokens have a column."""
+    def move_to(self, step: int, slot: int) -> None:
+        """Set the step that runs next, and the slot of its tokens."""
         self.step_at.fill_(step)
-        self.column_at.fill_(column)
+        self.slot_at.fill_(slot)
 
     def advance(self) -> None:
-        """Stand before the next step."""
+        """Move on to the next step."""
         self.step_at.add_(1)
-        self.column_at.add_(1)
+        self.slot_at.add_(1)
 
-    def look_up(self, rows: int) -> None:
-        """Find what the step at hand needs, by operations that find it for every step."""
+    def layers_for(self, rows: int) -> Sequence[GpuLayer] | None:
+        """The layers as kernels of their own; None where these don't run so many rows."""
+        return self.gpu_layers if rows <= MAX_ROWS else None
+
+    def look_up(self, dtype: torch.dtype, *, masked: bool) -> None:
+        """Read what the current step needs from the tables, by operations that are the same for every step.
+
+        Args:
+            dtype: of attention scores.
+            masked: whether slots that aren't written yet have to be masked.
+        """
         tables = self.tables
         if tables.position_ids is not None:
             self.position_ids = tables.position_ids.index_select(0, self.step_at)[0]
@@ -130,33 +145,22 @@ class StaticInputs(StepInputs):
             cos, sin = (part.index_select(1, self.step_at)[:, 0] for part in tables.rotary)
             self.rotary = (cos, sin)
         self.bias = tables.bias
-        if not self.runs_fused(rows):
-            shown = self.no_bias if tables.bias is None else tables.bias
-            self.bias = shown.masked_fill(self.columns > self.column_at, float("-inf"))
+        if masked:
+            self.bias = attention_mask(self.slot_at - self.slots, None, tables.bias, dtype)
 
-    def runs_fused(self, rows: int) -> bool:
-        """Whether so many rows go through kernels of the layers' own."""
-        return self.fused is not None and rows <= MOST_FUSED
+    def store(
+        self, cached: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As StepInputs.store; returns the whole buffers. Models with sliding windows have no graphs."""
+        keys: Any = cached.keys
+        values: Any = cached.values
+        keys.index_copy_(2, self.slot_at, key[:, :, None])
+        values.index_copy_(2, self.slot_at, value[:, :, None])
+        return keys, values
 
-    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
-        """As StepInputs.run, by the layer's own kernels where it has them."""
-        if self.fused is not None and self.runs_fused(len(hidden)):
-            return self.fused[index](hidden, cached, self, self.column_at)
-        return block(hidden, cached, self)
-
-    def update_cache(
-        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As StepInputs.update_cache, with all columns of the buffers."""
-        keys: Any = layer.keys
-        values: Any = layer.values
-        keys.index_copy_(2, self.column_at, key[:, :, None])
-        values.index_copy_(2, self.column_at, value[:, :, None])
+    def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
         assert self.bias is not None
-        return keys, values, self.bias[..., : keys.shape[2]]
-
-    def places(self, tokens: int) -> None:
-        """None: the column stands in a buffer."""
+        return self.bias[..., : keys.shape[2]]
 
 
 class StepGraphs:
@@ -174,10 +178,10 @@ class StepGraphs:
         free: happens on a GPU when the call that had them last is done there.
     """
 
-    def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
+    def __init__(self, decoder: FastDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
         self.key: Any = None
-        self.decoder: LeanDecoder | None = decoder
+        self.decoder: FastDecoder | None = decoder
         self.free: torch.cuda.Event | None = None
         self._steps = steps
         self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
@@ -202,7 +206,7 @@ class StepGraphs:
             inputs = StaticInputs.like(prepared, self._columns, self.decoder, logits)
             self._buffers = (tokens, chosen, inputs)
         self._tokens, self._chosen, self._inputs = self._buffers
-        self._inputs.take_over(prepared)
+        self._inputs.copy_from(prepared)
         self._prompt = prepared.prompt_columns
         # Steps attend to whole buffers, to what isn't written at weight 0: an earlier text must not leave NaN there.
         layers: list[Any] = self.cache.layers
@@ -291,7 +295,7 @@ class StepGraphs:
         self.cache.keep_rows(rows)
         self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
         self._inputs = self._inputs.first_rows(count)
-        self._inputs.take_over(prepared)
+        self._inputs.copy_from(prepared)
 
     @property
     def device(self) -> torch.device:
@@ -319,7 +323,7 @@ class StepGraphs:
     def _stand(self, i: int, tokens: torch.Tensor) -> None:
         """Stand before step i."""
         self._tokens.copy_(tokens)
-        self._inputs.place(i, self._prompt + i)
+        self._inputs.move_to(i, self._prompt + i)
 
     def _capture(
         self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
@@ -330,8 +334,9 @@ class StepGraphs:
 
         def forward() -> None:
             assert self.decoder is not None
-            inputs.look_up(len(tokens))
-            logits = self.decoder(tokens, layers, self.cache, inputs)
+            gpu_layers = inputs.layers_for(len(tokens))
+            inputs.look_up(self.decoder.dtype, masked=gpu_layers is None)
+            logits = self.decoder(tokens, layers, self.cache, inputs, gpu_layers)
             if choosing:  # the next graph may have the memory of the logits
                 tokens.copy_(logits.argmax(dim=-1))
                 chosen.index_copy_(0, inputs.step_at, tokens[None])
@@ -378,7 +383,7 @@ _KEEPING = threading.Lock()
 
 
 def step_graphs(
-    decoder: LeanDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
+    decoder: FastDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
 ) -> StepGraphs:
     """The graphs for a generation of one shape, from an earlier call where there was one.
 
@@ -412,7 +417,7 @@ def step_graphs(
     return found
 
 
-def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
+def keep_step_graphs(decoder: FastDecoder, graphs: StepGraphs) -> None:
     """Let the next call of the same shape have them, once a generation has ended well."""
     if graphs.key is not None:
         graphs.decoder = None

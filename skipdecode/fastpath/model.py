@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from skipdecode.families import FAMILIES, decoder_layers, text_config
 from skipdecode.fastpath.cpu_steps import NativeSteps, native_steps
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
+from skipdecode.fastpath.layer import FastLayer, Norm
 from skipdecode.fastpath.prompt_inputs import PromptInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs
 from skipdecode.fastpath.support import parts_of
 from skipdecode.kernels.linear import HEAD_MAKERS, MAKERS, Linear, Weights
 
 
-class LeanDecoder:
+class FastDecoder:
     """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
 
     Args:
@@ -45,7 +46,7 @@ class LeanDecoder:
         model: PreTrainedModel,
         weights: Weights = "model",
         layers: Collection[int] | None = None,
-        before: "LeanDecoder | None" = None,
+        before: "FastDecoder | None" = None,
     ) -> None:
         parts = parts_of(model)
         assert parts is not None
@@ -58,10 +59,10 @@ class LeanDecoder:
         # decoder.
         self.kept_graphs: OrderedDict[Any, Any] = OrderedDict()
         modules = decoder_layers(model)
-        self.blocks: list[Any] = [None] * len(modules) if before is None else list(before.blocks)
+        self.layers: list[Any] = [None] * len(modules) if before is None else list(before.layers)
         for n in range(len(modules)) if layers is None else layers:
-            self.blocks[n] = self.blocks[n] or LeanBlock(modules[n], parts, config, make_linear)
-        self.windowed = any(block.window is not None for block in self.blocks if block is not None)
+            self.layers[n] = self.layers[n] or FastLayer(modules[n], parts, config, make_linear)
+        self.windowed = any(block.window is not None for block in self.layers if block is not None)
         self._positions = parts.positions
         self.heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
@@ -82,7 +83,7 @@ class LeanDecoder:
             and self._project_in is None
         )
         self._native = native_steps(
-            self.blocks,
+            self.layers,
             self._final_norm,
             (self.head, head) if self._project_out is None else None,
             (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
@@ -140,16 +141,36 @@ class LeanDecoder:
         return bias
 
     def __call__(
-        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs
+        self,
+        tokens: torch.Tensor,
+        layers: Sequence[int],
+        cache: PlannedCache,
+        inputs: StepInputs,
+        gpu_layers: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
+        """Run a decode step.
+
+        Args:
+            tokens: [batch].
+            layers: the numbers of those that run, ascending.
+            cache: that holds all earlier tokens.
+            inputs: of the step.
+            gpu_layers: what runs in place of the decoder's own layers, as kernels for a GPU.
+
+        Returns:
+            Logits [batch, vocabulary].
+        """
         native = self._native
-        if native is not None and len(tokens) <= native.most_tokens and inputs.places(1) is not None:
+        if native is not None and len(tokens) <= native.most_tokens and not inputs.in_buffers:
             return self._ended(*native(tokens if native.embeds else self.embed(tokens, inputs), layers, cache, inputs))
         hidden = self.embed(tokens, inputs)
-        blocks, cached = self.blocks, cache.layers
+        run: Any = self.layers if gpu_layers is None else gpu_layers
         for index in layers:
-            hidden = inputs.run(blocks[index], index, hidden, cached[index])  # type: ignore[arg-type]
+            rows, of_layer = inputs.rows(index), inputs.of_layer(index)
+            if rows is None:
+                hidden = run[index](hidden, cache.layers[index], of_layer)
+            else:
+                hidden[:rows] = run[index](hidden[:rows], cache.layers[index], of_layer)
         return self.logits(hidden)
 
     def choosing(self, tokens: int) -> NativeSteps | None:
@@ -161,7 +182,7 @@ class LeanDecoder:
 
     def runs(self, layers: Collection[int]) -> bool:
         """Whether it can run `layers`."""
-        return all(self.blocks[layer] is not None for layer in layers)
+        return all(self.layers[layer] is not None for layer in layers)
 
     @property
     def draft_weights(self) -> Weights:
@@ -202,15 +223,13 @@ class LeanDecoder:
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
-        blocks, cached = self.blocks, cache.layers
         for index in layers[:stop]:
-            hidden = blocks[index](hidden, cached[index], inputs)
-        inputs.last_alone = True
+            hidden = self.layers[index](hidden, cache.layers[index], inputs)
+        last, of_last = inputs.last, inputs.for_last_tokens()
         for index in layers[stop:-1]:
-            last = blocks[index].run_last(hidden, cached[index], inputs, inputs.last)
-            hidden = hidden.index_copy(0, inputs.last, last)
+            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_last, last))
         top = layers[-1]
-        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))
+        return self.logits(self.layers[top](hidden, cache.layers[top], of_last, last))
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
         """Logits in the model's type, of what the kernels gave."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, unwrap
 from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.support import Look, Origin, why_another_computation
 from skipdecode.generate.draft_policy import DraftRecord, LoopKind
 from skipdecode.generate.solved_schedules import SolvedSchedules
@@ -37,7 +37,7 @@ class FastPath:
         self._making = threading.Lock()  # of two threads that ask for a decoder at once, one makes it
         self._look: Look | None = None
         self._origin: Origin | None = None  # of the decoders
-        self._decoders: dict[str, LeanDecoder] = {}  # for each kind of weights, and for drafts
+        self._decoders: dict[str, FastDecoder] = {}  # for each kind of weights, and for drafts
         self._records: dict[tuple[Weights, SkipSchedule, LoopKind], DraftRecord] = {}
         self._solved: SolvedSchedules | None = None
 
@@ -60,14 +60,14 @@ class FastPath:
         """The reason why the model's decode steps must go through its own forward pass; None where they needn't."""
         return why_another_computation(self.model) or self.look().reason
 
-    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
-        """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
+    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> FastDecoder:
+        """The model's FastDecoder, made when it is first asked for and again when the model has changed.
 
         What is looked at: which modules there are and what their settings are, where each parameter lies, its version,
         and 32 of its values (`skipdecode.fastpath.support.Origin` says what that can't see).
 
         Args:
-            weights: as in LeanDecoder; None for the usual ones.
+            weights: as in FastDecoder; None for the usual ones.
             looked: whether `why_not` has just been asked, which looks at the parts too.
 
         Raises:
@@ -81,7 +81,7 @@ class FastPath:
                 self._decoders, self._records = {}, {}  # copies there were are freed before others are made
                 self._origin = Origin(look)
             if weights not in self._decoders:
-                self._decoders[weights] = LeanDecoder(self.model, weights)
+                self._decoders[weights] = FastDecoder(self.model, weights)
             return self._decoders[weights]
 
     def _check_weights(self, weights: Weights) -> None:
@@ -98,7 +98,7 @@ class FastPath:
                 "anew where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
             )
 
-    def draft_decoder(self, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
+    def draft_decoder(self, decoder: FastDecoder, layers: Collection[int]) -> FastDecoder:
         """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, as drafts may be inexact.
 
         It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted,
@@ -113,7 +113,7 @@ class FastPath:
                 modules.append(self.model.get_output_embeddings())
                 if sum(p.numel() for module in modules for p in module.parameters()) > free_memory() / 2:
                     return decoder
-                held = self._decoders["drafts"] = LeanDecoder(self.model, "int8", layers, held)
+                held = self._decoders["drafts"] = FastDecoder(self.model, "int8", layers, held)
             return held
 
     def usual_weights(self, *, available: bool | None = None) -> Weights:

@@ -18,10 +18,10 @@ from skipdecode.families import text_config, unwrap
 from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
 from skipdecode.fastpath.cuda_graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
-from skipdecode.fastpath.layer import PreparedInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.verify_inputs import ColumnsInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs
+from skipdecode.fastpath.verify_inputs import VerifyInputs
 from skipdecode.gating import LayerGate, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
@@ -93,7 +93,7 @@ class ForwardRunner(_OfSchedule):
         return None
 
 
-class LeanRunner(_OfSchedule):
+class FastRunner(_OfSchedule):
     """Prefill and decode steps without the model's forward pass."""
 
     def __init__(
@@ -101,7 +101,7 @@ class LeanRunner(_OfSchedule):
         schedule: SkipSchedule,
         model_kwargs: dict[str, Any],
         *,
-        decoder: LeanDecoder,
+        decoder: FastDecoder,
         attention_mask: torch.Tensor,
         step_inputs: PreparedInputs,
     ) -> None:
@@ -143,7 +143,7 @@ class LeanRunner(_OfSchedule):
         return rows
 
 
-class GraphRunner(LeanRunner):
+class GraphRunner(FastRunner):
     """Lean steps on buffers that stay, as CUDA graphs where there is a GPU."""
 
     def __init__(self, *args: Any, graphs: StepGraphs, **kwargs: Any) -> None:
@@ -187,9 +187,9 @@ def make_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
-    not_lean: str | None,
-) -> ForwardRunner | LeanRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not`
+    no_fast_path: str | None,
+) -> ForwardRunner | FastRunner:
+    """The fastest runner that does what a call asks for, with its cache; `no_fast_path` is what `FastPath.why_not`
     says. Layers are `gated` where the model's own forward pass runs them.
 
     Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
@@ -197,7 +197,7 @@ def make_runner(
     """
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     if reason is None:
-        reason = _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
+        reason = _why_a_forward_pass(no_fast_path, synced_gpus, model_kwargs)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
@@ -206,14 +206,14 @@ def make_runner(
         if cuda_graphs:
             raise ConfigError(f"cuda_graphs is True, which this model can't decode with: {reason}")
         return ForwardRunner(model, gated(), schedule, model_kwargs)
-    decoder = fast_path(model).decoder(weights, looked=True)  # `not_lean` says so
+    decoder = fast_path(model).decoder(weights, looked=True)  # `no_fast_path` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
     lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed and cuda_graphs:
         raise ConfigError("cuda_graphs is True: steps of attention with a sliding window have no CUDA graphs")
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return LeanRunner(schedule, model_kwargs, **lean)
+        return FastRunner(schedule, model_kwargs, **lean)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
@@ -232,17 +232,17 @@ class ColumnsRunner:
         model_kwargs: as generate gives them; the mask, positions and embeddings of the prompt are read.
     """
 
-    def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
+    def __init__(self, decoder: FastDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
         self.decoder = self._drafter = decoder
         self._mask = _prompt_mask(input_ids, model_kwargs)
         self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
-        self.all_layers = tuple(range(len(decoder.blocks)))
+        self.all_layers = tuple(range(len(decoder.layers)))
         # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
         rows, columns = self._mask.shape
-        self.cache = PlannedCache(_full_depth(len(decoder.blocks)), steps, prompt_columns=columns if rows > 1 else 0)
+        self.cache = PlannedCache(_full_depth(len(decoder.layers)), steps, prompt_columns=columns if rows > 1 else 0)
 
-    def draft_with(self, decoder: LeanDecoder) -> None:
+    def draft_with(self, decoder: FastDecoder) -> None:
         """Run what needn't be exact by another decoder of the same model."""
         self._drafter = decoder
 
@@ -271,7 +271,7 @@ class ColumnsRunner:
         if set(counts) == {1} and len(set(starts)) == 1:
             inputs = self._step_inputs(starts[0])
         else:
-            inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
+            inputs = VerifyInputs(self._step_inputs, starts, counts, tokens.device)
         if layers is None:
             return self.decoder(tokens, self.all_layers, self.cache, inputs)
         return self._drafter(tokens, layers, self.cache, inputs)
@@ -317,11 +317,11 @@ def make_columns_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
-    not_lean: str | None,
+    no_fast_path: str | None,
 ) -> ColumnsRunner:
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
+    reason = reason or _why_a_forward_pass(no_fast_path, synced_gpus, model_kwargs)
     reason = reason or _why_not_called_again(logits_processor)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
@@ -345,7 +345,7 @@ _REMEMBERING = {
 }
 
 
-def why_not_lean_steps(
+def why_no_fast_path(
     model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str | None:
     """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
@@ -368,10 +368,10 @@ def _why_another_cache(
     return None
 
 
-def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+def _why_a_forward_pass(no_fast_path: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why steps on a planned cache must go through the model's own forward pass; None where they needn't."""
     shared = "several processes share it" if synced_gpus else None
-    return shared or _more_than_a_token(model_kwargs) or not_lean
+    return shared or _more_than_a_token(model_kwargs) or no_fast_path
 
 
 def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:

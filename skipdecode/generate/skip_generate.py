@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, longest_sequence, unwrap
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.gating import check_detached, check_schedule, gated_layers, whole_columns
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
 from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, LoopKind, hoped
@@ -126,8 +126,8 @@ def skip_generate(
     solved = fast.solved() if chosen else None
     drafts = solved.draft_candidates(order) if solved is not None else []
     schedule = drafts[0] if drafts else schedule
-    not_lean = fast.why_not()  # every call asks: it is answered once
-    usual = weights or fast.usual_weights(available=not_lean is None)
+    no_fast_path = fast.why_not()  # every call asks: it is answered once
+    usual = weights or fast.usual_weights(available=no_fast_path is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     how["strict"] = strict
     schedule = resolve_schedule(model, schedule, speedup, **how)
@@ -157,7 +157,7 @@ def skip_generate(
             weights,
             cuda_graphs,
             model_kwargs,
-            not_lean,
+            no_fast_path,
         )
         candidates, decoder = drafts or [schedule], columns_runner.decoder
 
@@ -181,7 +181,7 @@ def skip_generate(
             weights,
             cuda_graphs,
             model_kwargs,
-            not_lean,
+            no_fast_path,
         )
         output = decode_loop(model, runner, input_ids, synced_gpus=synced_gpus, **arguments)
         runner.end()
@@ -293,7 +293,7 @@ def choose_draft(
 def _best_draft(
     fast: FastPath,
     solved: SolvedSchedules,
-    decoder: LeanDecoder,
+    decoder: FastDecoder,
     schedules: Sequence[SkipSchedule],
     rows: int,
     prompt_length: int,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from peft import LoraConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, ragged_prompts
 from torch import nn

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import ragged_prompts, tiny_opt
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.runners import ColumnsRunner
 from skipdecode.kernels import cpu as native
@@ -201,11 +201,11 @@ def test_many_inputs_are_added_up_in_parts_and_the_bias_once(instructions: str, 
 
 
 def logits_of(
-    decoder: LeanDecoder, lengths: list[int], columns: int = 4, stop: int | None = None
+    decoder: FastDecoder, lengths: list[int], columns: int = 4, stop: int | None = None
 ) -> list[torch.Tensor]:
     """Logits of a prompt and of some steps behind it, the same tokens whatever they are."""
     ids, mask = ragged_prompts(lengths, 4)
-    layers = range(len(decoder.blocks))
+    layers = range(len(decoder.layers))
     cache = PlannedCache(SkipSchedule.full_depth(len(layers)), columns)
     inputs = decoder.step_inputs(mask, columns)
     found = [decoder.prefill(ids, layers, cache, mask, stop=stop)]
@@ -228,8 +228,8 @@ def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
     try:
         model.to(dtype)
         with torch.inference_mode():
-            ours, reference = LeanDecoder(model, "packed"), LeanDecoder(model, "model")
-            exact = LeanDecoder(copy.deepcopy(model).float(), "model")
+            ours, reference = FastDecoder(model, "packed"), FastDecoder(model, "model")
+            exact = FastDecoder(copy.deepcopy(model).float(), "model")
             assert ours._native is not None
             ours._native.most_tokens = 512
             for lengths, stop in (([5, 12, 3], None), ([5, 12, 3], 2), ([6, 6], 3)):
@@ -246,7 +246,7 @@ def test_prompts_and_steps_of_every_family_are_those_of_torchs_operators(
 def test_prompts_in_bfloat16_whose_widths_are_no_tiles_are_left_to_torch(instructions: str) -> None:
     """Tiles take 32 inputs; without them a prompt of such widths took six to fifteen times torch's."""
     for name, whole in (("gpt2", True), ("llama", False)):  # inputs of 32 and 128, and of 48 too
-        native_steps = LeanDecoder(copy.deepcopy(tiny(name)).bfloat16(), "packed")._native
+        native_steps = FastDecoder(copy.deepcopy(tiny(name)).bfloat16(), "packed")._native
         assert native_steps is not None
         without_tiles = instructions == "amx" and not whole
         assert native_steps.most_tokens == (4 if instructions == "generic" else 16 if without_tiles else 512)
@@ -258,9 +258,9 @@ def test_a_head_in_other_bits_reads_what_the_layers_make(name: str, layers: Any,
     model, lengths = tiny(name), [5, 12, 3]
     with torch.inference_mode():
         mixed: Any = f"{layers}-{head}-head"
-        by_operators = LeanDecoder(model, layers)
-        by_operators._native, by_operators.head = None, LeanDecoder(model, head).head
-        each = (LeanDecoder(model, mixed), LeanDecoder(model, layers), LeanDecoder(model, head), by_operators)
+        by_operators = FastDecoder(model, layers)
+        by_operators._native, by_operators.head = None, FastDecoder(model, head).head
+        each = (FastDecoder(model, mixed), FastDecoder(model, layers), FastDecoder(model, head), by_operators)
         for ours, *alike, expected in zip(*(logits_of(decoder, lengths) for decoder in each), strict=True):
             off, *others = (float((found - expected).norm() / expected.norm()) for found in (ours, *alike))
             assert off < 0.02 < min(others)
@@ -279,10 +279,10 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
     weights = copy.deepcopy(model.state_dict())
     try:
         model.to(dtype)
-        ours, reference = LeanDecoder(model, "packed"), LeanDecoder(model, "model")
+        ours, reference = FastDecoder(model, "packed"), FastDecoder(model, "model")
         assert ours._native is not None
         ours._native.most_tokens = 512
-        exact = LeanDecoder(copy.deepcopy(model).float(), "model")
+        exact = FastDecoder(copy.deepcopy(model).float(), "model")
         with torch.inference_mode():
             for lengths in ([70], [3, 41, 66, 2], [50, 50, 50]):
                 several = [logits_of(decoder, lengths) for decoder in (ours, reference, exact)]
@@ -293,7 +293,7 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
                     most = 1.2 if len(mine) > len(lengths) else 2
                     assert off <= (1e-5 if dtype == torch.float32 else most * theirs_off)
             ids, mask = ragged_prompts([50, 50, 50], 4)
-            layers = range(len(ours.blocks))
+            layers = range(len(ours.layers))
             together = ours.prefill(ids, layers, PlannedCache(SkipSchedule.full_depth(len(layers)), 1), mask)
             for row in range(3):
                 cache = PlannedCache(SkipSchedule.full_depth(len(layers)), 1)
@@ -306,9 +306,9 @@ def test_long_prompts_are_those_of_torchs_operators_and_a_text_of_many_is_that_t
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_row_of_a_batch_is_bit_for_bit_that_row_alone(name: str, weights: Any, instructions: str) -> None:
     with torch.inference_mode():
-        decoder = LeanDecoder(tiny(name), weights)
+        decoder = FastDecoder(tiny(name), weights)
         ids, _ = ragged_prompts([9] * 20, 4)
-        layers = range(len(decoder.blocks))
+        layers = range(len(decoder.layers))
 
         def decode(ids: torch.Tensor) -> torch.Tensor:
             cache = PlannedCache(SkipSchedule.full_depth(len(layers)), 2)
@@ -332,7 +332,7 @@ def test_columns_that_are_verified_together_are_bit_for_bit_steps_of_one(
     ids, mask = ragged_prompts([4, 7], 4)
     drafts = torch.tensor([[11, 12, 13], [14, 15, 16]])
     with torch.inference_mode():
-        one, several = (ColumnsRunner(LeanDecoder(model, weights), ids, 4, {"attention_mask": mask}) for _ in range(2))
+        one, several = (ColumnsRunner(FastDecoder(model, weights), ids, 4, {"attention_mask": mask}) for _ in range(2))
         assert torch.equal(one.prefill(ids), several.prefill(ids))
         single = [one.run(drafts[:, n], [n, n], [1, 1], one.all_layers) for n in range(3)]
         together = several.run(drafts.flatten(), [0, 0], [3, 3], several.all_layers)
@@ -390,7 +390,7 @@ def test_what_is_chosen_among_equals_is_what_torch_chooses(dtype: torch.dtype, i
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_prompt_in_parts_is_bit_for_bit_the_whole(name: str, weights: Any, instructions: str) -> None:
     with torch.inference_mode():
-        decoder, (ids, mask) = LeanDecoder(tiny(name), weights), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
+        decoder, (ids, mask) = FastDecoder(tiny(name), weights), ragged_prompts([3, 9, 5, 9, 2, 4], 4)
         assert decoder._native is not None
         found = []
         for most in (512, 13, 9, 8):  # texts together, in pairs, one by one, and one that doesn't fit
@@ -415,7 +415,7 @@ def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
     monkeypatch.setattr("skipdecode.kernels.linear.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
     model = tiny_opt.__wrapped__("opt", 6).bfloat16()
     assert fast_path(model).usual_weights() == ("packed" if instructions in ("avx512_vnni", "avx2") else "model")
-    packed, plain = (logits_of(LeanDecoder(model, weights), [5, 12, 30]) for weights in ("packed", "model"))
+    packed, plain = (logits_of(FastDecoder(model, weights), [5, 12, 30]) for weights in ("packed", "model"))
     for ours, theirs in zip(packed, plain, strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.1 * float(theirs.abs().max()), rtol=0)
 
@@ -424,7 +424,7 @@ def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: 
     with chosen("none", monkeypatch):
         model = tiny_opt.__wrapped__("opt", 6)
         assert fast_path(model).decoder("packed")._native is None
-        assert isinstance(fast_path(model).decoder("int8").blocks[0].out, Int8Linear)
+        assert isinstance(fast_path(model).decoder("int8").layers[0].out, Int8Linear)
         with pytest.raises(ConfigError, match=r"int4.*compiler"):
             generate(model, [3], SCHEDULES[0], weights="int4")
         plain = generate(model, [3, 9], SCHEDULES[0], weights="packed")
@@ -433,7 +433,7 @@ def test_without_kernels_8_bits_are_onednns_and_4_bits_are_refused(monkeypatch: 
 
 @pytest.mark.parametrize("weights", ["model", "packed"])
 def test_what_no_table_has_a_row_for_is_refused_as_by_torch(weights: Any) -> None:
-    decoder = LeanDecoder(tiny("opt"), weights)
+    decoder = FastDecoder(tiny("opt"), weights)
     cache, mask = PlannedCache(SkipSchedule.full_depth(6), 2), torch.ones(1, 3, dtype=torch.long)
     for ids in ([[5, 9999, 7]], [[5, -1, 7]]):
         with torch.inference_mode(), pytest.raises(IndexError):
@@ -444,7 +444,7 @@ def test_what_no_table_has_a_row_for_is_refused_as_by_torch(weights: Any) -> Non
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_tokens_and_positions_may_be_of_any_integer_type(name: str) -> None:
-    decoder, ids = LeanDecoder(tiny(name), "packed"), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    decoder, ids = FastDecoder(tiny(name), "packed"), torch.tensor([[5, 6, 7], [8, 9, 10]])
     mask, positions = torch.ones_like(ids), torch.arange(3)[None].expand(2, -1)
     found = []
     for kind in (torch.int64, torch.int32):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import SCHEDULES, fresh, generate
+from fastpath_cases import SCHEDULES, fresh, generate
 
 from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_generate
 from skipdecode.checkpoint.skip_config import SkipConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding_cases import fresh_model
-from lean_cases import fresh, tiny
+from fastpath_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode.fastpath.gpu_layer import FusedBlock, fused_blocks, triton_kernels
+from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers, triton_kernels
 from skipdecode.fastpath.kv_cache import PlannedLayer
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.kernels.linear import sizes
 
 FUSED = sorted({*MODELS} - {"mistral", "qwen3"})  # windows, and norms of queries and keys, are not
@@ -22,11 +22,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton that interprets"))
 
 
-def halves(name: str, device: str) -> tuple[LeanDecoder, LeanDecoder]:
+def halves(name: str, device: str) -> tuple[FastDecoder, FastDecoder]:
     """The same weights in float16, and in float32 with the values of float16."""
     half = fresh(name).half()
     whole = copy.deepcopy(half).float()
-    return LeanDecoder(half.to(device)), LeanDecoder(whole.to(device))
+    return FastDecoder(half.to(device)), FastDecoder(whole.to(device))
 
 
 @pytest.mark.parametrize("device", [HERE, GPU])
@@ -40,8 +40,9 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
     mask[0, :4] = 0  # a padded row
     torch.manual_seed(rows)
     for layer in (0, 1):
-        reference, block = whole.blocks[layer], half.blocks[layer]
-        fused = FusedBlock(block, kernels, kernels.arrivals(torch.device(device)))
+        reference, block = whole.layers[layer], half.layers[layer]
+        slot = torch.tensor([prompt], device=device)
+        fused = GpuLayer(block, kernels, kernels.arrivals(torch.device(device)), slot)
         caches = [PlannedLayer(steps, prompt) for _ in range(2)]
         keys, values = torch.randn(2, rows, block.kv_heads, prompt, block.head_dim, device=device).half()
         caches[0].update(keys.float(), values.float())
@@ -50,8 +51,8 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
         for step in range(3):
             hidden = torch.randn(rows, sizes(block.sources["qkv"][0])[0], device=device).half()
             expected = reference(hidden.float(), caches[0], inputs[0](step))
-            given: Any = inputs[1](step)
-            found = fused(hidden, caches[1], given, torch.tensor([prompt + step], device=device))
+            found = fused(hidden, caches[1], inputs[1](step))
+            slot.add_(1)
             scale = float(expected.abs().max())
             torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
         for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
@@ -117,11 +118,11 @@ def test_fused_steps_choose_the_tokens_of_torchs_operations(name: str, lengths: 
         assert same[:, : -len(scores[0].logits) + 1].all()
 
 
-def test_float32_and_layers_of_another_kind_are_not_fused() -> None:
-    blocks = LeanDecoder(tiny_opt("opt", 6)).blocks
+def test_float32_and_unsupported_layers_have_no_gpu_kernels() -> None:
+    layers, slot = FastDecoder(tiny_opt("opt", 6)).layers, torch.zeros(1, dtype=torch.long)
     for device in ("cpu", "cuda"):
-        assert fused_blocks(blocks, torch.float32, torch.device(device)) is None
-    assert fused_blocks(blocks, torch.bfloat16, torch.device("cpu")) is None
+        assert gpu_layers(layers, torch.float32, torch.device(device), slot) is None
+    assert gpu_layers(layers, torch.bfloat16, torch.device("cpu"), slot) is None
     for name in ("mistral", "qwen3"):
         model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
-        assert fused_blocks(LeanDecoder(model).blocks, torch.bfloat16, torch.device("cuda")) is None
+        assert gpu_layers(FastDecoder(model).layers, torch.bfloat16, torch.device("cuda"), slot) is None

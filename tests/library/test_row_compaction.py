@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from fastpath_cases import MODELS, SCHEDULES, generate, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import MODELS, SCHEDULES, generate, tiny
 from tiny_models import PAD, ragged_prompts
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import PlannedCache, SkipSchedule, skip_generate
 from skipdecode.fastpath import row_compaction as rows
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
 
 LENGTHS = [3, 12, 5, 7, 9, 12, 4, 6]  # of prompts
@@ -27,13 +27,13 @@ TIE = 0.1  # of scores whose first is ahead of the second by 0.4 on average
 def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each lean step ran."""
     counts: list[int] = []
-    run = LeanDecoder.__call__
+    run = FastDecoder.__call__
 
     def counted(self: Any, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
         counts.append(len(tokens))
         return run(self, tokens, *args)
 
-    monkeypatch.setattr(LeanDecoder, "__call__", counted)
+    monkeypatch.setattr(FastDecoder, "__call__", counted)
     return counts
 
 
