@@ -181,7 +181,7 @@ def prompts_at_hand(prompts: Sequence[Sequence[int]], batch_size: int) -> list[l
 def common_weights(asked: Weights | None, checkpoints: Sequence[Checkpoint]) -> Weights:
     """The kind of weights that decode steps of all these models compute with, so that their clocks compare.
 
-    Raises ConfigError for weights that one of them can't decode with, and where one has lean steps and another hasn't.
+    Raises ConfigError for weights that one of them can't decode with, and where one has a fast path and another hasn't.
     """
     reasons = [fast_path(checkpoint.model).why_not() for checkpoint in checkpoints]
     reason = next(filter(None, reasons), None)

@@ -31,7 +31,7 @@ def time_lossless(
         console: for the progress bar.
 
     Returns:
-        None where steps can't be lean, which drafts need, and where no text has a decode step.
+        None where there is no fast path, which drafts need, and where no text has a decode step.
     """
     checkpoint = system.checkpoint
     if why_no_fast_path(checkpoint.model, checkpoint.model.generation_config, False, {}) is not None:

@@ -35,7 +35,7 @@ from eval.speed.peers import SkipDecode
 from eval.tables import Table
 from skipdecode import SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, TextsAtHand
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, RunningSequences
 from skipdecode.generate import lossless_loop as lossless
 from skipdecode.generate.draft_policy import MOST_DRAFTS
 from skipdecode.generate.fast_path import fast_path
@@ -67,16 +67,16 @@ class Drafted(SkipDecode):
                 at += len(drafted) + 1
             return found
 
-        def draft(runner: ColumnsRunner, texts: TextsAtHand, *rest: Any) -> DraftedRounds | None:
+        def draft(runner: ColumnsRunner, texts: RunningSequences, *rest: Any) -> DraftedRounds | None:
             """One round of the kernels, of which so many drafts are taken as is drawn."""
             found = own(runner, texts, *rest[:-1], 1)
             if found is None:
                 return None
             (drafted,) = found.drafted
             agreed = [next((n for n in range(count) if draw.random() >= self._acceptance), count) for count in drafted]
-            counts = [min(most, same + 1) for most, same in zip(texts.most, agreed, strict=True)]
+            counts = [min(most, same + 1) for most, same in zip(texts.max_tokens, agreed, strict=True)]
             tokens = texts.tokens[:, None].repeat(1, max(counts))  # whatever they are
-            return found._replace(chosen=ChosenTokens(tokens, counts), agreed=[agreed])
+            return found._replace(chosen=ChosenTokens(tokens, counts), accepted=[agreed])
 
         own = ColumnsRunner.draft
         with mock.patch.object(lossless, "accept_chosen", simulated), mock.patch.object(ColumnsRunner, "draft", draft):

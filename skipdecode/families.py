@@ -13,7 +13,7 @@ from skipdecode.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of a decoder layer's parts, which a lean decode step computes with (`skipdecode.fastpath.model`).
+    """The names of a decoder layer's parts, which the fast path computes with (`skipdecode.fastpath.model`).
 
     Attributes:
         attention: the attention module; `qkv` and `query_norm`, `key_norm` are names within it.

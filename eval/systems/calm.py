@@ -85,7 +85,7 @@ def calm_generate(
         exits: gets a list for each decode step: how many layers each row's token ran; 0 for rows that were done.
 
     Raises:
-        ConfigError: for a model whose decode steps can't be lean.
+        ConfigError: for a model that the fast path doesn't support.
     """
     reason = fast_path(model).why_not()
     if reason is not None:
@@ -229,7 +229,7 @@ def _key_values(model: GenerativeModel, decoder: FastDecoder, weights: Weights) 
     """Made when they are first asked for, as the decoder itself."""
     if decoder not in _KEY_VALUES:
         parts = FAMILIES[model.config.model_type].parts
-        assert parts is not None  # as the model has a lean decoder
+        assert parts is not None  # as the fast path supports the model
         pairs = zip(decoder_layers(model), decoder.layers, strict=True)
         _KEY_VALUES[decoder] = [KeyValues(layer, parts, block, MAKERS[weights]) for layer, block in pairs]
     return _KEY_VALUES[decoder]

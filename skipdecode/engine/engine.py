@@ -91,7 +91,7 @@ class Engine:
     lie that close. A sampled text with a seed is that of `skip_generate` behind `torch.manual_seed(seed)`.
 
     Args:
-        model: a causal language model in evaluation mode, whose steps can be lean (`skipdecode.fastpath.model`). It
+        model: a causal language model in evaluation mode that the fast path supports (`skipdecode.fastpath.model`). It
             must not be changed while the engine has it.
         tokenizer: for `stop_strings`.
         most_rows: texts that decode at once.
@@ -105,7 +105,7 @@ class Engine:
         weights: as in `skip_generate`.
 
     Raises:
-        ConfigError: for a model whose steps can't be lean, with the reason, and for numbers out of range.
+        ConfigError: for a model that the fast path doesn't support, with the reason, and for numbers out of range.
     """
 
     @torch.inference_mode(mode=False)  # its thread is outside of the caller's

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: on a GPU a step's hundreds of small kernels take longer to launch than to run.
 
-A graph replays the same kernels on the same memory. So the tokens, their step and its column stand in buffers that
-stay, beside the positions of all steps, and what a step needs of these is looked up by the graph itself. There is one
-graph for each distinct budget of a schedule, each number of rows (those whose texts have ended leave), and for steps
-that choose the next token and those that don't, captured when it is first reached, all in one memory pool. Fewer rows
-are the first of the same buffers. Buffers and graphs are kept for the next call of the same shape.
+A graph replays the same kernels on the same memory. So the tokens, the number of their step and their KV slot are in
+buffers that stay, with the positions of all steps, and the graph itself looks up what its step needs. There is a graph
+for each budget of a schedule, each number of rows (rows of ended sequences leave), and for steps with and without the
+choice of the next token. A graph is captured when its step first runs, and all share a memory pool. Fewer rows use the
+first rows of the same buffers. Buffers and graphs are kept for the next call of the same shape.
 """
 
 import functools
@@ -23,20 +23,20 @@ from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
 from skipdecode.schedule.schedule import SkipSchedule
 
-# Prompts whose columns round up to the same multiple of this share buffers and graphs.
+# Prompts whose lengths round up to the same multiple of this share buffers and graphs.
 PROMPT_GRAIN = 64
-# Shapes that are kept for each model, each with a cache and a few graphs, and the share of a GPU's memory that these
-# caches may hold; the longest unused goes first. A calibration of several batches goes through dozens, again and again.
-KEPT, KEPT_MEMORY = 128, 0.25
-MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
-# Settings of torch's that say how products are computed.
+# The maximum number of shapes that are kept for each model, each with a cache and a few graphs, and the maximum share
+# of a GPU's memory in these caches. The least recently used is dropped first. A calibration uses dozens in turn.
+MAX_KEPT, MAX_KEPT_MEMORY = 128, 0.25
+MAX_AHEAD = 16  # tokens that are chosen in one call, by which Ctrl-C is delayed
+# Settings of torch that say how matrix products are computed.
 PRODUCTS = (
     "fp32_precision",
     "allow_fp16_accumulation",
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
 )
-STEPS_UNSEEN = 2  # that a GPU is ahead of what the host has seen, and runs for nothing where a text has ended
+STEPS_IN_FLIGHT = 2  # steps that a GPU runs before the host sees an earlier one's tokens; wasted at the end
 
 Replay: TypeAlias = Callable[[], None]
 
@@ -169,13 +169,14 @@ class StepGraphs:
     Args:
         decoder: of a model without sliding windows.
         schedule: of the generations.
-        steps: decode steps at most.
-        prompt_columns: of the prompts, at most.
+        steps: the maximum number of decode steps.
+        prompt_columns: the maximum padded length of prompts, in tokens.
 
     Attributes:
-        key: the shape, which a later call must share to use them again; None where none may.
-        decoder: of the model; None while a decoder keeps them, which is freed with its last user then.
-        free: happens on a GPU when the call that had them last is done there.
+        cache: of the generations.
+        key: the shape, which a later call must have to use these graphs again; None where none may.
+        decoder: of the model; None while the decoder keeps these graphs, so that there is no reference cycle.
+        free: an event that a GPU reaches when the last call that used these graphs has ended there.
     """
 
     def __init__(self, decoder: FastDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
@@ -184,31 +185,36 @@ class StepGraphs:
         self.decoder: FastDecoder | None = decoder
         self.free: torch.cuda.Event | None = None
         self._steps = steps
-        self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
-        self._prompt = 0  # columns, of the prompt at hand
+        self._slots = prompt_columns + max(1, steps)  # inputs are prepared for one step at least
+        self._prompt = 0  # the padded length of the current prompt
         self._buffers: tuple[torch.Tensor, torch.Tensor, StaticInputs] | None = None  # of all rows
-        self._tokens: Any = None  # those of the rows that run
-        self._chosen: Any = None  # by each step [steps, rows]
+        self._tokens: Any = None  # of the rows that run
+        self._chosen: Any = None  # the tokens that each step chose [steps, rows]
         self._inputs: Any = None
-        self._seen: Any = None  # what the host has of them
+        self._seen: Any = None  # their copy on the host
         self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
         self._stream: Any = None  # that graphs are captured on
 
     def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
-        """Begin a generation by the inputs of its steps; its prompt is cached and gave `logits` [batch, vocabulary]."""
+        """Start a generation whose prompt is in the cache.
+
+        Args:
+            prepared: the inputs of its steps.
+            logits: the last ones of the prompt [batch, vocabulary].
+        """
         if self._buffers is None:
             batch, device = len(logits), logits.device
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
             chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
-            self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
+            self._seen = torch.zeros(MAX_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
             assert self.decoder is not None
-            inputs = StaticInputs.like(prepared, self._columns, self.decoder, logits)
+            inputs = StaticInputs.like(prepared, self._slots, self.decoder, logits)
             self._buffers = (tokens, chosen, inputs)
         self._tokens, self._chosen, self._inputs = self._buffers
         self._inputs.copy_from(prepared)
         self._prompt = prepared.prompt_columns
-        # Steps attend to whole buffers, to what isn't written at weight 0: an earlier text must not leave NaN there.
+        # Steps attend to whole buffers, with weight 0 to slots that aren't written: these must not hold an earlier NaN.
         layers: list[Any] = self.cache.layers
         for buffer in (buffer for layer in layers if layer.is_initialized for buffer in layer.buffers):
             buffer[:, :, self._prompt :].zero_()
@@ -216,7 +222,7 @@ class StepGraphs:
     def run(self, i: int, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         """Run generated token i of each row, `tokens` [rows], through `layers`.
 
-        Returns logits [rows, vocabulary]; the next step of as many layers and rows writes over them.
+        Returns logits [rows, vocabulary], which the next step of as many layers and rows overwrites.
         """
         with torch.cuda.device_of(tokens):
             result = self._replay(i, layers, tokens, choosing=False)
@@ -233,22 +239,25 @@ class StepGraphs:
         ends: Collection[int],
         padding: Any,
     ) -> torch.Tensor:
-        """Run generated token i of each row and what is chosen after it, greedily, one after another.
+        """Decode several steps greedily, from generated token i on.
 
-        On a GPU the next steps are under way before the tokens of the last are looked at, so that it never waits. All
-        stop where every text has ended, or so many that rows should leave.
+        A GPU starts the next steps before the host sees the tokens of earlier ones, so that it never waits. Decoding
+        stops early where every sequence has ended, or so many that the batch should shrink.
 
         Args:
-            i, tokens: as of `run`.
-            layers: of each step, MOST_AHEAD at most.
-            room, ends, padding: as of `skipdecode.generate.decode_loop.Runner.choose`.
+            i: the number of the first step.
+            tokens: its tokens [rows].
+            layers: those that run in each step, of MAX_AHEAD steps at most.
+            room: as in `skipdecode.generate.decode_loop.Runner.choose`.
+            ends: likewise.
+            padding: likewise.
 
         Returns:
             Token ids [rows, new tokens].
         """
         rows = len(tokens)
-        ahead = steps_unseen(tokens.device)
-        counts = [None if most > 0 else 0 for most in room]  # tokens of those whose texts have ended
+        ahead = steps_in_flight(tokens.device)
+        counts = [None if limit > 0 else 0 for limit in room]  # new tokens of the sequences that have ended
         marks: list[torch.cuda.Event | None] = []
         done = looked_at = 0
 
@@ -278,18 +287,20 @@ class StepGraphs:
             if n + 1 == done or layers[n] is not layers[n + 1]:
                 self._set_length(layers[n], i + n)
         found = [done if count is None else count for count in counts]
-        texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
-        if padding is not None and min(found) < texts.shape[1]:
+        new = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
+        if padding is not None and min(found) < new.shape[1]:
             padding = int(padding)
             for row, count in enumerate(found):
-                texts[row, count:] = padding
-        result: torch.Tensor = texts.to(tokens.device)
+                new[row, count:] = padding
+        result: torch.Tensor = new.to(tokens.device)
         return result
 
     def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
-        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on.
+        """Keep only `rows`, in their order, until the next `start`; they move to the first rows of the buffers.
 
-        `prepared` are the inputs of their steps.
+        Args:
+            rows: of those that run.
+            prepared: the inputs of their steps.
         """
         count = len(rows)
         self.cache.keep_rows(rows)
@@ -299,7 +310,7 @@ class StepGraphs:
 
     @property
     def device(self) -> torch.device:
-        """That the buffers lie on; the CPU before there are any."""
+        """The device of the buffers; the CPU before they are allocated."""
         return torch.device("cpu") if self._buffers is None else self._buffers[0].device
 
     def _set_length(self, layers: Sequence[int], i: int) -> None:
@@ -309,26 +320,25 @@ class StepGraphs:
     def _replay(
         self, i: int, layers: Sequence[int], tokens: torch.Tensor | None, *, choosing: bool
     ) -> list[torch.Tensor]:
-        """Run a step; without `tokens`, on those that the one before has chosen."""
+        """Run a step on `tokens`; None for those that the step before chose."""
         key = (layers, len(self._tokens), choosing)
         if key not in self._graphs:
             tokens = self._tokens.clone() if tokens is None else tokens
-            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._stand, i, tokens))
+            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._set_step, i, tokens))
         if tokens is not None:
-            self._stand(i, tokens)
+            self._set_step(i, tokens)
         replay, result = self._graphs[key]
         replay()
         return result
 
-    def _stand(self, i: int, tokens: torch.Tensor) -> None:
-        """Stand before step i."""
+    def _set_step(self, i: int, tokens: torch.Tensor) -> None:
         self._tokens.copy_(tokens)
         self._inputs.move_to(i, self._prompt + i)
 
     def _capture(
-        self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
+        self, layers: Sequence[int], choosing: bool, set_step: Callable[[], None]
     ) -> tuple[Replay, list[torch.Tensor]]:
-        """A function that runs a step of `layers`, and the list with its logits, empty where it chooses tokens."""
+        """A function that runs a step of `layers`, and a list with its logits, empty where it chooses tokens."""
         result: list[torch.Tensor] = []
         tokens, chosen, inputs = self._tokens, self._chosen, self._inputs
 
@@ -337,7 +347,7 @@ class StepGraphs:
             gpu_layers = inputs.layers_for(len(tokens))
             inputs.look_up(self.decoder.dtype, masked=gpu_layers is None)
             logits = self.decoder(tokens, layers, self.cache, inputs, gpu_layers)
-            if choosing:  # the next graph may have the memory of the logits
+            if choosing:  # the next graph may reuse the memory of the logits
                 tokens.copy_(logits.argmax(dim=-1))
                 chosen.index_copy_(0, inputs.step_at, tokens[None])
                 inputs.advance()
@@ -347,30 +357,30 @@ class StepGraphs:
         if tokens.device.type != "cuda":
             return forward, result
         with _CAPTURING:
-            if self._stream is None:  # of this device: torch's own for captures is of the first one that captured
+            if self._stream is None:  # torch's own stream for captures is of the first device that captured
                 self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
+            # In the first runs kernels are loaded and libraries choose algorithms, which a capture can't record.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(2):
-                    stand()
+                    set_step()
                     forward()
-                stand()
+                set_step()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
+            # thread_local: another thread's operations, such as allocating memory, don't end the capture.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 forward()
         return graph.replay, result
 
 
-def steps_unseen(device: torch.device) -> int:
-    """The steps that are under way before the tokens of an earlier one are looked at."""
-    return STEPS_UNSEEN if device.type == "cuda" else 0
+def steps_in_flight(device: torch.device) -> int:
+    """How many steps run on the device before the host sees the tokens of an earlier one."""
+    return STEPS_IN_FLIGHT if device.type == "cuda" else 0
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | None":
-    """What says when all that was asked of a GPU until now is done."""
+    """An event that a GPU reaches when it has done all work so far; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -385,54 +395,55 @@ _KEEPING = threading.Lock()
 def step_graphs(
     decoder: FastDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
 ) -> StepGraphs:
-    """The graphs for a generation of one shape, from an earlier call where there was one.
+    """The graphs for a generation of one shape, those of an earlier call where it kept them.
 
-    They are this call's alone, so that two threads never write into the same buffers; `keep_step_graphs` lets the next
-    call have them.
+    Only this call uses them until `keep_step_graphs`, so that two threads never write into the same buffers.
 
     Args:
-        decoder, schedule, steps: as in StepGraphs.
-        shape: rows, prompt columns, and whether every row fills them.
-        keep: whether the next call may have the same buffers; not where the cache is handed out.
+        decoder: as in StepGraphs.
+        schedule: as in StepGraphs.
+        steps: as in StepGraphs.
+        shape: the number of rows, the padded prompt length, and whether no row is padded.
+        keep: whether a later call may use them; it may not where the caller gets the cache.
     """
     rows, columns, full = shape
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    # Buffers that were made in inference mode can't be written to outside of it, and products are captured as they are
-    # to be computed.
+    # Buffers made in inference mode can't be written to outside of it, and graphs are captured under torch's settings
+    # for matrix products.
     settings = (getattr(torch.backends.cuda.matmul, name) for name in PRODUCTS)
     key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled(), *settings)
     with _KEEPING:
         found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
         if found is None:
-            _forget_all_but(decoder.kept_graphs, KEPT - 1)
+            _drop_all_but(decoder.kept_graphs, MAX_KEPT - 1)
     if found is None:
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.decoder = decoder
     found.cache.reset()
-    if found.free is not None:  # another thread's steps may be under way yet, on a stream of its own
+    if found.free is not None:  # another thread's steps may still run, on a stream of its own
         torch.cuda.current_stream(found.device).wait_event(found.free)
     return found
 
 
 def keep_step_graphs(decoder: FastDecoder, graphs: StepGraphs) -> None:
-    """Let the next call of the same shape have them, once a generation has ended well."""
+    """Keep the graphs of a generation that has ended without an error for the next call of the same shape."""
     if graphs.key is not None:
         graphs.decoder = None
         graphs.free = _mark(graphs.device)
         with _KEEPING:
             decoder.kept_graphs[graphs.key] = graphs
             decoder.kept_graphs.move_to_end(graphs.key)
-            _forget_all_but(decoder.kept_graphs, KEPT)
+            _drop_all_but(decoder.kept_graphs, MAX_KEPT)
 
 
-def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
-    """Let the longest unused go, until there are so many and their caches fit."""
+def _drop_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
+    """Drop the least recently used until at most `count` are left and their caches fit."""
     held = [graphs.cache.nbytes for graphs in kept.values()]
     device = next((graphs.device for graphs in kept.values()), torch.device("cpu"))
-    room = KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    room = MAX_KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
     while len(held) > count or (len(held) > 1 and sum(held) > room):
         kept.popitem(last=False)
         held.pop(0)

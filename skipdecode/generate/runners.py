@@ -15,8 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
-from skipdecode.fastpath.cuda_graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
+from skipdecode.fastpath.cuda_graphs import MAX_AHEAD, StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
@@ -48,7 +48,7 @@ class _OfSchedule:
 
     def _layers_ahead(self, i: int, room: Sequence[float]) -> list[tuple[int, ...]]:
         """Those of step i and of what may be chosen after it before anybody looks."""
-        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MOST_AHEAD, max(room))))]
+        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MAX_AHEAD, max(room))))]
 
 
 class ForwardRunner(_OfSchedule):
@@ -128,7 +128,7 @@ class FastRunner(_OfSchedule):
             return None
         layers = self._layers_ahead(i, room)
         most = [int(min(len(layers), each)) for each in room]
-        texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
+        texts = RunningSequences(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
         found = native.choose(texts, layers, self.cache, self._step_inputs)
         if padding is not None:
             for row, count in enumerate(found.counts):
@@ -144,7 +144,7 @@ class FastRunner(_OfSchedule):
 
 
 class GraphRunner(FastRunner):
-    """Lean steps on buffers that stay, as CUDA graphs where there is a GPU."""
+    """Steps of the fast path on buffers that stay, as CUDA graphs where there is a GPU."""
 
     def __init__(self, *args: Any, graphs: StepGraphs, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -192,8 +192,8 @@ def make_runner(
     """The fastest runner that does what a call asks for, with its cache; `no_fast_path` is what `FastPath.why_not`
     says. Layers are `gated` where the model's own forward pass runs them.
 
-    Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
-    window too.
+    Raises ConfigError for copied weights and for graphs where the call has no fast path, and for graphs with a sliding
+    window.
     """
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     if reason is None:
@@ -209,19 +209,19 @@ def make_runner(
     decoder = fast_path(model).decoder(weights, looked=True)  # `no_fast_path` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
-    lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
+    fast: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed and cuda_graphs:
         raise ConfigError("cuda_graphs is True: steps of attention with a sliding window have no CUDA graphs")
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return FastRunner(schedule, model_kwargs, **lean)
+        return FastRunner(schedule, model_kwargs, **fast)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
-    return GraphRunner(schedule, model_kwargs, **lean, graphs=graphs)
+    return GraphRunner(schedule, model_kwargs, **fast, graphs=graphs)
 
 
 class ColumnsRunner:
-    """Lean passes of several columns a row, each row at a column of its own, on a cache of full depth.
+    """Passes of the fast path with several tokens of each row, each row at its own slots, on a cache of full depth.
 
     A pass writes its columns over what they held, and leaves those behind them to be written again.
 
@@ -276,7 +276,7 @@ class ColumnsRunner:
             return self.decoder(tokens, self.all_layers, self.cache, inputs)
         return self._drafter(tokens, layers, self.cache, inputs)
 
-    def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
+    def choose(self, texts: RunningSequences, steps: int) -> ChosenTokens | None:
         """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens))
         if native is None:
@@ -284,7 +284,7 @@ class ColumnsRunner:
         return native.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
 
     def draft(
-        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
+        self, texts: RunningSequences, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
     ) -> DraftedRounds | None:
         """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
@@ -348,7 +348,7 @@ _REMEMBERING = {
 def why_no_fast_path(
     model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
+    """The reason why a call has no fast path, on a cache of the runner's own; None where it has."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     return reason or _why_a_forward_pass(fast_path(model).why_not(), synced_gpus, model_kwargs)
 
@@ -388,7 +388,7 @@ def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch
     return mask.long() if mask.dtype == torch.uint8 else mask  # whose sums and negations wrap around
 
 
-# Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.
+# Arguments of generate that the fast path obeys, or may ignore because they concern the prompt or the cache.
 _UNDERSTOOD = {
     "attention_mask",
     "inputs_embeds",

@@ -161,7 +161,7 @@ def test_a_margin_is_between_0_and_1_and_its_logits_can_be_large() -> None:
     assert margins(logits) == pytest.approx([1.0, 0.0, float(chances[2] - chances[1])])
 
 
-def test_a_model_without_lean_steps_is_refused() -> None:
+def test_a_model_without_a_fast_path_is_refused() -> None:
     model = tiny_opt.__wrapped__("opt", 2)
     model.register_forward_hook(lambda *_: None)
     ids, mask = ragged_prompts([4], 6)

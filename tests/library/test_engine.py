@@ -387,7 +387,7 @@ def test_what_cannot_be_decoded_is_refused(request_: dict[str, Any], message: st
     assert engine.state.waiting == 0
 
 
-def test_a_model_whose_steps_cannot_be_lean_is_refused_with_the_reason() -> None:
+def test_a_model_without_a_fast_path_is_refused_with_the_reason() -> None:
     model = fresh("opt")
     model.register_forward_hook(lambda *_: None)
     model.model.decoder.layers[0].register_forward_hook(lambda *_: None)
