@@ -282,7 +282,7 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
         drafted.append(found.schedule)
         return found
 
-    for module in ("decode", "engine", "texts"):
+    for module in ("generate.skip_generate", "engine.engine", "timing.compare"):
         monkeypatch.setattr(f"skipdecode.{module}.resolve_plan", note)
     ids = torch.arange(6, 30)[None]
     request: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
