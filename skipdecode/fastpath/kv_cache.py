@@ -24,7 +24,7 @@ class PlannedLayer(CacheLayerMixin):
             `length` are written; after `keep_rows`, its first rows.
         values: likewise.
         buffers: keys and values with all rows; allocated by the first prompt.
-        columns: the number of slots; 0 before the first prompt.
+        slots: the number of slots; 0 before the first prompt.
     """
 
     is_sliding = False
@@ -33,20 +33,20 @@ class PlannedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.generated = generated
         self.prompt_columns = prompt_columns
-        self.length = self.columns = 0
+        self.length = self.slots = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers for a prompt of the shape of `key_states` [batch, heads, length, head_dim]."""
         batch, heads, length, head_dim = key_states.shape
-        columns = max(length, self.prompt_columns) + self.generated
+        slots = max(length, self.prompt_columns) + self.generated
         # Where whole buffers are attended to, slots that aren't written have weight 0 and must not hold NaN.
         new = key_states.new_zeros if self.prompt_columns else key_states.new_empty
-        self.hold(new(batch, heads, columns, head_dim), new(batch, heads, columns, value_states.shape[-1]))
+        self.hold(new(batch, heads, slots, head_dim), new(batch, heads, slots, value_states.shape[-1]))
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Use buffers that were allocated elsewhere, of the shape of its own."""
         self.keys, self.values = self.buffers = keys, values
-        self.columns = keys.shape[-2]
+        self.slots = keys.shape[-2]
         self.is_initialized = True
 
     def update(
@@ -71,8 +71,8 @@ class PlannedLayer(CacheLayerMixin):
 
     def check_room(self, length: int) -> None:
         """Raises RuntimeError where so many tokens don't fit: compiled kernels would write beyond the buffers."""
-        if length > self.columns:
-            raise RuntimeError(f"the cache has room for {self.columns} tokens, and token {length} was to be written")
+        if length > self.slots:
+            raise RuntimeError(f"the cache has room for {self.slots} tokens, and token {length} was to be written")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of slots to attend to when `query_length` more tokens run, and the index of the first."""

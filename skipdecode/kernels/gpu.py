@@ -357,24 +357,24 @@ def project(
     }
     numbers = [*sizes, *[0] * spare]
     if rows == 1:
-        whole = triton.next_power_of_2(inputs)
-        block = max(1, 8192 // whole)
+        padded_inputs = triton.next_power_of_2(inputs)
+        block = max(1, 8192 // padded_inputs)
         normed = (x, x, 0.0) if norm is None else (norm.weight, x if norm.bias is None else norm.bias, norm.eps)
         options |= {
             "NORM": 0 if norm is None else 1 + norm.centred,
             "HAS_SHIFT": norm is not None and norm.bias is not None,
         }
-        options |= {"BN": block, "BK": whole, "num_warps": 4 if whole <= 16384 else 8}
+        options |= {"BN": block, "BK": padded_inputs, "num_warps": 4 if padded_inputs <= 16384 else 8}
         grid = (sum(triton.cdiv(size, block) for size in own),)
         _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
         return out
-    most = max(8, triton.next_power_of_2(rows))
-    options["BM"] = most
+    padded_rows = max(8, triton.next_power_of_2(rows))
+    options["BM"] = padded_rows
     numbers += [rows, sum(own)]
     if rows <= 16 and inputs <= 2048:
         blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
         splits = 4 if inputs <= 1024 else 8
-        fits = splits * 256 * (16 + most) * 2 <= _shared_memory(x.device, "block_optin")
+        fits = splits * 256 * (16 + padded_rows) * 2 <= _shared_memory(x.device, "block_optin")
         tiles = None
         if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are loaded at once
             tiles = {"BK": 256, "SPLITS": splits, "STAGES": 1, "num_warps": splits}
@@ -389,9 +389,9 @@ def project(
     stages, kept = (3, 4) if rows > 8 and not gated and _capability(x.device)[0] == 9 else (4, 3)
     shares, partial = 1, out
     if arrived is not None and not gated:
-        shares = _shares(blocks, inputs, kept * 128 * (block + most) * 2, x.device)
+        shares = _shares(blocks, inputs, kept * 128 * (block + padded_rows) * 2, x.device)
     if shares > 1:
-        partial = torch.empty(blocks * shares * block * most, dtype=torch.float32, device=x.device)
+        partial = torch.empty(blocks * shares * block * padded_rows, dtype=torch.float32, device=x.device)
     tensors[3:3] = [partial, out if arrived is None else arrived]
     tiles = {"BN": block, "BK": 128, "SHARES": shares, "STAGES": stages, "num_warps": 4}
     _project[(blocks, shares)](*tensors, *numbers, inputs, *strides, **tiles, **options)
@@ -461,13 +461,13 @@ def attend(
     bias_row = bias_head = 0
     if bias is not None:
         bias_row, bias_head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in (0, 1))
-    whole = triton.next_power_of_2(dim)
+    padded_dim = triton.next_power_of_2(dim)
     many = rows * heads > 2 * _processors(qkv.device)  # many small programs, or few that load more at a time
-    columns = min(32, max(16, 4096 // whole)) if many else max(16, 8192 // whole)
+    columns = min(32, max(16, 4096 // padded_dim)) if many else max(16, 8192 // padded_dim)
     _attend[(rows, heads)](
         qkv, keys, values, out, cos, sin, qkv if bias is None else bias, column, scale, qkv.shape[1], *steps,
         keys.stride(0), keys.stride(1), bias_row, bias_head, cos.stride(0) if len(cos) > 1 else 0,
-        GROUP=heads // kv_heads, D=dim, D_BLOCK=whole, ROTATED=0 if rotary is None else cos.shape[-1],
+        GROUP=heads // kv_heads, D=dim, D_BLOCK=padded_dim, ROTATED=0 if rotary is None else cos.shape[-1],
         HAS_BIAS=bias is not None, BC=columns, WIDE=keys.numel() >= 2**31, num_warps=1 if many else 4,
         **_dependent(qkv),
     )  # fmt: skip

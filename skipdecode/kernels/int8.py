@@ -58,8 +58,9 @@ class Int8Linear:
 
 @cache
 def overflows() -> bool:
-    """Whether oneDNN's products of bytes add two of them in 16 bits, where 2 * 255 * 127 doesn't fit: they do on
-    processors with AVX2 and no dot products of bytes, and say nothing of it.
+    """Whether oneDNN adds two 8-bit products in 16 bits, in which 2 * 255 * 127 doesn't fit.
+
+    It does so on processors with AVX2 and no int8 dot products, without an error.
     """
     largest, scale = pack_int8(torch.full((16, 64), 127, dtype=torch.int8)), torch.ones(16)
     product = _multiply(torch.full((1, 64), 255, dtype=torch.uint8), largest, scale, torch.zeros(16, dtype=torch.int32))
@@ -69,7 +70,7 @@ def overflows() -> bool:
 def _multiply(
     rounded: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
 ) -> torch.Tensor:
-    """Products [rows, out] of rows in unsigned bytes, zero at 128, with packed weights."""
+    """Products [rows, out] of rows in unsigned bytes, in which 0 is stored as 128, with packed weights."""
     no_post_op: list[Any] = []
     product: torch.Tensor = linear_of_int8()(
         rounded, 1.0, 128, weight, scale, zero_point, None, 1.0, 0, torch.float32, "none", no_post_op, ""
@@ -84,7 +85,7 @@ def round_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _round_many(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in more operations, each of which is fast on many values, for a few rows at a time."""
+    """As `_round_few`, with more operators that are faster on many values, a few rows at a time."""
     rounded = torch.empty(hidden.shape, dtype=torch.uint8)
     scale = torch.empty(len(hidden), 1)
     rows = max(1, _ROUNDED_TOGETHER // hidden.shape[1])

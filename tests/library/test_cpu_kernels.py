@@ -202,16 +202,14 @@ def test_many_inputs_are_added_up_in_parts_and_the_bias_is_added_once(instructio
         assert torch.equal(found, torch.cat([linear(row[None]) for row in hidden]))
 
 
-def logits_of(
-    decoder: FastDecoder, lengths: list[int], columns: int = 4, stop: int | None = None
-) -> list[torch.Tensor]:
+def logits_of(decoder: FastDecoder, lengths: list[int], steps: int = 4, stop: int | None = None) -> list[torch.Tensor]:
     """Logits of a prompt and of some steps after it, with fixed tokens."""
     ids, mask = ragged_prompts(lengths, 4)
     layers = range(len(decoder.layers))
-    cache = PlannedCache(SkipSchedule.full_depth(len(layers)), columns)
-    inputs = decoder.step_inputs(mask, columns)
+    cache = PlannedCache(SkipSchedule.full_depth(len(layers)), steps)
+    inputs = decoder.step_inputs(mask, steps)
     found = [decoder.prefill(ids, layers, cache, mask, stop=stop)]
-    for step in range(columns):
+    for step in range(steps):
         used = layers if step < 2 else layers[-3:]
         found.append(
             decoder(torch.tensor([7 + step + 5 * row for row in range(len(lengths))]), used, cache, inputs(step))
@@ -362,18 +360,18 @@ def test_decoding_several_steps_in_a_call_chooses_the_tokens_of_single_steps(
     for lengths in ([6], [6, 6], [3, 9, 5, 9, 2, 4, 7, 8]):
         for schedule in SCHEDULES:
             case, request = (tiny(name), lengths, schedule), {"weights": weights, "max_new_tokens": 40}
-            texts = generate(*case, **request)
-            assert torch.equal(texts, one_by_one(*case, **request))
+            sequences = generate(*case, **request)
+            assert torch.equal(sequences, one_by_one(*case, **request))
             # Rows end at many places, the first row last.
-            new = texts[:, max(lengths) :].tolist()
+            new = sequences[:, max(lengths) :].tolist()
             ends = sorted({int(row[3 + 5 * n]) for n, row in enumerate(new) if 3 + 5 * n < len(row)})
             request |= {"eos_token_id": ends, "pad_token_id": 0}
             ended = generate(*case, **request)
             assert torch.equal(ended, one_by_one(*case, **request))
-            for row, text in zip(new, ended[:, max(lengths) :].tolist(), strict=True):
+            for row, sequence in zip(new, ended[:, max(lengths) :].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in ends), len(row) - 1)
-                assert text[: end + 1] == row[: end + 1]
-                assert set(text[end + 1 :]) <= {0}
+                assert sequence[: end + 1] == row[: end + 1]
+                assert set(sequence[end + 1 :]) <= {0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -382,9 +380,9 @@ def test_among_equal_logits_the_kernels_choose_the_token_that_torch_does(dtype: 
     head = model.get_output_embeddings().weight.data
     head[7::3] = head[7]  # every third token has the same logit
     case = (model, [4, 4], SCHEDULES[1])
-    texts = generate(*case, weights="packed")
-    assert torch.equal(texts, one_by_one(*case, weights="packed"))
-    chosen_anew = texts[:, 4:]
+    sequences = generate(*case, weights="packed")
+    assert torch.equal(sequences, one_by_one(*case, weights="packed"))
+    chosen_anew = sequences[:, 4:]
     assert not bool(((chosen_anew > 7) & (chosen_anew % 3 == 1)).any()), "the first of them is chosen"
     head[50] = float("nan")
     assert generate(*case, weights="packed")[:, 4:].unique().tolist() == [50], "as torch.argmax takes it"

@@ -82,11 +82,11 @@ class Scores(LogitsProcessor):
     """A logits processor that records its arguments."""
 
     def __init__(self) -> None:
-        self.texts: list[Any] = []
+        self.recorded: list[Any] = []
         self.scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.texts.append(input_ids.tolist())
+        self.recorded.append(input_ids.tolist())
         self.scores.append(scores.clone())
         return scores
 
@@ -95,17 +95,17 @@ class Calls(StoppingCriteria, BaseStreamer):
     """A stopping criterion and streamer that records its arguments."""
 
     def __init__(self) -> None:
-        self.texts: list[tuple[str, Any]] = []
+        self.recorded: list[tuple[str, Any]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.texts.append(("seen", (input_ids.tolist(), scores)))
+        self.recorded.append(("seen", (input_ids.tolist(), scores)))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     def put(self, value: torch.Tensor) -> None:
-        self.texts.append(("put", value.tolist()))
+        self.recorded.append(("put", value.tolist()))
 
     def end(self) -> None:
-        self.texts.append(("end", None))
+        self.recorded.append(("end", None))
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -137,8 +137,8 @@ def test_processors_criteria_and_streamers_get_the_same_arguments_as_without_shr
     staying, all_of_them, same = watched()
     assert set(rows_run) == {len(LENGTHS)}
     assert text == same
-    assert leaving.texts == staying.texts
-    assert fewer.texts == all_of_them.texts
+    assert leaving.recorded == staying.recorded
+    assert fewer.recorded == all_of_them.recorded
     for step, (ours, theirs) in enumerate(zip(fewer.scores, all_of_them.scores, strict=True)):
         going = [row for row, end in enumerate(TOKENS) if step < end]
         assert ours.shape == theirs.shape
