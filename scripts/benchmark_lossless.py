@@ -1,14 +1,14 @@
-"""Measure lossless decoding with random weights: the cost of drafts and verification, and the resulting speedup.
+"""Lossless decoding of a shape with random weights: what drafts and verifications cost, and the speed that follows.
 
     python scripts/benchmark_lossless.py --shape opt-1.3b --dtype bfloat16 --weights packed int8 --speedup 4
 
-Random weights have no meaningful acceptance rate, so it is SIMULATED: each draft is accepted with the probability
---acceptance, whatever full depth predicts. All passes are run. In each repeat every acceptance rate takes turns with
-full depth; ratios are medians over repeats [quartiles]. A profile is measured first, as by skipdecode calibrate.
+Random weights say nothing of how often drafts are taken, so that is SIMULATED: a draft is taken with a probability of
+--acceptance, whatever full depth says; the passes are all run. In each repeat every acceptance takes turns with full
+depth; ratios are medians over repeats [quartiles]. This machine's clock is measured first, as by skipdecode calibrate.
 
-c is the cost of a draft step and V(k) the cost of verifying k positions, in units of a full-depth step. The predicted
-speedup follows from these and the acceptance rate a for endless sequences with the best draft depth g (Leviathan et al.
-2023, theorem 3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
+c is the cost of a draft's step and V(k) that of a verification of k columns, in steps of full depth; predicted is what
+they and the acceptance a promise texts without an end, with the best number of drafts g (Leviathan et al. 2023, theorem
+3.8): (1 - a^(g + 1)) / (1 - a) / (g c + V(g + 1)).
 """
 
 import argparse
@@ -35,7 +35,7 @@ from eval.speed.peers import SkipDecode
 from eval.tables import Table
 from skipdecode import SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, TextsAtHand
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, RunningSequences
 from skipdecode.generate import lossless_loop as lossless
 from skipdecode.generate.draft_policy import MOST_DRAFTS
 from skipdecode.generate.fast_path import fast_path
@@ -49,7 +49,7 @@ COLUMNS = (1, 2, 3, 4, 6, 8, 13)
 
 
 class Drafted(SkipDecode):
-    """`skip_generate(lossless=True)` with a simulated acceptance rate."""
+    """`skip_generate(lossless=True)`, whose drafts are taken with a probability."""
 
     def __init__(self, model: torch.nn.Module, schedule: SkipSchedule, weights: Weights, acceptance: float) -> None:
         super().__init__(model, schedule, weights, f"lossless at {acceptance:g}")
@@ -67,16 +67,16 @@ class Drafted(SkipDecode):
                 at += len(drafted) + 1
             return found
 
-        def draft(runner: ColumnsRunner, texts: TextsAtHand, *rest: Any) -> DraftedRounds | None:
-            """Run one round of the kernels, and replace its number of accepted drafts by a random one."""
+        def draft(runner: ColumnsRunner, texts: RunningSequences, *rest: Any) -> DraftedRounds | None:
+            """One round of the kernels, of which so many drafts are taken as is drawn."""
             found = own(runner, texts, *rest[:-1], 1)
             if found is None:
                 return None
             (drafted,) = found.drafted
             agreed = [next((n for n in range(count) if draw.random() >= self._acceptance), count) for count in drafted]
-            counts = [min(most, same + 1) for most, same in zip(texts.most, agreed, strict=True)]
-            tokens = texts.tokens[:, None].repeat(1, max(counts))  # the values don't matter
-            return found._replace(chosen=ChosenTokens(tokens, counts), agreed=[agreed])
+            counts = [min(most, same + 1) for most, same in zip(texts.max_tokens, agreed, strict=True)]
+            tokens = texts.tokens[:, None].repeat(1, max(counts))  # whatever they are
+            return found._replace(chosen=ChosenTokens(tokens, counts), accepted=[agreed])
 
         own = ColumnsRunner.draft
         with mock.patch.object(lossless, "accept_chosen", simulated), mock.patch.object(ColumnsRunner, "draft", draft):
@@ -84,7 +84,7 @@ class Drafted(SkipDecode):
 
 
 def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
-    """The median seconds of a full-depth pass for each number of positions of one sequence, measured in turns."""
+    """Columns -> seconds of a pass of full depth through so many of one row: medians, in turns."""
     runner = ColumnsRunner(fast_path(model).decoder(weights), ids, 64, {})
     runner.prefill(ids)
     seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}
@@ -93,7 +93,7 @@ def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Wei
             runner.roll_back(8)
             start = time.perf_counter()
             runner.run(ids[0, :1].repeat(count), [8], [count])
-            if repeat:  # the first repeat warms up
+            if repeat:  # the first warms up
                 found.append(time.perf_counter() - start)
     return {count: statistics.median(found) for count, found in seconds.items()}
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--shape", default="opt-small", help="a name in configs/model/, or a YAML file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--weights", nargs="+", choices=get_args(Weights), default=["packed"])
-    parser.add_argument("--speedup", type=float, default=4, help="target speedup of the drafts (default 4)")
+    parser.add_argument("--speedup", type=float, default=4, help="that drafts (default 4)")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.85, 0.9, 0.95, 0.98])
     parser.add_argument("--prompt-length", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -113,7 +113,7 @@ def main() -> int:
     ids = torch.randint(4, 1000, (1, options.prompt_length), generator=torch.Generator().manual_seed(0))
     rows = []
     with tempfile.TemporaryDirectory() as caches:
-        os.environ["XDG_CACHE_HOME"] = caches  # skip_generate reads the profile from there
+        os.environ["XDG_CACHE_HOME"] = caches  # where skip_generate finds the clock
         for weights in options.weights:
             at_hand = {"weights": weights, "repeats": options.repeats}
             profile = measure_profile(
@@ -126,7 +126,7 @@ def main() -> int:
             draft = SkipDecode(model, schedule, fast_path(model).decoder(weights).draft_weights, "draft")
             decoders: list[SkipDecode] = [full, draft]
             for number, share in enumerate(options.acceptance):
-                own = replace(schedule, horizon=schedule.horizon + number)  # acceptance rates are stored by schedule
+                own = replace(schedule, horizon=schedule.horizon + number)  # drafts are remembered by schedule
                 decoders.append(Drafted(model, own, weights, share))
             seconds: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
             for repeat in track(range(options.repeats + 1), f"{weights} weights", console=Console(stderr=True)):
@@ -147,8 +147,7 @@ def main() -> int:
                 rows.append([weights, f"{share:g}", f"{predicted:.2f}x", str(speed), f"{ratio:.2f}"])
     print(
         Table(
-            ["weights", "acceptance rate (simulated)", "predicted speedup", "measured speedup", "measured / predicted"],
-            rows,
+            ["weights", "acceptance (simulated)", "predicted", "measured", "measured / predicted"], rows
         ).to_markdown()
     )
     print(f"\n{options.shape}, {options.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")

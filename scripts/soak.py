@@ -25,7 +25,7 @@ from configs.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
-from skipdecode.fastpath.cuda_graphs import KEPT
+from skipdecode.fastpath.cuda_graphs import MAX_KEPT
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tenth = max(1, options.calls // 10)
-    warm = max(tenth, 2 * KEPT) if device == "cuda" else tenth
+    warm = max(tenth, 2 * MAX_KEPT) if device == "cuda" else tenth
     if warm + 2 * tenth > options.calls:
         raise ConfigError(f"--calls is {options.calls}: it must be at least {warm} for the warm-up and two more tenths")
     shape = {"vocab_size": 512, **read_shape(options.shape, "--shape")}

@@ -17,7 +17,7 @@ import torch
 
 from skipdecode.engine.kv_pool import KVPool, PoolCache
 from skipdecode.engine.prepare import Preparer
-from skipdecode.engine.ragged_inputs import PositionTables, PrefixInputs, prefix_lengths
+from skipdecode.engine.ragged_inputs import PositionTables, RaggedInputs, prefix_lengths
 from skipdecode.engine.scheduler import RunningSequence, Scheduler
 from skipdecode.engine.sequence import Answer, EngineSequence, GeneratedToken, TokenInput
 from skipdecode.errors import ConfigError, check_counts
@@ -127,7 +127,7 @@ class Engine:
         self.most_waiting = most_waiting
         self._prepare = Preparer(model, tokenizer)
         self._decoder = fast.decoder(weights, looked=True)
-        self._depth = len(self._decoder.blocks)
+        self._depth = len(self._decoder.layers)
         max_length = longest_sequence(inner.config) or DEFAULT_POSITIONS
         self._pool = KVPool.for_decoder(self._decoder, self.model.device, most_rows * max_length, cache_bytes)
         self._cache = PoolCache(self._pool, self._depth)
@@ -349,7 +349,7 @@ class Engine:
         positions = [token.position for _, token in group]
         rows = [running.row for running, _ in group]
         self._tables.grow(max(positions) + 1)
-        inputs = PrefixInputs(
+        inputs = RaggedInputs(
             self._pool,
             self._starts[rows],
             positions,

@@ -12,7 +12,7 @@ import torch
 
 from skipdecode.errors import ConfigError
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.generate.fast_path import free_memory
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -58,7 +58,7 @@ class KVPool:
 
     @classmethod
     def for_decoder(
-        cls, decoder: LeanDecoder, device: torch.device, max_tokens: int, cache_bytes: int | None
+        cls, decoder: FastDecoder, device: torch.device, max_tokens: int, cache_bytes: int | None
     ) -> "KVPool":
         """The pool of an engine.
 
@@ -71,7 +71,7 @@ class KVPool:
         Raises:
             ConfigError: if `cache_bytes` doesn't hold the shortest sequence.
         """
-        block, depth = decoder.blocks[0], len(decoder.blocks)
+        block, depth = decoder.layers[0], len(decoder.layers)
         slot_bytes = 2 * block.kv_heads * block.head_dim * torch.empty(0, dtype=decoder.dtype).element_size()
         if cache_bytes is None:
             free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from skipdecode.errors import ConfigError, first_line
-from skipdecode.generate.runners import why_not_lean_steps
+from skipdecode.generate.runners import why_no_fast_path
 from skipdecode.generate.skip_generate import check_request, check_unhealed
 from skipdecode.generate.stopping import limited_config
 from skipdecode.internals import receives_tokenizer
@@ -165,7 +165,7 @@ def _prepare_only(
         )
     if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
         raise ConfigError("guidance_scale is given: an engine doesn't run the second pass that guidance needs")
-    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
+    reason = why_no_fast_path(model, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"an engine can't decode with this model: {reason}")
     return PreparedRequest(input_ids, logits_processor, stopping_criteria, generation_config)

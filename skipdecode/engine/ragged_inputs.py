@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from skipdecode.engine.kv_pool import KVPool
-from skipdecode.fastpath.layer import LeanBlock, StepInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.step_inputs import StepInputs, attention_mask
 
 
 def nested_groups(layer_sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
@@ -63,82 +63,81 @@ def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
     return list(counts.values())
 
 
-class _PrefixPart(StepInputs):
-    """Inputs of the first tokens of a step, those that run a layer, for blocks without compiled kernels."""
+class _LayerInputs(StepInputs):
+    """The inputs of the tokens that run one layer, which `RaggedInputs` prepares for it."""
 
     def __init__(
         self,
-        positions: torch.Tensor,
+        pool: KVPool,
+        slots: torch.Tensor,
         last: int,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
         super().__init__(last, None, rotary, bias)
-        self._positions = positions  # [tokens]
-        every = torch.arange(last + 1, device=positions.device)
-        self._distance = positions[:, None] - every  # [tokens, positions], negative beyond a token's own position
-        # Beyond its own position a token reads its own slot again: that of another sequence could hold infinities,
-        # which a mask doesn't remove.
-        self._read = torch.minimum(every, positions[:, None])
+        self._pool = pool
+        self._slots = slots  # [tokens], each in its own sequence
+        every = torch.arange(last + 1, device=slots.device)
+        self._distance = slots[:, None] - every  # [tokens, slots], negative behind a sequence's end
+        # What is read behind a sequence's end is its own last slot: those of others may hold infinite values, which
+        # a mask can't hide.
+        self._read = torch.minimum(every, slots[:, None])
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def locate(self, pool: KVPool, starts: torch.Tensor) -> None:
-        """Set the KV slots of the layer that runs next, of which each token's sequence has those from `starts` on."""
-        self._pool = pool
-        self._own_slots = starts + self._positions  # [tokens]
-        self._read_slots = starts[:, None] + self._read  # [tokens, positions]
+    def move_to(self, starts: torch.Tensor) -> None:
+        """Read and write the pool from `starts` [tokens] on: where the layer that runs next has its sequences."""
+        self._written = starts + self._slots
+        self._attended = starts[:, None] + self._read  # [tokens, slots]
 
-    def attend(
-        self, block: LeanBlock, cached: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """See StepInputs.attend."""
+    def store(
+        self, cached: Any, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As StepInputs.store; returns keys and values [kv_heads, tokens, slots, head_dim]."""
         keys, values = self._pool.keys, self._pool.values
-        keys[:, self._own_slots], values[:, self._own_slots] = key.transpose(0, 1), value.transpose(0, 1)
-        grouped = query.view(len(query), block.kv_heads, -1, block.head_dim).transpose(0, 1)
-        attended = block.attention_function(
-            grouped,  # [kv_heads, tokens, heads that share keys, head_dim]: tokens take the place of heads
-            keys[:, self._read_slots],  # [kv_heads, tokens, positions, head_dim]
-            values[:, self._read_slots],
-            attn_mask=self._mask(block, query.dtype),
-            scale=block.scaling,
-        )
-        return attended.transpose(0, 1).reshape(len(query), -1)
+        keys[:, self._written], values[:, self._written] = key.transpose(0, 1), value.transpose(0, 1)
+        return keys[:, self._attended], values[:, self._attended]
 
-    def _mask(self, block: LeanBlock, dtype: torch.dtype) -> torch.Tensor:
-        """The mask that is added to scores, [kv_heads or 1, tokens, heads that share keys or 1, positions]."""
-        window = block.window
+    def lay_out(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> [kv_heads, tokens, heads that share keys, head_dim]."""
+        return query.view(len(query), kv_heads, -1, query.shape[-1]).transpose(0, 1)
+
+    def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """[kv_heads or 1, tokens, heads that share keys or 1, slots]."""
         if window not in self._masks:
-            seen = self._distance >= 0
-            if window is not None:
-                seen &= self._distance < window
-            bias: Any = 0.0
-            if self.bias is not None:  # [1, heads, 1, positions]
-                bias = self.bias[0, :, 0, : self.column + 1].view(block.kv_heads, 1, -1, self.column + 1)
-            self._masks[window] = torch.where(seen[None, :, None], bias, float("-inf")).to(dtype)
+            bias = self.bias
+            if bias is not None:  # [1, heads, 1, slots]
+                bias = bias[0, :, 0, : self.slot + 1].view(len(query), 1, -1, self.slot + 1)
+            self._masks[window] = attention_mask(self._distance[None, :, None], window, bias, query.dtype)
         return self._masks[window]
 
+    def take_back(self, attended: torch.Tensor) -> torch.Tensor:
+        return attended.transpose(0, 1).reshape(attended.shape[1], -1)
 
-class PrefixInputs(StepInputs):
-    """Inputs of a decode step whose tokens run different numbers of layers: each layer runs on the first tokens.
+
+class RaggedInputs(StepInputs):
+    """The inputs of tokens of several sequences, each at its own slot and with its own layers.
+
+    Tokens that run more layers come first, and the tokens of one sequence ascend. So those that run a layer are the
+    first ones.
 
     Args:
-        pool: holds the keys and values of all sequences.
-        starts: the first KV slot of each token's sequence in each layer, [tokens, layers of the model], int32 on CPU.
-        positions: of each token in its sequence.
-        sequences: an integer for each token that identifies its sequence. The positions of one sequence's tokens
-            ascend.
-        layers: layers that run, ascending.
-        counts: for each of `layers`, how many of the tokens run it.
-        position_ids: as in StepInputs, [tokens].
-        rotary: as in StepInputs, of each token.
-        bias: as in StepInputs, for positions from 0 to at least the last of `positions`.
+        pool: the memory that holds the sequences' keys and values.
+        starts: where each token's sequence begins in the pool, for each layer [tokens, layers of the model], int32 on
+            CPU.
+        slots: the KV slot of each token in its own sequence.
+        sequences: a number for the sequence of each token.
+        layers: those that run, ascending.
+        counts: for each of them, how many of the tokens run it.
+        position_ids: of each token, as in StepInputs.
+        rotary: of each token, as in StepInputs.
+        bias: as in StepInputs, of one sequence from its first slot on, beyond the last of `slots`.
     """
 
     def __init__(
         self,
         pool: KVPool,
         starts: torch.Tensor,
-        positions: Sequence[int],
+        slots: Sequence[int],
         sequences: Sequence[int],
         layers: Sequence[int],
         counts: Sequence[int],
@@ -146,35 +145,36 @@ class PrefixInputs(StepInputs):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
-        super().__init__(max(positions), position_ids, rotary, bias)
+        super().__init__(max(slots), position_ids, rotary, bias)
         self._pool = pool
         self._starts = starts
         self._counts = dict(zip(layers, counts, strict=True))
-        self._positions = positions
+        self._slots = slots
         self._sequences = sequences
-        self._parts: dict[int, _PrefixPart] = {}
+        self._by_count: dict[int, _LayerInputs] = {}
 
-    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """See StepInputs.places; `prefixes` gives the rows of the cache."""
-        return self._sequences, self._positions
+    def rows_and_slots(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """As StepInputs.rows_and_slots; the rows in the cache are those of `nested_rows`."""
+        return self._sequences, self._slots
 
-    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
-        """See StepInputs.prefixes; a row of the cache is a KV slot of the pool."""
+    def nested_rows(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
+        """As StepInputs.nested_rows: the pool is a cache whose rows are its slots."""
         return array("i", self._counts.values()), self._starts[:, list(layers)].T.contiguous()
 
-    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
-        """See StepInputs.run; the layer runs on the first tokens of `hidden` and leaves the others as they are."""
+    def rows(self, index: int) -> int | None:
         count = self._counts[index]
-        part = self._parts.get(count)
-        if part is None:
-            positions = torch.tensor(self._positions[:count], device=hidden.device)
+        return count if count < len(self._slots) else None
+
+    def of_layer(self, index: int) -> StepInputs:
+        count, device = self._counts[index], self._pool.keys.device
+        inputs = self._by_count.get(count)
+        if inputs is None:
+            slots = torch.tensor(self._slots[:count], device=device)
             rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
-            part = self._parts[count] = _PrefixPart(positions, max(self._positions[:count]), rotary, self.bias)
-        part.locate(self._pool, self._starts[:count, index].to(hidden.device, torch.int64))
-        if count == len(hidden):
-            return block(hidden, cached, part)
-        hidden[:count] = block(hidden[:count], cached, part)
-        return hidden
+            inputs = _LayerInputs(self._pool, slots, max(self._slots[:count]), rotary, self.bias)
+            self._by_count[count] = inputs
+        inputs.move_to(self._starts[:count, index].to(device, torch.int64))
+        return inputs
 
 
 class PositionTables:
@@ -185,7 +185,7 @@ class PositionTables:
         device: of the model.
     """
 
-    def __init__(self, decoder: LeanDecoder, device: torch.device) -> None:
+    def __init__(self, decoder: FastDecoder, device: torch.device) -> None:
         self._decoder = decoder
         self._device = device
         self._length = 0
@@ -207,7 +207,7 @@ class PositionTables:
     def at(
         self, positions: Sequence[int]
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
-        """Position ids, rotary embeddings and bias of tokens at these positions, as `PrefixInputs` takes them."""
+        """Position ids, rotary embeddings and bias of tokens at these positions, as `RaggedInputs` takes them."""
         index = torch.tensor(positions, device=self._device)
         position_ids = self._position_ids[index] if self._position_ids is not None else None
         rotary = (self._rotary[0][index], self._rotary[1][index]) if self._rotary is not None else None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from skipdecode.fastpath.cpu_steps import DraftRule, kind_of
+from skipdecode.fastpath.cpu_steps import DraftRule, bin_of
 from skipdecode.schedule.cost import CostModel
 from skipdecode.schedule.machine_profile import Profile
 
@@ -65,7 +65,7 @@ class DraftRecord:
 
     def taken(self, confidence: float | None = None) -> float:
         """The share of drafts that are taken: of all, or of those that had such a probability."""
-        taken, count = self._of_all if confidence is None else self._by_confidence[kind_of(_BOUNDS, confidence)]
+        taken, count = self._of_all if confidence is None else self._by_confidence[bin_of(_BOUNDS, confidence)]
         return taken / count
 
     def shares(self) -> list[float]:
@@ -74,7 +74,7 @@ class DraftRecord:
 
     def add(self, confidence: float, taken: bool) -> None:
         """Count one draft."""
-        for counts in (self._by_confidence[kind_of(_BOUNDS, confidence)], self._of_all):
+        for counts in (self._by_confidence[bin_of(_BOUNDS, confidence)], self._of_all):
             counts[0] += taken
             counts[1] += 1
             if counts[1] > _REMEMBERED:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, unwrap
 from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS
-from skipdecode.fastpath.model import LeanDecoder
-from skipdecode.fastpath.support import Look, Origin, why_another_computation
+from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.support import Fingerprint, Inspection, why_unsupported
 from skipdecode.generate.draft_policy import DraftRecord, LoopKind
 from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.internals import has_bfloat16_on_cpu
@@ -35,9 +35,9 @@ class FastPath:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
         self._making = threading.Lock()  # of two threads that ask for a decoder at once, one makes it
-        self._look: Look | None = None
-        self._origin: Origin | None = None  # of the decoders
-        self._decoders: dict[str, LeanDecoder] = {}  # for each kind of weights, and for drafts
+        self._look: Inspection | None = None
+        self._origin: Fingerprint | None = None  # of the decoders
+        self._decoders: dict[str, FastDecoder] = {}  # for each kind of weights, and for drafts
         self._records: dict[tuple[Weights, SkipSchedule, LoopKind], DraftRecord] = {}
         self._solved: SolvedSchedules | None = None
 
@@ -50,24 +50,24 @@ class FastPath:
 
     # ---- the model's parts, and decoders made of them
 
-    def look(self) -> Look:
+    def look(self) -> Inspection:
         """What there is to be seen of the model's parts: as before, where nothing of them has changed."""
         if self._look is None or not self._look.still_holds(self.model):
-            self._look = Look(self.model)
+            self._look = Inspection(self.model)
         return self._look
 
     def why_not(self) -> str | None:
         """The reason why the model's decode steps must go through its own forward pass; None where they needn't."""
-        return why_another_computation(self.model) or self.look().reason
+        return why_unsupported(self.model) or self.look().reason
 
-    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
-        """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
+    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> FastDecoder:
+        """The model's FastDecoder, made when it is first asked for and again when the model has changed.
 
         What is looked at: which modules there are and what their settings are, where each parameter lies, its version,
-        and 32 of its values (`skipdecode.fastpath.support.Origin` says what that can't see).
+        and 32 of its values (`skipdecode.fastpath.support.Fingerprint` says what that can't see).
 
         Args:
-            weights: as in LeanDecoder; None for the usual ones.
+            weights: as in FastDecoder; None for the usual ones.
             looked: whether `why_not` has just been asked, which looks at the parts too.
 
         Raises:
@@ -79,9 +79,9 @@ class FastPath:
             look = self._look if looked and self._look is not None else self.look()
             if self._origin is None or not self._origin.still_holds(look):
                 self._decoders, self._records = {}, {}  # copies there were are freed before others are made
-                self._origin = Origin(look)
+                self._origin = Fingerprint(look)
             if weights not in self._decoders:
-                self._decoders[weights] = LeanDecoder(self.model, weights)
+                self._decoders[weights] = FastDecoder(self.model, weights)
             return self._decoders[weights]
 
     def _check_weights(self, weights: Weights) -> None:
@@ -98,7 +98,7 @@ class FastPath:
                 "anew where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
             )
 
-    def draft_decoder(self, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
+    def draft_decoder(self, decoder: FastDecoder, layers: Collection[int]) -> FastDecoder:
         """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, as drafts may be inexact.
 
         It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted,
@@ -113,7 +113,7 @@ class FastPath:
                 modules.append(self.model.get_output_embeddings())
                 if sum(p.numel() for module in modules for p in module.parameters()) > free_memory() / 2:
                     return decoder
-                held = self._decoders["drafts"] = LeanDecoder(self.model, "int8", layers, held)
+                held = self._decoders["drafts"] = FastDecoder(self.model, "int8", layers, held)
             return held
 
     def usual_weights(self, *, available: bool | None = None) -> Weights:

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
-from skipdecode.fastpath.cuda_graphs import MOST_AHEAD
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
+from skipdecode.fastpath.cuda_graphs import MAX_AHEAD
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.generate.acceptance import accept_chosen, accept_sampled
 from skipdecode.generate.draft_policy import MOST_DRAFTS, PACE_STEPS, DraftLength, LoopKind
@@ -190,7 +190,7 @@ class LosslessLoop:
         drafting = [row for row in rows if room[row] and not self.ended[row]]
         rule, layers = self._rule(rows, max(room.values()))
         reach = dict.fromkeys(rows, 1.0)
-        for done, (least, chosen) in enumerate(zip(rule.worth, layers, strict=True)):
+        for done, (least, chosen) in enumerate(zip(rule.min_probabilities, layers, strict=True)):
             drafting = [row for row in drafting if done < room[row] and reach[row] > least]
             if not drafting:
                 break
@@ -212,7 +212,7 @@ class LosslessLoop:
                 self.texts[drafting, [self.prompt + self.counts[row] + done for row in drafting]] = drafted
             for row, token, sure in zip(drafting, drafted.tolist(), confidence.tolist(), strict=True):
                 self._confidence[row].append(sure)
-                reach[row] *= rule.share(sure)
+                reach[row] *= rule.acceptance_rate(sure)
                 if token in self._ends.tokens:
                     room[row] = 0  # nothing follows
         return [len(self._confidence[row]) for row in rows]
@@ -224,17 +224,17 @@ class LosslessLoop:
         first = min(self.counts[row] for row in rows) - 1  # of several rows the earliest says the layers
         budgets = [self._schedule.budget(first + n) for n in range(most)]
         rule = self._length.rule(len(rows), budgets)
-        return rule, [self._schedule.layers_for(budget) for budget in budgets[: len(rule.worth)]]
+        return rule, [self._schedule.layers_for(budget) for budget in budgets[: len(rule.min_probabilities)]]
 
     def _run_ahead(self, rows: Sequence[int]) -> bool:
         """Give `rows` tokens of full depth, several before anybody looks. Returns False where that can't be."""
         start = time.perf_counter()
         texts = self._at_hand(rows)
-        rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.most) - 1))
+        rule, layers = self._rule(rows, min(MOST_DRAFTS, max(texts.max_tokens) - 1))
         if not (layers and self._length.has_pace):
             if not self._plain:
                 return False
-            steps = min(PACE_STEPS if layers else MOST_AHEAD, max(texts.most))
+            steps = min(PACE_STEPS if layers else MAX_AHEAD, max(texts.max_tokens))
             found = self._runner.choose(texts, steps)
             if found is None:
                 return False
@@ -261,14 +261,14 @@ class LosslessLoop:
             self._length.learn(outcomes, counts, sum(going), len(going), seconds)
         return True
 
-    def _at_hand(self, rows: Sequence[int]) -> TextsAtHand:
+    def _at_hand(self, rows: Sequence[int]) -> RunningSequences:
         last = [self.prompt + self.counts[row] - 1 for row in rows]
         # Of one row without the making of indices, which takes a while beside a small model's step.
         tokens = self.texts[rows, last] if len(rows) > 1 else self.texts[rows[0], last[0] : last[0] + 1]
         places = [self.running.index(row) for row in rows]
         starts = [self.counts[row] - 1 for row in rows]
         most = [self._most(row) - self.counts[row] for row in rows]
-        return TextsAtHand(tokens, places, starts, most, self._ends.tokens)
+        return RunningSequences(tokens, places, starts, most, self._ends.tokens)
 
     def _take(self, rows: Sequence[int], found: ChosenTokens) -> None:
         """Write tokens of full depth behind the texts of `rows`."""
@@ -282,7 +282,7 @@ class LosslessLoop:
     def _count(self, found: DraftedRounds, layers: Sequence[int]) -> None:
         """Add rounds, whose drafts ran so many layers each."""
         left = list(found.chosen.counts)
-        for counts, agreed in zip(found.drafted, found.agreed, strict=True):
+        for counts, agreed in zip(found.drafted, found.accepted, strict=True):
             self._drafts.rounds += 1
             self._drafts.drafted += sum(counts)
             self._drafts.layers += sum(layers[: max(counts)]) + len(self._runner.all_layers)

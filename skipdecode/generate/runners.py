@@ -15,13 +15,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
-from skipdecode.fastpath.cuda_graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
+from skipdecode.fastpath.cuda_graphs import MAX_AHEAD, StepGraphs, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
-from skipdecode.fastpath.layer import PreparedInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.verify_inputs import ColumnsInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs
+from skipdecode.fastpath.verify_inputs import VerifyInputs
 from skipdecode.gating import LayerGate, all_positions
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
@@ -48,7 +48,7 @@ class _OfSchedule:
 
     def _layers_ahead(self, i: int, room: Sequence[float]) -> list[tuple[int, ...]]:
         """Those of step i and of what may be chosen after it before anybody looks."""
-        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MOST_AHEAD, max(room))))]
+        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MAX_AHEAD, max(room))))]
 
 
 class ForwardRunner(_OfSchedule):
@@ -93,7 +93,7 @@ class ForwardRunner(_OfSchedule):
         return None
 
 
-class LeanRunner(_OfSchedule):
+class FastRunner(_OfSchedule):
     """Prefill and decode steps without the model's forward pass."""
 
     def __init__(
@@ -101,7 +101,7 @@ class LeanRunner(_OfSchedule):
         schedule: SkipSchedule,
         model_kwargs: dict[str, Any],
         *,
-        decoder: LeanDecoder,
+        decoder: FastDecoder,
         attention_mask: torch.Tensor,
         step_inputs: PreparedInputs,
     ) -> None:
@@ -128,7 +128,7 @@ class LeanRunner(_OfSchedule):
             return None
         layers = self._layers_ahead(i, room)
         most = [int(min(len(layers), each)) for each in room]
-        texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
+        texts = RunningSequences(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
         found = native.choose(texts, layers, self.cache, self._step_inputs)
         if padding is not None:
             for row, count in enumerate(found.counts):
@@ -143,8 +143,8 @@ class LeanRunner(_OfSchedule):
         return rows
 
 
-class GraphRunner(LeanRunner):
-    """Lean steps on buffers that stay, as CUDA graphs where there is a GPU."""
+class GraphRunner(FastRunner):
+    """Steps of the fast path on buffers that stay, as CUDA graphs where there is a GPU."""
 
     def __init__(self, *args: Any, graphs: StepGraphs, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,17 +187,17 @@ def make_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
-    not_lean: str | None,
-) -> ForwardRunner | LeanRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not`
+    no_fast_path: str | None,
+) -> ForwardRunner | FastRunner:
+    """The fastest runner that does what a call asks for, with its cache; `no_fast_path` is what `FastPath.why_not`
     says. Layers are `gated` where the model's own forward pass runs them.
 
-    Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
-    window too.
+    Raises ConfigError for copied weights and for graphs where the call has no fast path, and for graphs with a sliding
+    window.
     """
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     if reason is None:
-        reason = _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
+        reason = _why_a_forward_pass(no_fast_path, synced_gpus, model_kwargs)
         steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
         model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
     if reason is not None:
@@ -206,22 +206,22 @@ def make_runner(
         if cuda_graphs:
             raise ConfigError(f"cuda_graphs is True, which this model can't decode with: {reason}")
         return ForwardRunner(model, gated(), schedule, model_kwargs)
-    decoder = fast_path(model).decoder(weights, looked=True)  # `not_lean` says so
+    decoder = fast_path(model).decoder(weights, looked=True)  # `no_fast_path` says so
     mask = _prompt_mask(input_ids, model_kwargs)
     step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
-    lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
+    fast: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
     if decoder.windowed and cuda_graphs:
         raise ConfigError("cuda_graphs is True: steps of attention with a sliding window have no CUDA graphs")
     if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return LeanRunner(schedule, model_kwargs, **lean)
+        return FastRunner(schedule, model_kwargs, **fast)
     shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
     graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
     model_kwargs["past_key_values"] = graphs.cache
-    return GraphRunner(schedule, model_kwargs, **lean, graphs=graphs)
+    return GraphRunner(schedule, model_kwargs, **fast, graphs=graphs)
 
 
 class ColumnsRunner:
-    """Lean passes of several columns a row, each row at a column of its own, on a cache of full depth.
+    """Passes of the fast path with several tokens of each row, each row at its own slots, on a cache of full depth.
 
     A pass writes its columns over what they held, and leaves those behind them to be written again.
 
@@ -232,17 +232,17 @@ class ColumnsRunner:
         model_kwargs: as generate gives them; the mask, positions and embeddings of the prompt are read.
     """
 
-    def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
+    def __init__(self, decoder: FastDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
         self.decoder = self._drafter = decoder
         self._mask = _prompt_mask(input_ids, model_kwargs)
         self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
         self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
-        self.all_layers = tuple(range(len(decoder.blocks)))
+        self.all_layers = tuple(range(len(decoder.layers)))
         # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
         rows, columns = self._mask.shape
-        self.cache = PlannedCache(_full_depth(len(decoder.blocks)), steps, prompt_columns=columns if rows > 1 else 0)
+        self.cache = PlannedCache(_full_depth(len(decoder.layers)), steps, prompt_columns=columns if rows > 1 else 0)
 
-    def draft_with(self, decoder: LeanDecoder) -> None:
+    def draft_with(self, decoder: FastDecoder) -> None:
         """Run what needn't be exact by another decoder of the same model."""
         self._drafter = decoder
 
@@ -271,12 +271,12 @@ class ColumnsRunner:
         if set(counts) == {1} and len(set(starts)) == 1:
             inputs = self._step_inputs(starts[0])
         else:
-            inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
+            inputs = VerifyInputs(self._step_inputs, starts, counts, tokens.device)
         if layers is None:
             return self.decoder(tokens, self.all_layers, self.cache, inputs)
         return self._drafter(tokens, layers, self.cache, inputs)
 
-    def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
+    def choose(self, texts: RunningSequences, steps: int) -> ChosenTokens | None:
         """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens))
         if native is None:
@@ -284,7 +284,7 @@ class ColumnsRunner:
         return native.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
 
     def draft(
-        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
+        self, texts: RunningSequences, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
     ) -> DraftedRounds | None:
         """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
         native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
@@ -317,11 +317,11 @@ def make_columns_runner(
     weights: Weights | None,
     cuda_graphs: bool | None,
     model_kwargs: dict[str, Any],
-    not_lean: str | None,
+    no_fast_path: str | None,
 ) -> ColumnsRunner:
     """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
+    reason = reason or _why_a_forward_pass(no_fast_path, synced_gpus, model_kwargs)
     reason = reason or _why_not_called_again(logits_processor)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
@@ -345,10 +345,10 @@ _REMEMBERING = {
 }
 
 
-def why_not_lean_steps(
+def why_no_fast_path(
     model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
+    """The reason why a call has no fast path, on a cache of the runner's own; None where it has."""
     reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
     return reason or _why_a_forward_pass(fast_path(model).why_not(), synced_gpus, model_kwargs)
 
@@ -368,10 +368,10 @@ def _why_another_cache(
     return None
 
 
-def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+def _why_a_forward_pass(no_fast_path: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why steps on a planned cache must go through the model's own forward pass; None where they needn't."""
     shared = "several processes share it" if synced_gpus else None
-    return shared or _more_than_a_token(model_kwargs) or not_lean
+    return shared or _more_than_a_token(model_kwargs) or no_fast_path
 
 
 def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
@@ -388,7 +388,7 @@ def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch
     return mask.long() if mask.dtype == torch.uint8 else mask  # whose sums and negations wrap around
 
 
-# Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.
+# Arguments of generate that the fast path obeys, or may ignore because they concern the prompt or the cache.
 _UNDERSTOOD = {
     "attention_mask",
     "inputs_embeds",

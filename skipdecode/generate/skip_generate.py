@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, longest_sequence, unwrap
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.gating import all_positions, check_not_attached, check_schedule, gated_layers
 from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
 from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, LoopKind, hoped
@@ -66,8 +66,8 @@ def skip_generate(
     `return_dict_in_generate` are generate's own.
 
     The cache is planned (`PlannedCache`, law 6) unless generate is given one, by `past_key_values` or by
-    `cache_implementation`. With a planned cache, steps are lean (`skipdecode.fastpath.model`) where the model is made
-    of plain parts and the call asks for nothing else, and go through its own forward pass elsewhere.
+    `cache_implementation`. With a planned cache, steps take the fast path (`skipdecode.fastpath.model`) where the model
+    is made of plain parts and the call asks for nothing else, and go through its own forward pass elsewhere.
 
     The schedule is for the passes of this loop. What a logits processor or a stopping criterion runs of the model by
     itself, such as the pass without a prompt of `guidance_scale`, runs every layer. Several threads may decode with one
@@ -90,8 +90,9 @@ def skip_generate(
             the LM head in the other. 4 bits are by the compiled kernels alone (`skipdecode.kernels.cpu`). "model": no
             copies. By default "packed" where it is possible and the copies fit in half of the memory that is free, else
             "model". The first call makes the copies, the next ones find them.
-        cuda_graphs: whether lean steps are replayed as CUDA graphs (`skipdecode.fastpath.cuda_graphs`), which are kept
-            for the next calls of the same shape; by default on CUDA, unless the model's attention has a sliding window.
+        cuda_graphs: whether steps of the fast path are replayed as CUDA graphs (`skipdecode.fastpath.cuda_graphs`),
+            which are kept for the next calls of the same shape; by default on CUDA, unless the model's attention has a
+            sliding window.
         lossless: whether to decode full depth's own text: the schedule drafts tokens, and full depth verifies several
             in one pass; those that it wouldn't have chosen make way for its own. Sampled texts have full depth's
             distribution. Prompts run every layer. With neither a schedule nor a speedup, so many layers draft as
@@ -111,8 +112,8 @@ def skip_generate(
             depth, or a speedup of a model that wasn't trained to skip, or if `strict` one that can't be reached; for
             beam search and the other ways of decoding that aren't greedy or sampling, `use_cache=False`, a cache that
             already holds tokens or is offloaded, attention or hidden state outputs, prompt tuning, more tokens than the
-            model has positions, or weights that are copies or CUDA graphs where steps can't be lean; for `lossless` too
-            where they can't; for CUDA graphs with a sliding window or with `lossless`.
+            model has positions; for copied weights, CUDA graphs or `lossless` where there is no fast path; for CUDA
+            graphs with a sliding window or with `lossless`.
     """
     prompts = None if schedule is not None else prompt_tokens(input_ids, model_kwargs)
     do_sample = bool(generation_config.do_sample)
@@ -126,8 +127,8 @@ def skip_generate(
     solved = fast.solved() if chosen else None
     drafts = solved.draft_candidates(order) if solved is not None else []
     schedule = drafts[0] if drafts else schedule
-    not_lean = fast.why_not()  # every call asks: it is answered once
-    usual = weights or fast.usual_weights(available=not_lean is None)
+    no_fast_path = fast.why_not()  # every call asks: it is answered once
+    usual = weights or fast.usual_weights(available=no_fast_path is None)
     how: dict[str, Any] = {"over": over, "weights": usual, "prompts": prompts, "lossless": bool(lossless)}
     how["strict"] = strict
     schedule = resolve_plan(model, schedule, speedup, **how).schedule
@@ -157,7 +158,7 @@ def skip_generate(
             weights,
             cuda_graphs,
             model_kwargs,
-            not_lean,
+            no_fast_path,
         )
         candidates, decoder = drafts or [schedule], columns_runner.decoder
 
@@ -181,7 +182,7 @@ def skip_generate(
             weights,
             cuda_graphs,
             model_kwargs,
-            not_lean,
+            no_fast_path,
         )
         output = decode_loop(model, runner, input_ids, synced_gpus=synced_gpus, **arguments)
         runner.end()
@@ -279,7 +280,7 @@ def choose_draft(
 def _best_draft(
     fast: FastPath,
     solved: SolvedSchedules,
-    decoder: LeanDecoder,
+    decoder: FastDecoder,
     schedules: Sequence[SkipSchedule],
     rows: int,
     prompt_length: int,

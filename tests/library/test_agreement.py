@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lean_cases import tiny
+from fastpath_cases import tiny
 
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.timing.agreement import agreeing_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import SCHEDULES, fresh, generate
+from fastpath_cases import SCHEDULES, fresh, generate
 
 from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_generate
 from skipdecode.checkpoint.skip_config import SkipConfig
@@ -59,12 +59,12 @@ def speed(
             continue
         rule = length.rule(rows, [draft] * MOST_DRAFTS)
         drafts, reach, took = [0] * rows, [1.0] * rows, 0.0
-        for least in rule.worth:
+        for least in rule.min_probabilities:
             drafting = [row for row in range(rows) if drafts[row] == max(drafts) and reach[row] > least]
             took += seconds(draft, len(drafting)) if drafting else 0.0
             for row in drafting:
                 drafts[row] += 1
-                reach[row] *= rule.share(0.8)
+                reach[row] *= rule.acceptance_rate(0.8)
         took += seconds(LAYERS, rows + sum(drafts)) + (between or 0.0) * any(drafts)
         outcomes = []
         for count in drafts:
@@ -140,7 +140,7 @@ def test_a_round_that_the_machine_interrupted_does_not_end_drafting() -> None:
     length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
     length.learn_pace(1, 16, 16.0)
     for seconds in [1.5] * 20 + [500.0] + [1.5] * 20:
-        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
+        count = len(length.rule(1, [3] * MOST_DRAFTS).min_probabilities)
         length.learn([(0.95, True)] * count, [count], 1 + count, 1, seconds)
     assert count > 3
 
@@ -151,7 +151,7 @@ def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
     length.learn_pace(1, 16, 16.0)
     rounds = 0
     while length.has_pace:
-        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
+        count = len(length.rule(1, [3] * MOST_DRAFTS).min_probabilities)
         length.learn([(0.95, True)] * count, [count], 1 + count, 1, 1.5)
         rounds += 1
     assert rounds == 40
@@ -161,7 +161,7 @@ def test_after_drafts_that_never_pay_full_depth_runs_for_a_while_before_the_next
     length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
     tried: list[int] = []
     for step in range(200):
-        drafted = not length.rests and len(length.rule(1, [3] * MOST_DRAFTS).worth) > 0
+        drafted = not length.rests and len(length.rule(1, [3] * MOST_DRAFTS).min_probabilities) > 0
         if drafted:
             length.learn([(0.95, False)], [1], 1, 1)
             tried.append(step)
@@ -179,8 +179,9 @@ def test_an_unsure_draft_is_the_last() -> None:
     length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
     record.may_lose = 9
     rule = length.rule(2, [3] * MOST_DRAFTS)
-    assert rule.worth[0] < 1
-    assert rule.share(0.2) == record.taken(0.2) < rule.worth[1] < rule.share(0.95) == record.taken(0.95)
+    assert rule.min_probabilities[0] < 1
+    assert rule.acceptance_rate(0.2) == record.taken(0.2) < rule.min_probabilities[1]
+    assert rule.min_probabilities[1] < rule.acceptance_rate(0.95) == record.taken(0.95)
 
 
 def test_passes_take_what_was_measured_and_beyond_it_what_that_and_bytes_say() -> None:

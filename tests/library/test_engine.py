@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import FAMILIES, SCHEDULES, alone, play
+from fastpath_cases import fresh, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh, tiny
 from tiny_models import VOCABULARY
 from transformers import (
     LogitsProcessor,

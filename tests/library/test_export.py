@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from drawn_orders import placements
+from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh
 from small_checkpoints import save_checkpoint
 from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import tiny
+from fastpath_cases import tiny
 from naive_opt import naive_logits
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_opt

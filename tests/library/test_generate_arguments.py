@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding_cases import fresh_model
-from lean_cases import fresh, tiny
+from fastpath_cases import fresh, tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny_models import END, VOCABULARY, ragged_prompts, randomised, tiny_opt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -163,9 +163,9 @@ def test_guidance_is_the_same_for_every_kind_of_step_and_at_full_depth_generates
     model = tiny(name)
     ids, mask = ragged_prompts([6], 6)
     request = {"input_ids": ids, "attention_mask": mask, "guidance_scale": 1.7, "max_new_tokens": 14}
-    lean = text(model, SCHEDULE, **request)
-    assert not torch.equal(lean, text(model, SCHEDULE, **{**request, "guidance_scale": None}))
-    assert torch.equal(lean, text(model, SCHEDULE, **request, cache_implementation="dynamic"))
+    fast = text(model, SCHEDULE, **request)
+    assert not torch.equal(fast, text(model, SCHEDULE, **{**request, "guidance_scale": None}))
+    assert torch.equal(fast, text(model, SCHEDULE, **request, cache_implementation="dynamic"))
     assert torch.equal(text(model, FULL, **request), text(model, None, **request))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from small_checkpoints import save_checkpoint
 from tiny_models import VOCABULARY
 from torch.nn import functional

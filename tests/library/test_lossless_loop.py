@@ -8,10 +8,10 @@ import pytest
 import torch
 from decoding_cases import LAYERS, MODELS, Case, fresh_model
 from drawn_orders import orders
+from fastpath_cases import MODELS as FAMILIES
+from fastpath_cases import SCHEDULES, tiny
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS as FAMILIES
-from lean_cases import SCHEDULES, tiny
 from lossless_cases import DRAFTS, check_lossless, drafting, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 from peft import LoraConfig, get_peft_model
@@ -223,7 +223,7 @@ def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monke
     assert fast_path(model).draft_decoder(packed, (0,)) is drafter
     more = fast_path(model).draft_decoder(packed, (0, 4, 5))
     assert more.runs((0, 4, 5))
-    assert more.blocks[5] is drafter.blocks[5], "a copy is made once"
+    assert more.layers[5] is drafter.layers[5], "a copy is made once"
     monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 0.0)
     assert fast_path(model).draft_decoder(packed, (0, 3)) is packed
     for weights in ("model", "int8", "int4"):

@@ -5,9 +5,9 @@ OMP_NUM_THREADS=1 python -m pytest -n 2 tests/release/test_lossless_at_length.py
 
 import pytest
 from decoding_cases import Case
+from fastpath_cases import MODELS, SCHEDULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS, SCHEDULES
 from lossless_cases import DRAFTS, check_lossless, greedy_cases
 from lossless_sampling import chi_square, sampled_texts
 

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from tiny_models import VOCABULARY
 
 from skipdecode import Engine, SkipSchedule, skip_generate

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lean_cases import tiny
+from fastpath_cases import tiny
 from lossless_cases import drafting
 from tiny_models import VOCABULARY, ragged_prompts
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from small_runs import SMALL, metrics, train_small
 from tiny_models import PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts
 from torch.nn import functional

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh
 from naive_opt import naive_logits
 from small_runs import SMALL, small_recipe, train_small
 from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
