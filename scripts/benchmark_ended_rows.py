@@ -27,13 +27,13 @@ from eval.request import Request
 from eval.systems.base import SkipSystem
 from skipdecode.cli.process import run_command
 from skipdecode.fastpath import row_compaction as rows
-from skipdecode.generate.runners import LeanRunner
-from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.generate.runners import FastRunner
+from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.timing.interleave import order_of_turn
 
 SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
-CHOOSE = {"without": lambda *_: None, "with": LeanRunner.choose}
+CHOOSE = {"without": lambda *_: None, "with": FastRunner.choose}
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
         loaded = load_request(request)
     checkpoint = replace(loaded.checkpoint, weights=options.weights)
     systems = {
-        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_schedule(checkpoint.model, None, speedup))
+        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_plan(checkpoint.model, None, speedup).schedule)
         for speedup in options.speedup
     }
     prompts = sorted(loaded.prompt_ids, key=len)
@@ -69,7 +69,7 @@ def main() -> int:
             found = {key: [] for key in seconds}
             for number, batch in enumerate(batches):
                 for speedup, side in order_of_turn(list(found), number + repeat):
-                    rows.WORTH_LEAVING, LeanRunner.choose = SHARES[side], CHOOSE[side]
+                    rows.WORTH_LEAVING, FastRunner.choose = SHARES[side], CHOOSE[side]
                     found[speedup, side].append(systems[speedup].decode(batch, loaded.max_new_tokens))
             for key, decoded in found.items():
                 if repeat:  # the first warms up

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.request import GenerativeModel
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.request import GenerativeModel
 
 
 class StepClock(StoppingCriteria):

@@ -26,7 +26,7 @@ from skipdecode import (
     solve_schedule,
 )
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.lengths import Lengths
 from skipdecode.schedule.machine_profile import Profile, TimedBatch, find_profile, profiles_folder, setting_of
@@ -310,7 +310,7 @@ def test_a_speedup_is_solved_for_the_profile_that_was_kept_and_without_one_for_b
     request |= {"custom_generate": skip_generate, "eos_token_id": None, "weights": "model"}
 
     def solved(over: Any) -> tuple[SkipSchedule, torch.Tensor]:
-        found = resolve_schedule(model, None, 1.5, over=over, weights="model", prompts=[6, 6, 6])
+        found = resolve_plan(model, None, 1.5, over=over, weights="model", prompts=[6, 6, 6]).schedule
         text = model.generate(**request, speedup=1.5, over=over)
         assert torch.equal(text, model.generate(**request, schedule=found))
         return found, text

@@ -11,9 +11,11 @@ from lean_cases import SCHEDULES, fresh, generate
 
 from skipdecode import ConfigError, CostModel, Engine, SkipSchedule, skip_generate
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.generate.draft_policy import MOST_DRAFTS, DraftLength, DraftRecord, hoped, pass_seconds
+from skipdecode.generate.draft_policy import MAX_DRAFTS, CostDraftPolicy, VerifiedRound
+from skipdecode.generate.draft_record import DraftRecord, optimistic_rejection_rates
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.generate.skip_generate import choose_draft, resolve_plan, resolve_schedule
+from skipdecode.generate.pass_seconds import pass_seconds
+from skipdecode.generate.skip_generate import choose_draft, resolve_plan
 from skipdecode.kernels.cpu import kernels
 from skipdecode.schedule.machine_profile import Profile, TimedBatch
 from skipdecode.timing.compare import Decoder
@@ -49,7 +51,7 @@ def speed(
             else (expected * layers / LAYERS if layers < LAYERS else 1 + first) + expected * column * (passed - 1)
         )
 
-    length = DraftLength(record, guessed, LAYERS)
+    length = CostDraftPolicy(record, guessed, LAYERS)
     cost = given = 0.0
     while given < tokens * rows:
         if between is not None and not length.has_pace:
@@ -57,7 +59,7 @@ def speed(
             cost += 4 * seconds(LAYERS, rows)
             given += 4 * rows
             continue
-        rule = length.rule(rows, [draft] * MOST_DRAFTS)
+        rule = length.rule(rows, [draft] * MAX_DRAFTS)
         drafts, reach, took = [0] * rows, [1.0] * rows, 0.0
         for least in rule.worth:
             drafting = [row for row in range(rows) if drafts[row] == max(drafts) and reach[row] > least]
@@ -66,13 +68,10 @@ def speed(
                 drafts[row] += 1
                 reach[row] *= rule.share(0.8)
         took += seconds(LAYERS, rows + sum(drafts)) + (between or 0.0) * any(drafts)
-        outcomes = []
-        for count in drafts:
-            found = [random.random() < taken for _ in range(count)]
-            known = [*found, False].index(False)
-            outcomes += [(0.8, True)] * known + [(0.8, False)] * (known < count)
-        new = rows + sum(right for _, right in outcomes)
-        length.learn(outcomes, drafts, new, rows, None if between is None else took)
+        accepted = [[*(random.random() < taken for _ in range(count)), False].index(False) for count in drafts]
+        new = rows + sum(accepted)
+        probabilities = [[0.8] * count for count in drafts]
+        length.learn(VerifiedRound(rows, new, drafts, accepted, probabilities, None if between is None else took))
         cost += took
         given += new
     return given / rows * seconds(LAYERS, rows) / cost
@@ -81,7 +80,7 @@ def speed(
 def best_speed(taken: float, draft: int, column: float, rows: int, between: float = 0.0, first: float = 0.0) -> float:
     """That of the best number of drafts, always the same."""
     step, best = 1 + column * (rows - 1), 1.0
-    for drafts in range(1, MOST_DRAFTS + 1):
+    for drafts in range(1, MAX_DRAFTS + 1):
         given = sum(taken**n for n in range(drafts + 1))
         whole = (
             drafts * (draft / LAYERS + column * (rows - 1)) + 1 + column * (rows * (drafts + 1) - 1) + between + first
@@ -137,33 +136,33 @@ def test_what_the_clock_says_counts_where_passes_are_cheaper_or_dearer_than_expe
 
 def test_a_round_that_the_machine_interrupted_does_not_end_drafting() -> None:
     record = DraftRecord()
-    length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
+    length = CostDraftPolicy(record, lambda layers, tokens: layers / LAYERS, LAYERS)
     length.learn_pace(1, 16, 16.0)
     for seconds in [1.5] * 20 + [500.0] + [1.5] * 20:
-        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
-        length.learn([(0.95, True)] * count, [count], 1 + count, 1, seconds)
+        count = len(length.rule(1, [3] * MAX_DRAFTS).worth)
+        length.learn(VerifiedRound(1, 1 + count, [count], [count], [[0.95] * count], seconds))
     assert count > 3
 
 
 def test_full_depths_pace_is_taken_anew_after_a_while() -> None:
-    length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
+    length = CostDraftPolicy(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
     assert not length.has_pace
     length.learn_pace(1, 16, 16.0)
     rounds = 0
     while length.has_pace:
-        count = len(length.rule(1, [3] * MOST_DRAFTS).worth)
-        length.learn([(0.95, True)] * count, [count], 1 + count, 1, 1.5)
+        count = len(length.rule(1, [3] * MAX_DRAFTS).worth)
+        length.learn(VerifiedRound(1, 1 + count, [count], [count], [[0.95] * count], 1.5))
         rounds += 1
     assert rounds == 40
 
 
 def test_after_drafts_that_never_pay_full_depth_runs_for_a_while_before_the_next_one() -> None:
-    length = DraftLength(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
+    length = CostDraftPolicy(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
     tried: list[int] = []
     for step in range(200):
-        drafted = not length.rests and len(length.rule(1, [3] * MOST_DRAFTS).worth) > 0
+        drafted = not length.rests and len(length.rule(1, [3] * MAX_DRAFTS).worth) > 0
         if drafted:
-            length.learn([(0.95, False)], [1], 1, 1)
+            length.learn(VerifiedRound(1, 1, [1], [0], [[0.95]]))
             tried.append(step)
         else:
             length.learn_pace(1, 1, 1.0)
@@ -176,11 +175,17 @@ def test_an_unsure_draft_is_the_last() -> None:
     for _ in range(100):
         record.add(0.2, False)
         record.add(0.95, True)
-    length = DraftLength(record, lambda layers, tokens: layers / LAYERS, LAYERS)
-    record.may_lose = 9
-    rule = length.rule(2, [3] * MOST_DRAFTS)
+    length = CostDraftPolicy(record, lambda layers, tokens: layers / LAYERS, LAYERS)
+    record.budget = 9
+    rule = length.rule(2, [3] * MAX_DRAFTS)
     assert rule.worth[0] < 1
-    assert rule.share(0.2) == record.taken(0.2) < rule.worth[1] < rule.share(0.95) == record.taken(0.95)
+    assert (
+        rule.share(0.2)
+        == record.acceptance_rate(0.2)
+        < rule.worth[1]
+        < rule.share(0.95)
+        == record.acceptance_rate(0.95)
+    )
 
 
 def test_passes_take_what_was_measured_and_beyond_it_what_that_and_bytes_say() -> None:
@@ -237,10 +242,10 @@ def test_as_many_layers_draft_as_are_expected_to_give_the_most() -> None:
 
 
 def test_of_layers_that_have_hardly_drafted_it_is_hoped_that_they_do_better() -> None:
-    assert hoped([None] * 4) == pytest.approx([0.2, 0.1, 0.05, 0.025])
-    assert hoped([0.12, None, None, 0.02]) == pytest.approx([0.12, 0.06, 0.03, 0.02])
-    assert hoped([None, None, 0.004, 0.02]) == pytest.approx([0.016, 0.008, 0.004, 0.02])
-    assert hoped([0.9, 0.9, 0.9, 0.9]) == [0.9] * 4
+    assert optimistic_rejection_rates([None] * 4) == pytest.approx([0.2, 0.1, 0.05, 0.025])
+    assert optimistic_rejection_rates([0.12, None, None, 0.02]) == pytest.approx([0.12, 0.06, 0.03, 0.02])
+    assert optimistic_rejection_rates([None, None, 0.004, 0.02]) == pytest.approx([0.016, 0.008, 0.004, 0.02])
+    assert optimistic_rejection_rates([0.9, 0.9, 0.9, 0.9]) == [0.9] * 4
 
 
 def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> None:
@@ -250,16 +255,17 @@ def test_greedy_calls_learn_from_one_another_and_sampled_ones_start_anew() -> No
     request: dict[str, Any] = {"lossless": True, "max_new_tokens": 30}
     generate(model, [5], SCHEDULES[0], **request)
     kept = fast.draft_record(weights, SCHEDULES[0], do_sample=False)
-    looked_at = fast.draft_record(weights, SCHEDULES[0], "looked at", do_sample=False)
+    looked_at = fast.draft_record(weights, SCHEDULES[0], "logits", do_sample=False)
     assert not looked_at.pace, "what one kind of loop takes says nothing of another"
     generate(model, [5], SCHEDULES[0], **request, repetition_penalty=1.1)
     assert looked_at.pace
-    assert kept.taken() < 0.75 < DraftRecord().taken()
+    assert kept.acceptance_rate() < 0.75 < DraftRecord().acceptance_rate()
     generate(model, [5], SCHEDULES[0], **{**request, "do_sample": True})
     assert fast.draft_record(weights, SCHEDULES[0], do_sample=False) is kept
-    assert fast.draft_record(weights, SCHEDULES[0], do_sample=True).taken() == DraftRecord().taken()
+    assert fast.draft_record(weights, SCHEDULES[0], do_sample=True).acceptance_rate() == DraftRecord().acceptance_rate()
     assert (
-        fast.draft_record(weights, replace(SCHEDULES[0], horizon=9), do_sample=False).taken() == DraftRecord().taken()
+        fast.draft_record(weights, replace(SCHEDULES[0], horizon=9), do_sample=False).acceptance_rate()
+        == DraftRecord().acceptance_rate()
     )
 
 
@@ -272,8 +278,8 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
         solver={"horizon": 4, "prompt": "max", "lengths": [[4, 1]], "prompt_lengths": [[24, 1]], "over": "all"}
     )
     model.config.skipdecode = config.to_dict()
-    expected = resolve_schedule(model, None, 1.5, over="decode", prompts=[24])
-    assert resolve_schedule(model, None, 1.5, prompts=[24]) != expected, "else the two can't be told apart"
+    expected = resolve_plan(model, None, 1.5, over="decode", prompts=[24]).schedule
+    assert resolve_plan(model, None, 1.5, prompts=[24]).schedule != expected, "else the two can't be told apart"
     drafted: list[SkipSchedule] = []
 
     def note(*args: Any, **how: Any) -> Any:
@@ -281,7 +287,7 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
         drafted.append(found.schedule)
         return found
 
-    for module in ("decode", "engine", "texts"):
+    for module in ("generate.skip_generate", "engine.engine", "timing.compare"):
         monkeypatch.setattr(f"skipdecode.{module}.resolve_plan", note)
     ids = torch.arange(6, 30)[None]
     request: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
@@ -290,4 +296,7 @@ def test_a_speedup_of_drafts_is_of_decoding_also_where_the_model_was_trained_for
     with Engine(model) as engine:
         engine.submit(ids[0].tolist(), max_new_tokens=4, lossless=True, speedup=1.5, eos_token_id=None)
     assert drafted == [expected] * 3
-    assert resolve_schedule(model, None, 1.5, prompts=[24]) == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule  # type: ignore[arg-type]
+    assert (
+        resolve_plan(model, None, 1.5, prompts=[24]).schedule
+        == Decoder(model, None, 4).plan(1.5, prompts=[24]).schedule
+    )  # type: ignore[arg-type]

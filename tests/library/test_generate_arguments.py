@@ -211,10 +211,10 @@ def test_tokens_at_the_end_of_a_prompt_are_healed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is asked for"),
-        ({"dola_layers": "low"}, "dola generation is asked for"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation is asked for"),
-        ({"assistant_model": tiny_opt("opt", 2)}, "assisted generation is asked for"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search is requested"),
+        ({"dola_layers": "low"}, "dola generation is requested"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation is requested"),
+        ({"assistant_model": tiny_opt("opt", 2)}, "assisted generation is requested"),
         ({"schedule": "3x"}, "schedule is a str: pass a SkipSchedule"),
         ({"schedule": 3}, "schedule is a int: pass a SkipSchedule"),
         ({"schedule": None, "speedup": [3]}, r"speedup is \[3\]: it must be a number of at least 1"),
@@ -253,7 +253,7 @@ def test_a_length_criterion_of_ones_own_takes_the_place_of_generates(
 def test_a_mask_of_another_width_than_the_prompt_is_named(how: dict[str, Any]) -> None:
     mask = torch.tensor([[0] + [1] * 11])  # generate drops one that hides nothing
     given = {"input_ids": torch.full((1, 6), 5), "attention_mask": mask}
-    with pytest.raises(ConfigError, match="attention_mask has 12 columns, and the prompt 6"):
+    with pytest.raises(ConfigError, match="attention_mask has 12 positions and the prompt 6: they must agree"):
         text(tiny("opt"), SCHEDULE, **how, **given)
 
 

@@ -26,10 +26,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
-from skipdecode.generate import lossless_loop as lossless
+from skipdecode.generate import score_processing
 from skipdecode.generate.fast_path import FastPath, fast_path
 from skipdecode.generate.lossless_loop import DraftCounts
-from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.generate.runners import LosslessRunner
 from skipdecode.kernels.cpu import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
@@ -149,7 +149,7 @@ def test_allowed_tokens_are_asked_for_behind_texts_that_are_allowed(lengths: lis
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Of each pass behind the prompt, how many layers it ran, and how many columns of each row."""
     found: list[tuple[int, list[int]]] = []
-    run, choose, draft = ColumnsRunner.run, ColumnsRunner.choose, ColumnsRunner.draft
+    run, choose, draft = LosslessRunner.run, LosslessRunner.choose, LosslessRunner.draft
 
     def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
         found.append((len(layers or self.all_layers), list(counts)))
@@ -169,9 +169,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
             found.append((LAYERS, [0 if same < 0 else 1 + count for count, same in zip(counts, agreed, strict=True)]))
         return drafted
 
-    monkeypatch.setattr(ColumnsRunner, "run", noted)
-    monkeypatch.setattr(ColumnsRunner, "choose", noted_steps)
-    monkeypatch.setattr(ColumnsRunner, "draft", noted_rounds)
+    monkeypatch.setattr(LosslessRunner, "run", noted)
+    monkeypatch.setattr(LosslessRunner, "choose", noted_steps)
+    monkeypatch.setattr(LosslessRunner, "draft", noted_rounds)
     return found
 
 
@@ -191,15 +191,15 @@ def test_a_draft_that_is_never_wrong_is_taken_whole(
 def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    run = ColumnsRunner.run
+    run = LosslessRunner.run
 
     def wrong(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
         logits = run(self, tokens, starts, counts, layers)
         return logits if layers is None else -logits
 
-    monkeypatch.setattr(ColumnsRunner, "run", wrong)
+    monkeypatch.setattr(LosslessRunner, "run", wrong)
     for name in ("choose", "draft"):
-        monkeypatch.setattr(ColumnsRunner, name, lambda *_: None)
+        monkeypatch.setattr(LosslessRunner, name, lambda *_: None)
     (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
     assert torch.equal(ours, theirs)
     assert sum(layers == LAYERS for layers, _ in passes) == 19
@@ -293,7 +293,7 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
     tiny("phi")  # the making of a model draws numbers, too
     once = sampled(1)
     assert once != sampled(2)
-    monkeypatch.setattr(lossless, "_OF_SCORES_ALONE", ())  # each length by itself, as other processors need it
+    monkeypatch.setattr(score_processing, "_READ_SCORES_ONLY", ())  # each length by itself, as other processors need it
     assert once == sampled(1)
 
 
@@ -305,14 +305,14 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
         ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
-        ({"guidance_scale": 1.5}, "guidance_scale is asked for, whose logits processor keeps what it was called with"),
+        ({"guidance_scale": 1.5}, "the logits processor of guidance_scale keeps state between its calls"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)},
-            "a SynthID watermark is asked for, whose logits processor keeps",
+            "the logits processor of a SynthID watermark keeps state between its calls",
         ),
         (
             {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny("llama"))]},
-            "guidance_scale is asked for, whose logits processor keeps",
+            "the logits processor of guidance_scale keeps state between its calls",
         ),
         ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
