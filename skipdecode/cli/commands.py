@@ -141,7 +141,7 @@ def info(options: argparse.Namespace) -> int:
                 str(schedule.prompt_depth),
                 f"{found.layers:.2f}",
                 f"{found.predicted:.2f}x",
-                f"{found.whole:.2f}x",
+                f"{found.end_to_end:.2f}x",
                 f"{found.cache_bytes / 1e6:.2f}",
                 "yes" if found.trained else "no",
             ]
@@ -200,7 +200,7 @@ def compare(options: argparse.Namespace) -> int:
     rows = [
         [
             show_planned(plan.target or 1.0, plan.shortfall),
-            *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
+            *([str(pace.speedup), str(pace.end_to_end)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{100 * agreement:.1f} %",
             f"{pace.tokens_per_second:.1f}",

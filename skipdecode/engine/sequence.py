@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from skipdecode.errors import ConfigError, first_line
-from skipdecode.generate.runners import why_not_lean_steps
+from skipdecode.generate.runners import why_no_fast_path
 from skipdecode.generate.skip_generate import check_request, check_unhealed
 from skipdecode.generate.stopping import Endings, limited_config
 from skipdecode.internals import given_a_tokenizer
@@ -159,7 +159,7 @@ def _prepared(
         raise ConfigError("return_dict_in_generate is True: an engine gives tokens, and with logprobs their chances")
     if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
         raise ConfigError("guidance_scale is asked for: an engine runs a text once a token")
-    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
+    reason = why_no_fast_path(model, generation_config, synced_gpus, model_kwargs)
     if reason is not None:
         raise ConfigError(f"an engine can't decode with this model: {reason}")
     return Prepared(input_ids, logits_processor, stopping_criteria, generation_config)

@@ -327,7 +327,7 @@ _STATEFUL_PROCESSORS = {
 }
 
 
-def why_not_lean_steps(
+def why_no_fast_path(
     model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str | None:
     """The reason why a call can't decode by the fast path with a cache of its own; None if it can."""

@@ -1,4 +1,4 @@
-"""Cases of lossless decoding, drawn at random, and what each of them must give."""
+"""Random cases of lossless decoding, and the check of their output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,7 +89,7 @@ def greedy_cases(draw: st.DrawFn) -> Case:
         sampling=None,
         update=None,
         only=None,
-        cuda_graphs=False,  # which lossless decoding has none of
+        cuda_graphs=False,  # lossless decoding has none
     )
 
 
@@ -100,9 +100,9 @@ def _model_of(name: str, *, double: bool) -> PreTrainedModel:
 
 
 def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
-    """Decode as the case says, and hold every token against full depth; in float64 where `double`.
+    """Decode a case and compare every token with full depth; in float64 if `double`.
 
-    Returns how many tokens were chosen otherwise in a near tie; raises AssertionError.
+    Returns how many tokens differ because of a near tie; raises AssertionError for other differences.
     """
     if double:
         case = replace(case, weights=None)
@@ -115,8 +115,8 @@ def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
 
 
 def _check_rounded(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """Full depth's text with the same weights: to the bit with the kernels, else up to a near tie, as a pass over
-    several columns rounds otherwise.
+    """Compare with full depth and the same weights: exactly with the kernels, otherwise except for near ties, because a
+    pass over several positions rounds differently.
     """
     plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
     start = 0 if case.embeds else max(map(len, prompts))
