@@ -30,8 +30,8 @@ from skipdecode.checkpoint.loading import load_model
 from skipdecode.cli.device import resolve_device
 from skipdecode.families import decoder_layers, longest_sequence
 from skipdecode.files import write_atomically
-from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.request import GenerativeModel
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import Cost
 from skipdecode.timing.calibrate import SHORT

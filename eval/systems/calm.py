@@ -28,8 +28,9 @@ from skipdecode.fastpath.layer import FastLayer, rotate
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
 from skipdecode.fastpath.step_inputs import StepInputs
-from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
+from skipdecode.generate.decode_loop import decode_loop
 from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.request import DecodeRequest, GenerativeModel
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
 from skipdecode.timing.step_clock import generate_timed
 
@@ -97,16 +98,18 @@ def calm_generate(
         exits=exits if exits is not None else [],
         model_kwargs=model_kwargs,
     )
-    return decode_loop(
+    request = DecodeRequest(
         model,
-        runner,
         input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        synced_gpus=synced_gpus,
-        streamer=streamer,
+        SkipSchedule.full_depth(len(decoder_layers(model))),
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus,
+        streamer,
+        model_kwargs,
     )
+    return decode_loop(runner, request)
 
 
 class _CalmRunner:

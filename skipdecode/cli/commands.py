@@ -151,7 +151,7 @@ def info(options: argparse.Namespace) -> int:
                 str(schedule.prompt_depth),
                 f"{cost.layers:.2f}",
                 f"{cost.predicted:.2f}x",
-                f"{cost.whole:.2f}x",
+                f"{cost.end_to_end:.2f}x",
                 f"{cost.cache_bytes / 1e6:.2f}",
                 "yes" if cost.trained else "no",
             ]
@@ -212,7 +212,7 @@ def compare(options: argparse.Namespace) -> int:
     rows = [
         [
             show_planned(plan.target or 1.0, plan.shortfall),
-            *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
+            *([str(pace.speedup), str(pace.end_to_end)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{100 * agreement:.1f} %",
             f"{pace.tokens_per_second:.1f}",

@@ -137,7 +137,10 @@ def test_a_disturbed_calibration_during_an_evaluation_prints_a_warning(
     trained: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     model, tokenizer = load(str(trained))
-    for share, said in ((0.4, "warning: the rounds disagree by up to 40% (batch 3 behind 20 tokens)"), (0.04, "")):
+    for share, said in (
+        (0.4, "warning: the rounds disagree by up to 40% (batch size 3, prompt length 20)"),
+        (0.04, ""),
+    ):
         measured = Calibration(profile, (Spread(3, 20, share),))
         monkeypatch.setattr("eval.lineup.measure_profile", lambda *_, measured=measured, **__: measured)
         checkpoint = Checkpoint(str(trained), model, tokenizer, "packed")

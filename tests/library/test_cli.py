@@ -292,7 +292,7 @@ def test_compare_times_the_same_steps_in_interleaved_rounds_after_a_warm_up(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a fake clock: 10 ms for a step at full depth, and five times that in one of the five rounds."""
-    monkeypatch.setattr("skipdecode.timing.compare.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("skipdecode.timing.compare.MIN_SECONDS", 0.0)
     decoder = Decoder(*skipdecode.load(str(checkpoint)), 24)
     calls: list[tuple[int, int | None]] = []
     decode = decoder.decode
@@ -319,8 +319,8 @@ def test_compare_times_the_same_steps_in_interleaved_rounds_after_a_warm_up(
     steps = range(found.tokens - 1)
     expected_speedup = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
     end_to_end = (0.05 + sum(map(depth.budget, steps)) / 600) / (0.05 + sum(map(fast.budget, steps)) / 600)
-    assert found.paces[1].whole.median == pytest.approx(end_to_end)
-    assert found.paces[0].speedup.median == found.paces[0].whole.median == 1
+    assert found.paces[1].end_to_end.median == pytest.approx(end_to_end)
+    assert found.paces[0].speedup.median == found.paces[0].end_to_end.median == 1
     assert found.paces[1].speedup.median == pytest.approx(expected_speedup)
     assert found.paces[1].layers == pytest.approx(sum(map(fast.budget, steps)) / len(steps))
 
@@ -407,8 +407,8 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "--speedup is 0.5"),
         (["generate", "CHECKPOINT", "a", "--speedup", "50"], "reaches at most"),
         (["generate", "CHECKPOINT", "a", "--batch-size", "0"], "--batch-size is 0"),
-        (["generate", "CHECKPOINT", "a", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
-        (["calibrate", "CHECKPOINT", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
+        (["generate", "CHECKPOINT", "a", "--dtype", "float16", "--weights", "packed"], "the model is in torch.float16"),
+        (["calibrate", "CHECKPOINT", "--dtype", "float16", "--weights", "packed"], "the model is in torch.float16"),
         (["generate", "CHECKPOINT", "a", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "CHECKPOINT", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["generate", "CHECKPOINT", "a", "--device", "cuda:9"], "--device is 'cuda:9'"),
@@ -448,7 +448,7 @@ def refused(capsys: Any, message: str) -> None:
         ),
         (["generate", "CHECKPOINT", "a", "--device", "meta"], "--device is 'meta'"),
         (["generate", "CHECKPOINT", "a", "--stream", "--json"], "leave --json out"),
-        (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is no text in UTF-8"),
+        (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is not valid UTF-8"),
         (["generate", "CHECKPOINT", "--file", "latin.txt"], "--file 'latin.txt' can't be read"),
         (["generate", "CHECKPOINT", "--json", "--file", "deep.json"], "line 1: expected a JSON object"),
         (["generate", "CHECKPOINT", "--json", "--file", "endless.json"], "line 1: expected a JSON object"),

@@ -21,7 +21,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.generate.runners import LosslessRunner
 from skipdecode.kernels import cpu as native
 from skipdecode.kernels.cpu import CHOICE, NativeLinear, kernels
 from skipdecode.kernels.int8 import Int8Linear, round_to_8_bits
@@ -334,7 +334,7 @@ def test_tokens_that_are_verified_together_equal_single_steps_bit_for_bit(
     ids, mask = ragged_prompts([4, 7], 4)
     drafts = torch.tensor([[11, 12, 13], [14, 15, 16]])
     with torch.inference_mode():
-        one, several = (ColumnsRunner(FastDecoder(model, weights), ids, 4, {"attention_mask": mask}) for _ in range(2))
+        one, several = (LosslessRunner(FastDecoder(model, weights), 4, mask) for _ in range(2))
         assert torch.equal(one.prefill(ids), several.prefill(ids))
         single = [one.run(drafts[:, n], [n, n], [1, 1], one.all_layers) for n in range(3)]
         together = several.run(drafts.flatten(), [0, 0], [3, 3], several.all_layers)

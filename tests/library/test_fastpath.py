@@ -53,7 +53,7 @@ def test_packed_weights_give_the_models_own_logits(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_packing_weights_other_than_float32_and_bfloat16_is_refused(dtype: torch.dtype) -> None:
     model = fresh("opt").to(dtype)
-    with pytest.raises(ConfigError, match=f"'packed' is for float32 and bfloat16, and the model is of {dtype}"):
+    with pytest.raises(ConfigError, match=f"'packed' needs float32 or bfloat16, and the model is in {dtype}"):
         generate(model, [3], SCHEDULES[0], weights="packed")
     for weights in ("model", "int8"):
         generate(model, [3], SCHEDULES[0], weights=weights)

@@ -399,7 +399,7 @@ def rounds_of(factors: list[float], monkeypatch: pytest.MonkeyPatch) -> calibrat
         calls += 1
         return 1.0, factor * steps * depth
 
-    monkeypatch.setattr(calibrate, "_time_text", timed)
+    monkeypatch.setattr(calibrate, "_time_call", timed)
     return measure_profile(model, batch_sizes=[1], prompt_lengths=[8], weights="model", repeats=len(factors))
 
 
@@ -410,7 +410,7 @@ def test_calibrate_warns_only_where_its_rounds_disagree(monkeypatch: pytest.Monk
     busy = rounds_of([1.0, 1.4, 1.1, 1.6, 1.0, 1.5, 1.2, 1.3], monkeypatch)
     assert busy.spreads[0].share > 0.2
     assert str(busy.warning()).startswith("the rounds disagree by up to ")
-    assert "(batch 1 behind 8 tokens)" in str(busy.warning())
+    assert "(batch size 1, prompt length 8)" in str(busy.warning())
     assert rounds_of([1.0], monkeypatch).warning() is None
 
 
@@ -427,4 +427,4 @@ def test_skipdecode_calibrate_shows_the_spread_and_warns(
     assert quiet.out.splitlines()[1].split()[-1] == "4%"
     assert "warning" not in quiet.err
     assert main(command) == 0
-    assert "warning: the rounds disagree by up to 40% (batch 1 behind 7 tokens)" in capsys.readouterr().err
+    assert "warning: the rounds disagree by up to 40% (batch size 1, prompt length 7)" in capsys.readouterr().err
