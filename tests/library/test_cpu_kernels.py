@@ -410,7 +410,7 @@ def test_bfloat16_is_packed_without_onednns_layout_where_the_kernels_are_ahead(
     instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a processor with AVX2 alone, for which oneDNN has no bfloat16."""
-    for module in ("fast_path", "projections"):
+    for module in ("generate.fast_path", "kernels.linear"):
         monkeypatch.setattr(f"skipdecode.{module}.has_bfloat16_on_cpu", lambda: False)
     monkeypatch.setattr("skipdecode.kernels.linear.pack", lambda *_, **__: pytest.fail("oneDNN refuses it there"))
     model = tiny_opt.__wrapped__("opt", 6).bfloat16()
