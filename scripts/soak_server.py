@@ -114,7 +114,7 @@ class Soak:
 
     def _read(self, lines: Any) -> None:
         for line in lines:
-            if re.match(r"[\d-]+ [\d:]+ (GET|POST) ", line) is None and "ended" not in line:
+            if re.match(r"[\d-]+ [\d:]+ (GET|POST) ", line) is None and "stopped" not in line:
                 self._note(f"the log says: {line.strip()}")
 
     def _right(self) -> int:

@@ -28,7 +28,7 @@ from transformers.trainer_utils import align_special_tokens
 from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint.loading import downloaded, warnings_off
 from skipdecode.checkpoint.offline import without_network
-from skipdecode.engine.sequence import Preparer
+from skipdecode.engine.prepare import Preparer
 from skipdecode.errors import first_line
 from skipdecode.families import text_config
 from train.recipe import Recipe

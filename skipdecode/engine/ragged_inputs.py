@@ -1,7 +1,7 @@
-"""A decode step of texts at columns of their own and at speeds of their own: each layer runs a prefix of them (law 7).
+"""Inputs of a decode step for sequences of different lengths and schedules.
 
-Layer sets nest (law 1), so with texts ordered deepest budget first, those that run a layer are the first ones, whatever
-their positions and schedules.
+The sets of layers that tokens run are nested (invariant 1, docs/explanation.md). With the tokens ordered by the size of
+their set, largest first, the tokens that run a given layer are therefore the first ones of the batch (invariant 7).
 """
 
 from array import array
@@ -11,40 +11,46 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kv_pool import Arena
+from skipdecode.engine.kv_pool import KVPool
 from skipdecode.fastpath.layer import LeanBlock, StepInputs
 from skipdecode.fastpath.model import LeanDecoder
 
 
 def nested_groups(layer_sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Texts that run these sets of layers, in groups in each of which the sets nest, the largest first.
+    """Group tokens by the sets of layers that they run, so that within each group the sets are nested.
 
-    Schedules of one placement and as many warm-up layers make one group.
+    Schedules with the same placement and the same number of warm-up layers form one group.
+
+    Args:
+        layer_sets: the layers that each token runs, ascending.
+
+    Returns:
+        The indices of each group's tokens, those of the largest set first.
 
     >>> nested_groups([(0, 3), (0, 2, 3), (0, 1), (0, 3), (0,)])
     [[1, 0, 3, 4], [2]]
     """
     groups: list[list[int]] = []
-    lasts: list[frozenset[int]] = []  # the smallest set of each
-    frozen: dict[tuple[int, ...], frozenset[int]] = {}
-    for text in sorted(range(len(layer_sets)), key=lambda n: -len(layer_sets[n])):
-        layers = layer_sets[text]
-        own = frozen.get(layers)
-        if own is None:
-            own = frozen[layers] = frozenset(layers)
-        for n, last in enumerate(lasts):
-            if own is last or own <= last:
-                groups[n].append(text)
-                lasts[n] = own
+    smallest: list[frozenset[int]] = []  # set of each group
+    known: dict[tuple[int, ...], frozenset[int]] = {}
+    for token in sorted(range(len(layer_sets)), key=lambda n: -len(layer_sets[n])):
+        layers = layer_sets[token]
+        layer_set = known.get(layers)
+        if layer_set is None:
+            layer_set = known[layers] = frozenset(layers)
+        for n, last in enumerate(smallest):
+            if layer_set is last or layer_set <= last:
+                groups[n].append(token)
+                smallest[n] = layer_set
                 break
         else:
-            groups.append([text])
-            lasts.append(own)
+            groups.append([token])
+            smallest.append(layer_set)
     return groups
 
 
 def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
-    """For each layer of the first of nested sets, how many of them hold it.
+    """For each layer of the first (largest) of several nested sets, the number of sets that contain it.
 
     >>> prefix_lengths([(0, 1, 3), (0, 3), (0, 3), (0,)])
     [4, 1, 3]
@@ -57,153 +63,152 @@ def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
     return list(counts.values())
 
 
-class _Part(StepInputs):
-    """Inputs of the tokens that run a layer: what those of `PrefixInputs` are, without the compiled kernels."""
+class _PrefixPart(StepInputs):
+    """Inputs of the first tokens of a step, those that run a layer, for blocks without compiled kernels."""
 
     def __init__(
         self,
-        columns: torch.Tensor,
+        positions: torch.Tensor,
         last: int,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
         super().__init__(last, None, rotary, bias)
-        self._columns = columns  # [tokens]
-        every = torch.arange(last + 1, device=columns.device)
-        self._distance = columns[:, None] - every  # [tokens, columns], below 0 behind a text's end
-        # What is read where a text has no column is its own last one: other texts' could be infinite.
-        self._read = torch.minimum(every, columns[:, None])
+        self._positions = positions  # [tokens]
+        every = torch.arange(last + 1, device=positions.device)
+        self._distance = positions[:, None] - every  # [tokens, positions], negative beyond a token's own position
+        # Beyond its own position a token reads its own slot again: that of another sequence could hold infinities,
+        # which a mask doesn't remove.
+        self._read = torch.minimum(every, positions[:, None])
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def place(self, arena: Arena, starts: torch.Tensor) -> None:
-        """Stand at columns of the arena, from `starts` [tokens] on: those of the layer that runs next."""
-        self._arena = arena
-        self._own = starts + self._columns
-        self._at = starts[:, None] + self._read  # [tokens, columns]
+    def locate(self, pool: KVPool, starts: torch.Tensor) -> None:
+        """Set the KV slots of the layer that runs next, of which each token's sequence has those from `starts` on."""
+        self._pool = pool
+        self._own_slots = starts + self._positions  # [tokens]
+        self._read_slots = starts[:, None] + self._read  # [tokens, positions]
 
     def attend(
         self, block: LeanBlock, cached: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """As StepInputs.attend."""
-        keys, values = self._arena.keys, self._arena.values
-        keys[:, self._own], values[:, self._own] = key.transpose(0, 1), value.transpose(0, 1)
+        """See StepInputs.attend."""
+        keys, values = self._pool.keys, self._pool.values
+        keys[:, self._own_slots], values[:, self._own_slots] = key.transpose(0, 1), value.transpose(0, 1)
         grouped = query.view(len(query), block.kv_heads, -1, block.head_dim).transpose(0, 1)
         attended = block.attention_function(
-            grouped,  # [kv_heads, tokens, heads that share keys, head_dim]: texts stand where heads would
-            keys[:, self._at],  # [kv_heads, tokens, columns, head_dim]
-            values[:, self._at],
+            grouped,  # [kv_heads, tokens, heads that share keys, head_dim]: tokens take the place of heads
+            keys[:, self._read_slots],  # [kv_heads, tokens, positions, head_dim]
+            values[:, self._read_slots],
             attn_mask=self._mask(block, query.dtype),
             scale=block.scaling,
         )
         return attended.transpose(0, 1).reshape(len(query), -1)
 
     def _mask(self, block: LeanBlock, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to scores [kv_heads or 1, tokens, heads that share keys or 1, columns]."""
+        """The mask that is added to scores, [kv_heads or 1, tokens, heads that share keys or 1, positions]."""
         window = block.window
         if window not in self._masks:
             seen = self._distance >= 0
             if window is not None:
                 seen &= self._distance < window
             bias: Any = 0.0
-            if self.bias is not None:  # [1, heads, 1, columns]
+            if self.bias is not None:  # [1, heads, 1, positions]
                 bias = self.bias[0, :, 0, : self.column + 1].view(block.kv_heads, 1, -1, self.column + 1)
             self._masks[window] = torch.where(seen[None, :, None], bias, float("-inf")).to(dtype)
         return self._masks[window]
 
 
 class PrefixInputs(StepInputs):
-    """Inputs of tokens of several texts, the deepest budget first; those of one text ascend.
+    """Inputs of a decode step whose tokens run different numbers of layers: each layer runs on the first tokens.
 
     Args:
-        arena: that holds the texts' keys and values.
-        starts: the first column in the arena of each text in each layer [tokens, layers of the model], int32 on CPU.
-        columns: of each token in its own text.
-        texts: a number for the text of each token.
-        layers: that run, ascending.
-        counts: for each of them, how many of the tokens run it.
-        position_ids, rotary: as of a step's, of each token.
-        bias: as of a step's, of one text from its first column on, beyond the last of `columns`.
+        pool: holds the keys and values of all sequences.
+        starts: the first KV slot of each token's sequence in each layer, [tokens, layers of the model], int32 on CPU.
+        positions: of each token in its sequence.
+        sequences: an integer for each token that identifies its sequence. The positions of one sequence's tokens
+            ascend.
+        layers: layers that run, ascending.
+        counts: for each of `layers`, how many of the tokens run it.
+        position_ids: as in StepInputs, [tokens].
+        rotary: as in StepInputs, of each token.
+        bias: as in StepInputs, for positions from 0 to at least the last of `positions`.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        pool: KVPool,
         starts: torch.Tensor,
-        columns: Sequence[int],
-        texts: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
         layers: Sequence[int],
         counts: Sequence[int],
         position_ids: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
-        super().__init__(max(columns), position_ids, rotary, bias)
-        self._arena = arena
+        super().__init__(max(positions), position_ids, rotary, bias)
+        self._pool = pool
         self._starts = starts
         self._counts = dict(zip(layers, counts, strict=True))
-        self.columns = columns
-        self._texts = texts
-        self._parts: dict[int, _Part] = {}
+        self._positions = positions
+        self._sequences = sequences
+        self._parts: dict[int, _PrefixPart] = {}
 
     def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """As StepInputs.places; where the rows lie is said by `prefixes`."""
-        return self._texts, self.columns
+        """See StepInputs.places; `prefixes` gives the rows of the cache."""
+        return self._sequences, self._positions
 
     def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
-        """As StepInputs.prefixes: a row of the cache is a column of the arena."""
+        """See StepInputs.prefixes; a row of the cache is a KV slot of the pool."""
         return array("i", self._counts.values()), self._starts[:, list(layers)].T.contiguous()
 
     def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
-        """As StepInputs.run, of the prefix that runs the layer."""
+        """See StepInputs.run; the layer runs on the first tokens of `hidden` and leaves the others as they are."""
         count = self._counts[index]
         part = self._parts.get(count)
         if part is None:
-            part = self._parts[count] = self._first(count, hidden.device)
-        starts = self._starts[:count, index].to(hidden.device, torch.int64)
-        part.place(self._arena, starts)
+            positions = torch.tensor(self._positions[:count], device=hidden.device)
+            rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
+            part = self._parts[count] = _PrefixPart(positions, max(self._positions[:count]), rotary, self.bias)
+        part.locate(self._pool, self._starts[:count, index].to(hidden.device, torch.int64))
         if count == len(hidden):
             return block(hidden, cached, part)
         hidden[:count] = block(hidden[:count], cached, part)
         return hidden
 
-    def _first(self, count: int, device: torch.device) -> _Part:
-        columns = torch.tensor(self.columns[:count], device=device)
-        rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
-        return _Part(columns, max(self.columns[:count]), rotary, self.bias)
 
-
-class TextPositions:
-    """What the columns of a text are to a model, from its first one on, in tables that grow.
+class PositionTables:
+    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence.
 
     Args:
-        decoder: of the model.
+        decoder: the model's fast path.
         device: of the model.
     """
 
     def __init__(self, decoder: LeanDecoder, device: torch.device) -> None:
         self._decoder = decoder
         self._device = device
-        self._known = 0
-        self._looked_up: torch.Tensor | None = None
+        self._length = 0
+        self._position_ids: torch.Tensor | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bias: torch.Tensor | None = None
 
-    def reach(self, columns: int) -> None:
-        """Know the first `columns` at least."""
-        if columns <= self._known:
+    def grow(self, length: int) -> None:
+        """Extend the tables to at least `length` positions."""
+        if length <= self._length:
             return
-        self._known = max(columns, 2 * self._known, 256)
-        every = torch.arange(self._known, device=self._device)[None]
-        looked_up, rotary = self._decoder.placed(every)
-        self._looked_up = looked_up[0] if looked_up is not None else None
+        self._length = max(length, 2 * self._length, 256)
+        every = torch.arange(self._length, device=self._device)[None]
+        position_ids, rotary = self._decoder.placed(every)
+        self._position_ids = position_ids[0] if position_ids is not None else None
         self._rotary = (rotary[0][0], rotary[1][0]) if rotary is not None else None
         self._bias = self._decoder.bias(torch.ones_like(every), 0, padded=False)
 
-    def of(
-        self, columns: Sequence[int]
+    def at(
+        self, positions: Sequence[int]
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
-        """Position ids, rotary and bias of tokens at these columns, as `PrefixInputs` takes them."""
-        at = torch.tensor(columns, device=self._device)
-        looked_up = self._looked_up[at] if self._looked_up is not None else None
-        rotary = (self._rotary[0][at], self._rotary[1][at]) if self._rotary is not None else None
-        return looked_up, rotary, self._bias
+        """Position ids, rotary embeddings and bias of tokens at these positions, as `PrefixInputs` takes them."""
+        index = torch.tensor(positions, device=self._device)
+        position_ids = self._position_ids[index] if self._position_ids is not None else None
+        rotary = (self._rotary[0][index], self._rotary[1][index]) if self._rotary is not None else None
+        return position_ids, rotary, self._bias

@@ -189,19 +189,19 @@ def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the rows come from --task NAME or from --file FILE"),
-        (["--task", "departures", "--file", "rows.jsonl"], "name one of the two"),
-        (["--file", "rows.jsonl", "--data-dir", "E2E"], "--data-dir and --task-option are of a --task"),
+        ([], "give the rows by either --task NAME or --file FILE"),
+        (["--task", "departures", "--file", "rows.jsonl"], "give the rows by either --task NAME or --file FILE"),
+        (["--file", "rows.jsonl", "--data-dir", "E2E"], "--data-dir and --task-option belong to --task"),
         (["--file", "nowhere.jsonl"], "--file .*nowhere.jsonl.* can't be read"),
-        (["--file", "empty.jsonl"], "holds no row"),
-        (["--file", "prompts.jsonl"], "line 1: expected a JSON object whose completion is a text"),
+        (["--file", "empty.jsonl"], "has no rows"),
+        (["--file", "prompts.jsonl"], "line 1: expected a JSON object whose completion is a string"),
         (["--file", "lines.txt"], "line 1: expected a JSON object with a prompt and a completion"),
         (["--task", "departure"], "did you mean 'departures'"),
-        (["--task", "departures", "--rows", "0"], "--rows is 0: it must be at least 1"),
+        (["--task", "departures", "--rows", "0"], "--rows is 0: it must be between 1 and 1000000"),
         (["--task", "departures", "--shortlist", "0"], "--shortlist is 0"),
         (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 fit"),
-        (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists: name a new file"),
-        (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is no folder"),
+        (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists already: name a new file"),
+        (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is not a folder"),
     ],
 )
 def test_what_no_order_can_be_found_from_is_one_line(

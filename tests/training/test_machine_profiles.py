@@ -116,5 +116,5 @@ def test_calibrate_writes_a_file_that_a_training_reads(
         load_model(str(folder)), CostModel.of(load_model(str(folder))), profile.setting["weights"]
     )
     assert main([*words, "--output", str(file)]) == 2
-    assert "machine.json exists: name a new file" in capsys.readouterr().err
+    assert "machine.json exists already: name a new file" in capsys.readouterr().err
     assert json.loads(file.read_text())["format"]
