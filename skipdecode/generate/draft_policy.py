@@ -56,7 +56,7 @@ class DraftPolicy(Protocol):
 
     @property
     def rounds(self) -> int:
-        """How many rounds may follow the last `rule` before it is asked for again."""
+        """How many rounds may follow the last `rule` before `rule` is called again."""
 
     def rule(self, sequences: int, budgets: Sequence[int]) -> DraftRule:
         """What to draft in the next round.

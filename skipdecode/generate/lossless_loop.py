@@ -97,7 +97,7 @@ class LosslessLoop:
         self._endings = Endings(request.stopping_criteria, batch)
         processors = request.logits_processor
         self._process = ScoreProcessor(processors, self.token_ids, self._pad, copies=self._returns_scores)
-        # Whether the kernels may choose tokens, and whether several of them before anybody sees the first.
+        # Whether the kernels may choose tokens, and whether several before the first is shown.
         self._by_kernels = not processors and not config.do_sample and not self._returns_scores
         self._several_at_once = self._by_kernels and self._streamer is None and self._endings.known
         self._proposed: dict[int, list[torch.Tensor]] = {row: [] for row in range(batch)}  # distributions of drafts
@@ -259,7 +259,7 @@ class LosslessLoop:
                 self._end(row, self.counts[row])
 
     def _count(self, found: DraftedRounds, layers: Sequence[int]) -> None:
-        """Add the kernels' rounds to the counts; each draft ran so many layers."""
+        """Add the kernels' rounds to the counts; `layers` gives the layers of each draft."""
         left = list(found.chosen.counts)
         for drafted, accepted in zip(found.drafted, found.agreed, strict=True):
             self._draft_counts.rounds += 1

@@ -1,4 +1,4 @@
-"""Decoding under a schedule, behind `model.generate(custom_generate=skip_generate)`."""
+"""Decoding under a schedule, called by `model.generate(custom_generate=skip_generate)`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -121,7 +121,7 @@ def skip_generate(
         )
     fast = fast_path(model)
     drafts = fast.solved().draft_candidates(order) if chooses_draft else []
-    obstacle = fast.why_not()  # asked for once, here
+    obstacle = fast.why_not()
     plan = resolve_plan(
         model,
         drafts[0] if drafts else schedule,
