@@ -11,12 +11,13 @@ import torch
 
 from skipdecode.engine.prepare import PreparedRequest
 from skipdecode.errors import ConfigError
+from skipdecode.generate.acceptance import accepted_tokens
+from skipdecode.generate.draft_policy import MAX_DRAFTS, AcceptedPlusOne, DraftPolicy, VerifiedRound
 from skipdecode.generate.stopping import Endings
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import SkipSchedule
 
 End = Literal["stop", "length", "cancelled", "failed"]
-_INITIAL_DRAFTS, _MAX_DRAFTS = 4, 8  # tokens that are drafted before they are verified
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,8 @@ class EngineSequence:
         self.cutoffs = self.schedule.cutoffs(self.max_steps)
         self._draft_schedule = draft_schedule
         self._drafts: list[int] = []  # tokens that follow the last one and are still to be verified
-        self._drafts_wanted = _INITIAL_DRAFTS
+        self._draft_policy: DraftPolicy = AcceptedPlusOne()
+        self._drafts_wanted = 0  # drafts of this round
         self._verifying = True  # the prefill's token counts as verified
         self._processor = prepared.processor
         self._do_sample = bool(prepared.config.do_sample)
@@ -263,7 +265,11 @@ class EngineSequence:
         if self._draft_schedule is None:
             return [TokenInput(self._last_token, self.length - 1, self._layers(self.schedule, self.step))]
         drafts = self._drafts
-        self._verifying = not drafting or len(drafts) >= min(self._drafts_wanted, self._max_length - self.length - 1)
+        if not drafts:
+            room = min(MAX_DRAFTS, self._max_length - self.length - 1)
+            budgets = [self._draft_schedule.budget(self.step + n) for n in range(room)]
+            self._drafts_wanted = len(self._draft_policy.rule(1, budgets).worth)
+        self._verifying = not drafting or len(drafts) >= self._drafts_wanted
         if self._verifying:
             layers = self._layers(self.schedule, self.step)
             tokens = [self._last_token, *drafts]
@@ -292,16 +298,14 @@ class EngineSequence:
             self._drafts.append(greedy[0])
             return False
         drafts, self._drafts = self._drafts, []
-        for n in range(len(greedy)):
-            own = logits[n : n + 1]
-            token = self._choose(own) if self._do_sample or self._processor else greedy[n]
-            if self._append(token, own):
+        choosing = self._do_sample or bool(self._processor)
+        chosen = (self._choose(logits[n : n + 1]) if choosing else token for n, token in enumerate(greedy))
+        accepted = 0
+        for accepted, token in enumerate(accepted_tokens(drafts, chosen)):
+            if self._append(token, logits[accepted : accepted + 1]):
                 return True
-            if n < len(drafts) and token != drafts[n]:
-                self._drafts_wanted = n + 1  # as many as were accepted, and one more
-                return False
         if drafts:
-            self._drafts_wanted = min(len(drafts) + 1, _MAX_DRAFTS)
+            self._draft_policy.learn(VerifiedRound(1, accepted + 1, [len(drafts)], [accepted]))
         return False
 
     def _choose(self, logits: torch.Tensor) -> int:
