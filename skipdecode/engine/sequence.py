@@ -268,7 +268,7 @@ class EngineSequence:
         if not drafts:
             room = min(MAX_DRAFTS, self._max_length - self.length - 1)
             budgets = [self._draft_schedule.budget(self.step + n) for n in range(room)]
-            self._drafts_wanted = len(self._draft_policy.rule(1, budgets).worth)
+            self._drafts_wanted = len(self._draft_policy.rule(1, budgets).min_probabilities)
         self._verifying = not drafting or len(drafts) >= self._drafts_wanted
         if self._verifying:
             layers = self._layers(self.schedule, self.step)
