@@ -1,1 +1,1 @@
-"""Pieces that recipes and commands name, and what reads them: files by name, shapes of models."""
+"""Named configuration files for recipes and commands (model shapes, DeepSpeed), and the code that reads them."""

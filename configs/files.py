@@ -1,4 +1,4 @@
-"""Files that names mean, and YAML."""
+"""Finding configuration files by name, and reading YAML."""
 
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,19 @@ from yaml import YAMLError
 
 from skipdecode.errors import ConfigError, first_line, unknown
 
-# What OmegaConf raises for a text that can't be used: its own, the parser's, that of an integer without end or of bytes
-# that aren't UTF-8 (ValueError), that of nesting without end.
+# What OmegaConf raises for invalid YAML: its own errors, the parser's, ValueError for huge integers and bytes that
+# aren't UTF-8, and RecursionError for deep nesting.
 YAML_ERRORS = (OmegaConfBaseException, YAMLError, ValueError, RecursionError)
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def named_file(name: str, folder: Path, suffix: str, kind: str) -> Path:
-    """The file that a name in a folder, or a path, means. Raises ConfigError with the nearest name."""
+    """Find a file by its name in a folder, or by its path. Raises ConfigError that names the nearest known name."""
     try:
         for path in (folder / f"{name}{suffix}", Path(name)):
             if path.is_file():
                 return path
-    except OSError as error:  # such as a name that is too long for a file's
+    except OSError as error:  # such as a file name that is too long
         raise ConfigError(f"{kind} {name!r}: no such file ({error.strerror})") from error
     if name.endswith(suffix) or "/" in name:
         raise ConfigError(f"{kind} {name!r}: no such file")
@@ -29,7 +29,7 @@ def named_file(name: str, folder: Path, suffix: str, kind: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises ConfigError where it doesn't."""
+    """Read a YAML file. Raises ConfigError for one that can't be read or doesn't hold a mapping."""
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except (*YAML_ERRORS, OSError) as error:

@@ -1,4 +1,4 @@
-"""Model shapes: a config without weights, named in configs/model/."""
+"""Model shapes: configs in configs/model/ from which models with random weights are made."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from configs.files import ROOT, named_file, read_yaml
 from skipdecode.errors import ConfigError, first_line, unknown
 from skipdecode.families import text_config
-from skipdecode.schedule.schedule import MOST_LAYERS
+from skipdecode.schedule.schedule import MAX_LAYERS
 
 SHAPES = ROOT / "configs" / "model"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-# By the names that all families map their own to.
+# Under transformers' common names, to which each family maps its own.
 _SIZES_OF_WEIGHTS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim"),
@@ -21,9 +21,9 @@ _SIZES_OF_WEIGHTS = (
 
 
 def read_shape(name: str, field: str) -> dict[str, Any]:
-    """The config values of a name in configs/model/, or of a YAML file; `model_type` is among them.
+    """Read the config values of a shape, by its name in configs/model/ or its path; they include `model_type`.
 
-    Raises ConfigError that names `field`.
+    Raises ConfigError, which names `field`, for a missing or invalid file.
     """
     path = named_file(name, SHAPES, ".yaml", field)
     shape = read_yaml(path)
@@ -33,41 +33,41 @@ def read_shape(name: str, field: str) -> dict[str, Any]:
 
 
 def shape_config(shape: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of a shape's values. Raises ConfigError for those that its family doesn't know, or can't be."""
+    """Make a config from a shape's values. Raises ConfigError for values that are invalid or unknown to the family."""
     values = dict(shape)
     layers = next((values[name] for name in _LAYERS if name in values), 1)
-    if isinstance(layers, int) and layers > MOST_LAYERS:  # some families list them, and all would be built
-        raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MOST_LAYERS}")
-    for name in set(_SIZES_OF_WEIGHTS) & set(values):  # of which transformers would warn in lines of its own
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # some families list them, and all would be built
+        raise ConfigError(f"num_hidden_layers is {layers}: it must be at most {MAX_LAYERS}")
+    for name in set(_SIZES_OF_WEIGHTS) & set(values):  # checked first, because transformers would print warnings
         _check_size(name, values[name])
     model_type = values.pop("model_type")
     config: PretrainedConfig = _made(lambda: AutoConfig.for_model(model_type, **values))
-    # What a family doesn't know but takes for another key, such as rope_theta, leaves no attribute of its own.
-    # Settings of generate leave none either.
+    # A key of another name for a known setting, such as rope_theta, leaves no attribute of its own, and needs no check.
+    # A setting of generate leaves none either, and must be reported.
     _check_keys(config, [key for key in values if key in vars(config) or key in vars(GenerationConfig())])
     _check_values(config)
-    with torch.device("meta"):  # the model without memory: its layers may refuse what the config took
+    with torch.device("meta"):  # build the model without memory, because layers check more values than the config does
         _made(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     return config
 
 
 def changed_config(config: PretrainedConfig, changes: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of weights that are there, with other values.
+    """Change values in the config of a pretrained model.
 
-    Raises ConfigError for keys that it doesn't have, values that can't be, and the sizes of its weights.
+    Raises ConfigError for unknown keys, invalid values, and sizes of the weights.
     """
     _check_keys(config, changes)
     names = config.attribute_map
     for key in changes:
         if names.get(key, key) in {names.get(size, size) for size in _SIZES_OF_WEIGHTS}:
-            raise ConfigError(f"{key} can't be changed: the weights that are there have it")
+            raise ConfigError(f"{key} can't be changed: the pretrained weights have this size")
     changed: PretrainedConfig = _made(lambda: type(config).from_dict({**config.to_dict(), **changes}))
     _check_values(changed)
     return changed
 
 
 def random_model(shape: Mapping[str, Any] | PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with random weights. Raises ConfigError for values that its family refuses."""
+    """Make a causal language model with random weights. Raises ConfigError for values that its family rejects."""
     config = shape if isinstance(shape, PretrainedConfig) else shape_config(shape)
     model: PreTrainedModel = _made(
         lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -76,17 +76,17 @@ def random_model(shape: Mapping[str, Any] | PretrainedConfig, dtype: torch.dtype
 
 
 def _check_keys(config: PretrainedConfig, keys: Iterable[str]) -> None:
-    """Raises ConfigError for a key that a config's family has no use for: transformers would keep it unread."""
+    """Raises ConfigError for a key that the family doesn't know; transformers would store it and never read it."""
     known = {*type(config)().to_dict(), *type(config).__dataclass_fields__, *config.attribute_map} - {"model_type"}
     for key in keys:
         if key not in known and key in vars(GenerationConfig()):
-            raise ConfigError(f"{key} is a setting of generate: the config of {config.model_type} has none of these")
+            raise ConfigError(f"{key} is a generation setting, which the config of {config.model_type} doesn't have")
         if key not in known:
             raise unknown(f"key of the config of {config.model_type}", str(key), known)
 
 
 def _check_values(config: PretrainedConfig) -> None:
-    """Raises ConfigError for values that the family's class takes, and that no model can be made or trained with."""
+    """Raises ConfigError for values that the config class accepts but with which no model can be built or trained."""
     text = text_config(config)
     for name in (*_SIZES_OF_WEIGHTS, "max_position_embeddings"):
         _check_size(name, getattr(text, name, None))
@@ -106,7 +106,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """Make something of values that a user gave. Raises ConfigError for any error: families have all kinds."""
+    """Build something from a user's values. Raises ConfigError for any error, since families raise all kinds."""
     try:
         return make()
     except Exception as error:

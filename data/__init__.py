@@ -1,4 +1,4 @@
-"""Tasks: where examples come from, how they read, and how they lie in a batch."""
+"""Tasks: their examples, prompts and references, and the tokenised training rows and batches made of them."""
 
 from typing import Any, get_type_hints
 
@@ -22,9 +22,9 @@ TASKS: dict[str, type[Task]] = {
 
 
 def load_task(name: str, /, **options: Any) -> Task:
-    """The task of a name, made with the options that aren't None.
+    """Make a task by its name, with the options that aren't None.
 
-    Raises ConfigError for an unknown name or option, and for a value that isn't of the option's type.
+    Raises ConfigError for an unknown name or option, and for a value of the wrong type.
     """
     if name not in TASKS:
         raise unknown("task", name, TASKS)
@@ -39,5 +39,5 @@ def load_task(name: str, /, **options: Any) -> Task:
             reason = error.errors()[0]["msg"]
             raise ConfigError(f"{key} is {value!r}: {reason} (an option of the task {name!r})") from error
     if given.get("path") == "":
-        raise ConfigError("data.path is empty (--data-dir in the evaluation): name a folder")
+        raise ConfigError("data.path is empty (--data-dir in the evaluation): set it to a folder")
     return TASKS[name](**given)

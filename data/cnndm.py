@@ -10,21 +10,21 @@ INSTRUCTION = "\n\nTL;DR:"
 
 
 class CNNDailyMail(TextToText):
-    """CNN/DailyMail: an article is summarised in its highlights, one a line."""
+    """CNN/DailyMail: an article is summarised by its highlights, one per line."""
 
     name: ClassVar[str] = "cnndm"
     columns: ClassVar[tuple[str, ...]] = ("article", "highlights")
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "bertscore")
     repository: ClassVar[str] = "abisee/cnn_dailymail"
     configuration: ClassVar[str | None] = "3.0.0"
-    # In OPT's tokens, over 100 articles of the training split: an article has 809 (median; quartiles 577 and 1,088),
-    # so 39 are cut; highlights with the end token have 63 (median; 145 at most), and 2 are longer than 128.
+    # Measured in OPT tokens on 100 training articles: articles have 809 tokens (median; quartiles 577 and 1,088), so 39
+    # are truncated; highlights with the end token have 63 (median; maximum 145), and 2 are longer than 128.
     max_prompt_tokens: ClassVar[int] = 896
     max_new_tokens: ClassVar[int] = 128
     horizon: ClassVar[int] = 64
 
     def example(self, name: str, row: Row) -> Example:
-        """The article with "TL;DR:" below it, as GPT-2 was asked for summaries, and all highlights as one text."""
+        """The article followed by "TL;DR:", GPT-2's prompt for summaries, and all highlights as one reference."""
         highlights = row.text("highlights").strip()
         return Example(
             id=name,

@@ -1,4 +1,4 @@
-"""A task that needs no download: departures of trains, buses and ferries, and the sentences that announce them."""
+"""A task that needs no download: announcements of departing trains, buses and ferries, generated from templates."""
 
 import hashlib
 import itertools
@@ -23,7 +23,7 @@ TIMES = (
 STOP_NAMES = {"train": "platform", "bus": "stop", "ferry": "pier"}
 TRIPS = {"train": "journey", "bus": "ride", "ferry": "crossing"}
 VERBS = {"train": "run", "bus": "run", "ferry": "sail"}
-VALUES = {  # each slot with what it may hold, in the order of the prompt
+VALUES = {  # the slots in the order of the prompt, each with its possible values
     "vehicle": tuple(STOP_NAMES),
     "line": ("Heron", "Copper", "Amber", "Willow", "Orchard", "Beacon", "Indigo", "Juniper"),
     "from": PLACES,
@@ -38,16 +38,16 @@ VALUES = {  # each slot with what it may hold, in the order of the prompt
 }
 ALWAYS = ("vehicle", "to", "leaves")
 OPTIONAL = tuple(slot for slot in VALUES if slot not in ALWAYS)
-BEFORE_CANCELLING = ("line", "from", "stop")  # nobody announces the price of a ferry that will not sail
+BEFORE_CANCELLING = ("line", "from", "stop")  # the only optional slots of a cancelled departure
 CANCELLED_SHARE = 0.1
 SLOT_COUNTS, SLOT_COUNT_WEIGHTS = (4, 5, 6, 7, 8), (10, 20, 25, 25, 20)
 REFERENCES = {"train": 3, "validation": 6, "test": 6}
-MAX_CHARACTERS = 140  # a longer text is written again: 64 tokens of a small vocabulary must hold it
-# A value reads as itself or as it is spoken, by this table or with its number as a word.
+MAX_CHARACTERS = 140  # a longer text is generated again, so that it fits into 64 tokens of a small vocabulary
+# Values are written as they are or as spoken: by this table, or with the number as a word.
 SPOKEN = {"7.30": "half past seven", "9.00": "nine o'clock", "12.00": "noon", "1 hour": "an hour"}
 NUMBERS = {"2": "two", "3": "three", "5": "five"}
-# Templates. A field in braces must be there for the template to be used; a chunk in brackets is kept where all its
-# fields are there. {np} is one of SUBJECTS, {vp} one or two of PREDICATES.
+# Templates. A template is used only if the example has all of its fields in braces; a part in brackets is kept only if
+# the example has the part's fields. {np} is replaced by one of SUBJECTS, {vp} by one or two of PREDICATES.
 SUBJECTS = (
     "the {time}[ {line} Line] {vehicle}[ from {from}] to {to}",
     "the {time} {vehicle}[ from {from}] to {to}[ on the {line} Line]",
@@ -55,7 +55,7 @@ SUBJECTS = (
     "the[ {line} Line] {vehicle} that {leaves}[ {from}] for {to} {at}[ from {stop}]",
 )
 OPENINGS = (
-    *("{np} {vp}",) * 3,  # the commonest, so three chances
+    *("{np} {vp}",) * 3,  # the most common opening, so it is three times as likely
     "{np}, which {vp}, {vp}",
     "catch {np}",
     "go to {stop} for the {time}[ {line} Line] {vehicle}[ from {from}] to {to}",
@@ -77,7 +77,7 @@ OPENINGS = (
     "it is a {long} {trip}[ from {from}] to {to} on the {time}[ {line} Line] {vehicle}[, which leaves from {stop}]",
     "leaving[ {from}] {at}[ from {stop}], the[ {line} Line] {vehicle} to {to} {vp}",
 )
-# Each of these leaves nothing over: a sentence after "has been cancelled" would promise what will not happen.
+# Each of these states all facts: a further sentence after "has been cancelled" would contradict it.
 CANCELLED = (
     "the {time}[ {line} Line] {vehicle}[ from {from}] to {to}[, due to leave from {stop},] {is_cancelled}",
     "the {time} {to} {vehicle}[ from {from}][ on the {line} Line] {is_cancelled}[ and will not leave from {stop}]",
@@ -125,12 +125,12 @@ FACT_OF = {"long": "duration", "delay": "late", "no_delay": "on_time"}
 TONE = {"on_time": 1, "wifi": 1, "bicycles": 1, "late": -1, "no_wifi": -1, "no_bicycles": -1}
 CHUNK, FIELD = re.compile(r"\[([^\[\]]*)\]"), re.compile(r"\{(\w+)\}")
 WANTS_AN = re.compile(r"\b([Aa]) (?=[AEIO8])")  # "an Amber Line train", "an 80-minute ride"
-RANK = {fact: rank for rank, fact in enumerate(PREDICATES)}  # the order in which people tell facts, loosely:
-LOOSENESS = 5.0  # each may come up to so many places later
+RANK = {fact: rank for rank, fact in enumerate(PREDICATES)}  # the usual order of facts
+RANK_JITTER = 5.0  # a fact may come up to this many ranks later
 
 
 def draw(rng: random.Random) -> Meaning:
-    """One meaning representation of 4 to 8 slots, in the order of VALUES."""
+    """Draw a meaning representation of 4 to 8 slots, in the order of VALUES."""
     values = {slot: rng.choice(options) for slot, options in VALUES.items()}
     values["from"], values["to"] = rng.sample(PLACES, 2)
     if rng.random() < CANCELLED_SHARE:
@@ -143,13 +143,13 @@ def draw(rng: random.Random) -> Meaning:
 
 
 def linearise(meaning: Meaning) -> str:
-    """The prompt: "vehicle: ferry | to: Larkhaven | leaves: 9.40 | pier: 3" and a newline."""
+    """The prompt, such as "vehicle: ferry | to: Larkhaven | leaves: 9.40 | pier: 3" and a newline."""
     names = {"stop": STOP_NAMES[meaning["vehicle"]]}
     return " | ".join(f"{names.get(slot, slot)}: {value}" for slot, value in meaning.items()) + "\n"
 
 
 def split_of(prompt: str) -> Split:
-    """The only split that may hold this prompt, under any seed: 8 in 10 train, 1 validation, 1 test."""
+    """The split to which a prompt belongs, whatever the seed: 8 in 10 train, 1 validation, 1 test."""
     bucket = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % 10
     return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
 
@@ -160,11 +160,11 @@ def spoken(value: str) -> str:
 
 
 def choose_words(meaning: Meaning, rng: random.Random) -> dict[str, str]:
-    """The words for each template field that this meaning has, alternatives already chosen."""
+    """The words for each template field that a meaning has, one of the alternatives for each."""
     vehicle, status = meaning["vehicle"], meaning.get("status")
     words = {slot: rng.choice((value, spoken(value))) for slot, value in meaning.items()}
     words |= {"time": meaning["leaves"], "at": f"at {words['leaves']}", "trip": rng.choice((TRIPS[vehicle], "trip"))}
-    if status == "delayed":  # what is late hasn't left yet: it's only due to
+    if status == "delayed":  # "leaves at 9.40" would be wrong for a delayed departure
         words |= {"leaves": "is due to leave", "reaches": "reach", "goes": f"is due to {VERBS[vehicle]}"}
         words |= {"late": rng.choice(("delayed", "running late")), "delay": "a delay"}
     else:
@@ -184,7 +184,7 @@ def choose_words(meaning: Meaning, rng: random.Random) -> dict[str, str]:
 
 
 def keep_chunks(template: str, words: dict[str, str]) -> str:
-    """The template with each bracketed chunk kept or dropped, by whether `words` has its fields."""
+    """Keep each bracketed part of a template if `words` has its fields, and drop it otherwise."""
     return CHUNK.sub(lambda chunk: chunk[1] if words.keys() >= set(FIELD.findall(chunk[1])) else "", template)
 
 
@@ -197,7 +197,7 @@ def conjunction(first: str, second: str) -> str:
 
 
 def join_predicates(facts: list[str], rng: random.Random) -> str:
-    """One to three facts said of one subject, no two with the same verb: not "has no wifi and has no room"."""
+    """Join one to three facts about one subject, with different verbs: not "has no wifi and has no room"."""
     picked: list[str] = []
     for fact in facts:
         verbs = [predicate.split()[0] for predicate in picked]
@@ -209,7 +209,7 @@ def join_predicates(facts: list[str], rng: random.Random) -> str:
 
 
 def follow_up(facts: list[str], after_vehicle: bool, rng: random.Random) -> str:
-    """A template for a sentence that says one to three facts; "it" only right after a sentence with the vehicle."""
+    """A template for a sentence with one to three facts; its subject is "it" only after a sentence with the vehicle."""
     subject = rng.choice(("it", "it", "it", "the {vehicle}") if after_vehicle else ("the {vehicle}", "this {vehicle}"))
     pairs = [pair for pair in PAIRS if set(facts) == set(facts_in(pair)) - {"trip", "subject"}]
     if pairs and rng.random() < 0.6:
@@ -224,14 +224,14 @@ def follow_up(facts: list[str], after_vehicle: bool, rng: random.Random) -> str:
 
 
 def compose(opening: str, words: dict[str, str], rng: random.Random) -> str | None:
-    """One reference that starts with `opening`, or None where the opening doesn't suit what there is to say."""
+    """A reference that starts with `opening`, or None where the opening doesn't fit the facts."""
     opening = keep_chunks(opening.replace("{np}", rng.choice(SUBJECTS)), words)
     said = facts_in(opening)
     left = [fact for fact in words if fact in PREDICATES and fact not in said]
     predicates = opening.count("{vp}")
     if not set(FIELD.findall(opening)) - {"vp"} <= words.keys() or len(left) < predicates:
         return None
-    left.sort(key=lambda fact: RANK[fact] + rng.uniform(0, LOOSENESS))
+    left.sort(key=lambda fact: RANK[fact] + rng.uniform(0, RANK_JITTER))
     for remaining in range(predicates, 0, -1):
         both = remaining == 1 and len(left) > 1 and rng.random() < 0.5
         now, left = left[: 1 + both], left[1 + both :]
@@ -246,7 +246,7 @@ def compose(opening: str, words: dict[str, str], rng: random.Random) -> str | No
 
 
 def write_references(meaning: Meaning, count: int, rng: random.Random) -> tuple[str, ...]:
-    """`count` different texts, from as many different openings as there are."""
+    """Write `count` different references, with as many different openings as possible."""
     openings = list(CANCELLED if meaning.get("status") == "cancelled" else OPENINGS)
     rng.shuffle(openings)
     references: dict[str, None] = {}  # an ordered set
@@ -259,9 +259,9 @@ def write_references(meaning: Meaning, count: int, rng: random.Random) -> tuple[
 
 
 class Departures(Task):
-    """Departure announcements, generated from a seed alone.
+    """Departure announcements, generated from a seed.
 
-    An example depends on its seed, split and place in the split, and on no size: a longer split starts with the
+    An example depends on the seed, its split and its index, but not on the split's size: a longer split begins with the
     shorter one. Raises ConfigError for a seed or a size out of range.
     """
 

@@ -11,12 +11,12 @@ from data.source import check_folder, hub_rows
 from data.task import Example, Split, Task, check_split
 from skipdecode.errors import ConfigError
 
-# In the order in which prompts name them, whatever order a row has.
+# In the order of prompts; rows may have another order.
 SLOTS = ("name", "eatType", "food", "priceRange", "customer rating", "area", "familyFriendly", "near")
 HUB_REPOSITORY, HUB_REVISION = "tuetschek/e2e_nlg", "refs/convert/parquet"
 
-# What a text that states a slot has in it, in whatever words; after the slot aligner of Dušek, Howcroft and Rieser,
-# "Semantic Noise Matters for Neural NLG" (INLG 2019). Names, kinds and cuisines are stated by their value.
+# Patterns that tell whether a text states a slot, after the slot aligner of Dušek, Howcroft and Rieser, "Semantic Noise
+# Matters for Neural NLG" (INLG 2019). The other slots are stated by their values.
 MENTIONS = {
     "priceRange": re.compile(r"pric|cheap|expensiv|moderate|cost|afford|£|pound|budget", re.IGNORECASE),
     "customer rating": re.compile(r"rat(ed|ing)|star|out of|customer|review|recommend|regard|score", re.IGNORECASE),
@@ -28,19 +28,19 @@ _SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
 
 
 class E2E(Task):
-    """E2E NLG from a folder of its CSV files, or from the Hub where no folder is given.
+    """E2E NLG from a folder with its CSV files, or from the Hub without one.
 
     Args:
-        path: a folder with `devset.csv` and `testset_w_refs.csv` (columns `mr`, `ref`). With `trainset.csv` beside them
-            that is the training data and `devset.csv` the validation data; without it `devset.csv` is trained on.
-        delexicalise: slots whose value is replaced by a placeholder in prompts and targets, and put back into
-            predictions before they are scored: a model trained from scratch can't write names that it never saw.
-        faithful: train on those references of each MR alone that leave out the fewest of its slots. One in six of the
-            texts leaves something out, and a small model learns to leave out much more.
-        concise: train on the shorter half of what is left of each MR's references alone, by words. A small model that
-            is trained on all of them writes what is likeliest a word at a time, which is longer than people's texts.
-        holdout: meaning representations of `devset.csv`, spread evenly over it, that are the validation data and not
-            trained on, where there is no `trainset.csv`. The Hub has every split: none is held out.
+        path: a folder with `devset.csv` and `testset_w_refs.csv` (columns `mr`, `ref`). If it has `trainset.csv`, that
+            is the training split and `devset.csv` the validation split; otherwise `devset.csv` is the training split.
+        delexicalise: slots whose values are replaced by placeholders in prompts and targets, and restored in
+            predictions before scoring. A model trained from scratch can't write names that it never saw.
+        faithful: train only on the references of each MR that omit the fewest slots. One reference in six omits
+            something, and a small model learns to omit much more.
+        concise: train only on the shorter half (in words) of the remaining references of each MR. A small model trained
+            on all of them writes longer texts than the references.
+        holdout: number of meaning representations of `devset.csv`, evenly spaced, that form the validation split and
+            aren't trained on, where there is no `trainset.csv`. The Hub has every split, so none are held out there.
     """
 
     name: ClassVar[str] = "e2e"
@@ -69,10 +69,10 @@ class E2E(Task):
         self.holdout = holdout
 
     def stream(self, split: Split) -> Iterator[Example]:
-        """A split as one example per meaning representation, in the order of their first rows.
+        """The examples of a split, one per meaning representation, in the order of first rows.
 
-        Its rows are all read first, since those of one meaning representation needn't follow each other, nor name its
-        slots in one order.
+        All rows are read first, because rows of one meaning representation needn't be adjacent, nor have its slots in
+        the same order.
         """
         check_split(split)
         rows = self._hub_rows(split) if self.path is None else csv_pairs(self._file(split), parse_mr)
@@ -87,21 +87,21 @@ class E2E(Task):
             yield self._example(f"{self.name}-{split}-{n}", parse_mr(mr), references)
 
     def files(self, split: Split) -> tuple[Path, ...]:
-        """The file of the split, behind the training file where that says what of it is held out."""
+        """The file of a split; for validation also the training file, which may determine what is held out."""
         if self.path is None:
             return ()
         return (self._file("train"), self._file(split)) if split == "validation" else (self._file(split),)
 
     def restore(self, example: Example, text: str) -> str:
-        """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        """Replace placeholders by their words, correcting a/an and the capitals of sentences."""
         text = put_back(text, example.substitutions)
         return capitals(re.sub(r"\b(food) food\b", r"\1", text, flags=re.IGNORECASE))  # "Fast food", "<food> food"
 
     def _example(self, name: str, slots: dict[str, str], references: list[str]) -> Example:
         hidden = {slot: value for slot, value in slots.items() if slot in self.delexicalise}
         shown = " | ".join(f"{slot}: {placeholder(slot) if slot in hidden else slots[slot]}" for slot in slots)
-        # A placeholder in the prompt that the target doesn't repeat ("British" for English) would teach the model to
-        # state a fact that it can't see.
+        # A target without a placeholder of the prompt ("British" for English) would teach the model to state a fact
+        # that it can't see.
         wanted = slots if self.faithful else hidden
         texts = [hide(reference, hidden) for reference in references]
         omitted = [sum(not _states(text, slot, hidden) for slot in wanted) for text in texts]
@@ -128,8 +128,8 @@ class E2E(Task):
                 names["validation"] = "devset.csv"
         if split not in names:
             raise ConfigError(
-                f"split {split!r} of E2E needs trainset.csv in {self.path}, and there is none: hold some of devset.csv "
-                "out with the option holdout (data.options.holdout=60)"
+                f"split {split!r} of E2E needs trainset.csv in {self.path}, which doesn't exist: hold out some of "
+                "devset.csv with the option holdout (data.options.holdout=60)"
             )
         file = self.path / names[split]
         if not file.exists():
@@ -145,9 +145,9 @@ class E2E(Task):
 
 
 def parse_mr(mr: str) -> dict[str, str]:
-    """The slots of a meaning representation such as `name[Aromi], area[riverside]`, in the order of SLOTS.
+    """Parse a meaning representation such as `name[Aromi], area[riverside]`; slots are in the order of SLOTS.
 
-    Raises ConfigError where the text isn't one.
+    Raises ConfigError for invalid text.
     """
     found: dict[str, str] = {}
     at = 0
@@ -158,19 +158,19 @@ def parse_mr(mr: str) -> dict[str, str]:
         found[match[1]] = match[2].strip()
         at = match.end()
     if not found:
-        raise ConfigError("an empty meaning representation")
+        raise ConfigError("the meaning representation is empty")
     return {slot: found[slot] for slot in SLOTS if slot in found}
 
 
 def _written(slots: dict[str, str]) -> str:
-    """Slots as a meaning representation, in their order."""
+    """Write slots as a meaning representation."""
     return ", ".join(f"{slot}[{value}]" for slot, value in slots.items())
 
 
 def read_meaning(text: str) -> dict[str, str]:
-    """The slots of a meaning representation, or of a prompt of this task (`name: Aromi | area: riverside`).
+    """Parse a meaning representation, or a prompt of this task (`name: Aromi | area: riverside`).
 
-    Raises ConfigError where the text is neither, and for a prompt with a placeholder, which doesn't say the value.
+    Raises ConfigError for other text, and for a prompt with a placeholder, which hides the value.
     """
     text = text.strip()
     if "[" in text or ": " not in text:
@@ -179,19 +179,21 @@ def read_meaning(text: str) -> dict[str, str]:
     slots = parse_mr(", ".join(f"{slot}[{value}]" for slot, _, value in pairs))
     hidden = [slot for slot, value in slots.items() if value == placeholder(slot)]
     if hidden:
-        raise ConfigError(f"the prompt says {placeholder(hidden[0])} and not what {hidden[0]} is")
+        raise ConfigError(
+            f"the prompt has the placeholder {placeholder(hidden[0])} instead of the value of {hidden[0]}"
+        )
     return slots
 
 
 def _shorter_half(texts: Sequence[str]) -> list[str]:
-    """Half of the texts, rounded up, those of the fewest words, in their order; of equals the first ones."""
+    """The half of the texts, rounded up, with the fewest words, in the given order."""
     words = [len(text.split()) for text in texts]
     shortest = sorted(range(len(texts)), key=words.__getitem__)[: (len(texts) + 1) // 2]
     return [texts[n] for n in sorted(shortest)]
 
 
 def _states(text: str, slot: str, hidden: Collection[str]) -> bool:
-    """Say whether a text with placeholders states a slot; of a slot whose words are open that isn't asked."""
+    """Whether a text with placeholders states a slot; True for slots without a pattern."""
     if slot in hidden:
         return placeholder(slot) in text
     return slot not in MENTIONS or bool(MENTIONS[slot].search(text))

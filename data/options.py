@@ -1,4 +1,4 @@
-"""Options of a task as a command line names them."""
+"""Task options from a command line."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from skipdecode.errors import ConfigError, first_line
 
 
 def task_options_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """The options of a task that `--task-option KEY=VALUE` names. Raises ConfigError for what is none."""
+    """Parse the arguments of `--task-option KEY=VALUE`. Raises ConfigError for invalid ones."""
     for pair in pairs:
         if not all(part.strip() for part in pair.partition("=")):
             raise ConfigError(f"--task-option {pair!r}: expected key=value, such as holdout=60")
@@ -20,5 +20,5 @@ def task_options_of(pairs: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"--task-option {' '.join(pairs)}: {first_line(error)}") from error
     assert isinstance(changes, dict)
     if "path" in changes:
-        raise ConfigError("--task-option path: the folder of a task's files is --data-dir")
+        raise ConfigError("--task-option path: set the folder of the task's files with --data-dir")
     return {str(key): value for key, value in changes.items()}

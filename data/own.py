@@ -1,4 +1,4 @@
-"""A task of the user's own: two columns of local files, one that asks and one that answers."""
+"""The task for a user's own data: local files with a prompt column and a completion column."""
 
 import json
 import reprlib
@@ -14,24 +14,24 @@ from skipdecode.errors import ConfigError
 
 
 class OwnText(TextToText):
-    """The task `text`: any prompts and completions in CSV, TSV, JSON or Parquet files, kept as they are written.
+    """The task `text`: prompts and completions from CSV, TSV, JSON or Parquet files, used unchanged.
 
     Args:
-        path: a folder with a file for each split, as `TextToText` finds them. There is no Hub to fall back on.
+        path: a folder with a file for each split, as in `TextToText`; required.
         prompt_column: the column with the prompts.
-        completion_column: the column with what a model is to write.
-        instruction: a text put behind each prompt, such as "\\n\\nTL;DR:". A prompt that is too long loses its end
-            right before it; without one it is refused, and a newline ends the prompt.
-        references_column: a column, of every file, with the texts that predictions are compared with, a list (in a CSV
-            a JSON list) or one text; None: the completion.
-        holdout: rows that are held out of the training file for each split without a file.
-        encoding: of the files that are text, as Python names it.
-        strip: take the whitespace around prompts, completions and references off.
+        completion_column: the column with the completions.
+        instruction: text appended to each prompt, such as "\\n\\nTL;DR:"; a prompt that is too long is truncated right
+            before it. Without an instruction a newline ends the prompt, and a prompt that is too long is an error.
+        references_column: a column, in every file, with the references for the metrics: a list (in CSV, a JSON list) or
+            one text; None: the completion is the reference.
+        holdout: number of rows held out of the training file for each split without a file.
+        encoding: encoding of text files, by Python's name.
+        strip: whether to strip whitespace around prompts, completions and references.
     """
 
     name: ClassVar[str] = "text"
     metrics: ClassVar[tuple[str, ...]] = ("bleu", "nist", "rouge1", "rouge2", "rougeL", "bertscore")
-    # Data that isn't known has no median to go by: a recipe sets data.max_prompt_tokens and schedule.horizon.
+    # The data isn't known here; a recipe sets data.max_prompt_tokens and schedule.horizon to fit it.
     max_prompt_tokens: ClassVar[int] = 512
     max_new_tokens: ClassVar[int] = 128
     horizon: ClassVar[int] = 64
@@ -49,7 +49,7 @@ class OwnText(TextToText):
     ) -> None:
         if path is None:
             raise ConfigError(
-                "data.path is missing (--data-dir in the evaluation): name a folder of .csv or .jsonl files"
+                "data.path is missing (--data-dir in the evaluation): set it to a folder of .csv or .jsonl files"
             )
         super().__init__(path, holdout, encoding)
         for option, column, example in (
@@ -58,7 +58,7 @@ class OwnText(TextToText):
         ):
             if not column:
                 raise ConfigError(
-                    f"{option} is missing: name a column of the files (data.options.{option}={example}; in the "
+                    f"{option} is missing: set it to a column of the files (data.options.{option}={example}; in the "
                     f"evaluation --task-option {option}={example})"
                 )
         assert prompt_column is not None
@@ -73,10 +73,10 @@ class OwnText(TextToText):
         return tuple(filter(None, (self.prompt_column, self.completion_column, self.references_column)))
 
     def stream(self, split: Split) -> Iterator[Example]:
-        """The examples of a split, one a row; in the test split rows with the same prompt are one example.
+        """The examples of a split, one per row; in the test split, rows with the same prompt form one example.
 
-        It has the references of them all, in their order, once each, and stands where the first row does. All rows of
-        that split are read first.
+        Such an example has the distinct references of its rows, and takes the position of the first row. All rows of
+        the test split are read before the first example is yielded.
         """
         examples = super().stream(split)
         if split != "test":
@@ -95,20 +95,20 @@ class OwnText(TextToText):
             yield replace(example, id=f"{self.name}-{split}-{number}")
 
     def example(self, name: str, row: Row) -> Example:
-        """The prompt with the instruction or a newline behind it, and its completion behind what parts the two."""
-        completion = self._kept(row.text(self.completion_column))
+        """The prompt with its instruction or a newline, and the completion with the separator before it."""
+        completion = self._stripped(row.text(self.completion_column))
         column = self.references_column
         return Example(
             id=name,
-            prompt=self._kept(row.text(self.prompt_column)) + self._end,
-            references=(completion,) if column is None else tuple(map(self._kept, _texts(row, column))),
+            prompt=self._stripped(row.text(self.prompt_column)) + self._end,
+            references=(completion,) if column is None else tuple(map(self._stripped, _texts(row, column))),
             targets=(self._separator + completion,),
             instruction=self.instruction,
         )
 
     def restore(self, example: Example, text: str) -> str:
-        """A prediction without what parts it from the prompt: what a completion was before it became a target."""
-        return self._kept(text.removeprefix(self._separator))
+        """A prediction without the separator, which is how completions are written in the files."""
+        return self._stripped(text.removeprefix(self._separator))
 
     @property
     def _end(self) -> str:
@@ -116,18 +116,18 @@ class OwnText(TextToText):
 
     @property
     def _separator(self) -> str:
-        """One blank, unless the prompt ends in whitespace: the two are tokenised apart."""
+        """One space, unless the prompt ends in whitespace; prompt and completion are tokenised separately."""
         return "" if self._end[-1].isspace() else " "
 
-    def _kept(self, text: str) -> str:
+    def _stripped(self, text: str) -> str:
         return text.strip() if self.strip else text
 
 
 def _texts(row: Row, column: str) -> tuple[str, ...]:
-    """A list of texts, a JSON list in a text, or one text. Raises ConfigError for anything else or an empty text."""
+    """The texts of a list, a JSON list, or one text. Raises ConfigError for anything else and for empty texts."""
     value = row.values.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):  # a text may start with a bracket, or with thousands
+        with suppress(ValueError, RecursionError):  # an ordinary text may start with brackets too
             value = json.loads(value)
     if not isinstance(value, list):
         return (row.text(column),)

@@ -1,4 +1,4 @@
-"""Tokenised training rows on disk: made once for the same data, tokenizer and limits, then found again."""
+"""A disk cache of tokenised training rows, keyed by data, tokenizer and limits."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from data import load_task
-from data.columns import encode_pairs
+from data.batches import encode_pairs
 from data.options import task_options_of
 from data.task import Example, Split, Task
 from skipdecode.errors import ConfigError, first_line
@@ -47,12 +47,14 @@ _TEXTS = datasets.Features(
 
 @dataclass(frozen=True)
 class Encoded:
-    """Training rows, memory-mapped, and what there is to know of them all.
+    """Memory-mapped training rows, and statistics of them.
 
     Attributes:
         rows: a `datasets.Dataset` with `prompt_ids`, `completion_ids` (with the end token) and `length`.
-        longest_prompt, longest_completion: tokens.
-        prompts_cut, completions_cut: how many lost tokens to the limits.
+        longest_prompt: length of the longest prompt, in tokens.
+        longest_completion: length of the longest completion, in tokens.
+        prompts_cut: number of truncated prompts.
+        completions_cut: number of truncated completions.
     """
 
     rows: datasets.Dataset
@@ -73,10 +75,23 @@ def encode_task(
     num_proc: int | None = None,
     cache_dir: str | None = None,
 ) -> Encoded:
-    """The rows of a split, or of its first `limit` examples, in the order of the task.
+    """Tokenise a split, or read its rows from the cache if they were made before.
 
-    They are written below `cache_dir` (None: the folder of the datasets library) by `num_proc` processes, or found
-    there where the same rows were made before. Raises what the task and `encode_pairs` raise.
+    Args:
+        task: the task.
+        tokenizer: the model's tokenizer.
+        split: the split.
+        max_prompt_tokens: maximum prompt length, as in `encode_pairs`.
+        max_completion_tokens: maximum completion length, as in `encode_pairs`.
+        limit: number of examples to use, from the first; None: all.
+        num_proc: number of processes; None: one.
+        cache_dir: folder of the cache; None: the cache of the datasets library.
+
+    Returns:
+        The rows in the order of the task's examples.
+
+    Raises:
+        ConfigError: as the task and `encode_pairs` do, and for a cache that can't be read or written.
     """
     key = _key(task, split, tokenizer, (max_prompt_tokens, max_completion_tokens, limit))
     cache = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "skipdecode"
@@ -85,7 +100,7 @@ def encode_task(
         try:
             cache.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"data.cache_dir is {cache_dir!r}: no folder can be made there ({error})") from error
+            raise ConfigError(f"data.cache_dir is {cache_dir!r}: a folder can't be created there ({error})") from error
         with (
             tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as unfinished,
             _bars_on_terminals(),
@@ -103,21 +118,21 @@ def encode_task(
                 num_proc=num_proc if num_proc != 1 else None,
                 remove_columns=texts.column_names,
                 features=FEATURES,
-                new_fingerprint=key,  # the library's own hashes the tokenizer, whose state changes as it is used
+                new_fingerprint=key,  # the default would hash the tokenizer, whose state changes in use
                 desc="tokenising",
             )
             rows.save_to_disk(os.path.join(unfinished, "rows"))
             _move(Path(unfinished) / "rows", folder)
     try:
         return _measure(datasets.load_from_disk(str(folder)))
-    except (OSError, ValueError) as error:  # Arrow's are ValueErrors
+    except (OSError, ValueError) as error:  # Arrow raises ValueErrors
         raise ConfigError(
-            f"{folder} holds rows that can't be read ({first_line(error)}): remove it, and they are made again"
+            f"the cached rows in {folder} can't be read ({first_line(error)}): delete the folder to tokenise them again"
         ) from error
 
 
 def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> datasets.Dataset:
-    """The examples as they are read, on disk."""
+    """Write the task's examples to disk, untokenised, as they are read."""
 
     def texts() -> Iterator[dict[str, Any]]:
         for example in islice(task.stream(split), limit):
@@ -136,7 +151,7 @@ def _write_texts(task: Task, split: Split, limit: int | None, folder: str) -> da
             cause = cause.__cause__
         if cause is None:
             raise
-        raise cause from None  # what the task said; the wrapping says nothing
+        raise cause from None  # the task's own error, without the library's wrapper
 
 
 def _encode_batch(
@@ -155,7 +170,7 @@ def _encode_batch(
 
 
 def _measure(rows: datasets.Dataset) -> Encoded:
-    """Read the lengths and the cuts, as Arrow, and leave the columns that training needs."""
+    """Compute the statistics, and keep only the columns that training needs."""
     longest = [pc.max(pc.list_value_length(rows.data[name])).as_py() for name in ("prompt_ids", "completion_ids")]
     cut = [pc.sum(rows.data[name]).as_py() for name in ("prompt_cut", "completion_cut")]
     return Encoded(rows.remove_columns(["prompt_cut", "completion_cut"]), *longest, *cut)
@@ -168,7 +183,18 @@ def training_rows(
     max_prompt_tokens: int | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> datasets.Dataset:
-    """The tokenised training split of a task; None: the task's default. Raises what the task raises."""
+    """The tokenised training split of a task, for commands.
+
+    Args:
+        name: the task's name.
+        data_dir: folder of the task's files; None: the Hub, or nothing for a built-in task.
+        option_pairs: arguments of `--task-option`.
+        max_prompt_tokens: maximum prompt length; None: the task's default.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        ConfigError: as the task does.
+    """
     task = load_task(name, path=data_dir, **task_options_of(option_pairs))
     return encode_task(
         task,
@@ -180,7 +206,7 @@ def training_rows(
 
 
 def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """Tokens of every prompt and of every completion, each [rows]."""
+    """The lengths of all prompts and of all completions in tokens, each [rows]."""
     batches = list(rows.with_format("arrow").iter(batch_size=10_000))
     prompts, completions = (
         np.concatenate([pc.list_value_length(batch[column]).to_numpy() for batch in batches])
@@ -190,7 +216,7 @@ def row_lengths(rows: datasets.Dataset) -> tuple["np.ndarray[Any, Any]", "np.nda
 
 
 def _key(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, limits: tuple[int | None, ...]) -> str:
-    """Names the rows by all that they depend on; an attribute that JSON can't hold goes in as its repr."""
+    """A hash of everything on which the rows depend; attributes that JSON can't represent are hashed by their repr."""
     files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in task.files(split)]
     values = {
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
@@ -199,14 +225,14 @@ def _key(task: Task, split: Split, tokenizer: PreTrainedTokenizerBase, limits: t
         "files": files,
         "tokenizer": _tokenizer_hash(tokenizer),
         "limits": limits,
-        # Other code may make other rows of the same data.
+        # Another version of this code may make other rows of the same data.
         "code": [_hash(file.read_bytes()) for file in sorted(Path(__file__).parent.glob("*.py"))],
     }
     return _hash(json.dumps(values, sort_keys=True, default=repr).encode())[:32]
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the files that it saves: what is common to all kinds of tokenizers."""
+    """A hash of the files that the tokenizer saves, which all kinds of tokenizers have in common."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return _hash(*(file.read_bytes() for file in sorted(Path(folder).iterdir())))
@@ -217,7 +243,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Rename a finished folder into place, unless another process has put the same there in the meantime."""
+    """Move a finished folder into place, unless another process has created it in the meantime."""
     try:
         source.rename(target)
     except OSError:
@@ -228,9 +254,9 @@ def _move(source: Path, target: Path) -> None:
 
 @contextmanager
 def _spawned() -> Iterator[None]:
-    """Processes of the datasets library start as new interpreters.
+    """Make the datasets library spawn its processes instead of forking them.
 
-    A fork copies the locks that other threads hold (torch's, Arrow's, W&B's) and may wait on one for ever.
+    A fork copies locks that other threads hold (of torch, Arrow or W&B), and may wait for one forever.
     """
     before = multiprocess.get_start_method(allow_none=True)
     multiprocess.set_start_method("spawn", force=True)
@@ -242,7 +268,7 @@ def _spawned() -> Iterator[None]:
 
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """Progress bars of the datasets library only where someone sees them move."""
+    """Turn off the progress bars of the datasets library where stderr isn't a terminal."""
     hide = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
     if hide:
         datasets.disable_progress_bars()

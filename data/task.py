@@ -1,4 +1,4 @@
-"""A task: where its examples come from, how a prompt reads, what a prediction is compared with."""
+"""The base class of tasks: examples with a prompt, targets for training and references for evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -9,24 +9,28 @@ from typing import ClassVar, Literal, get_args
 from skipdecode.errors import unknown
 
 Split = Literal["train", "validation", "test"]
-Convention = Literal["mteval", "webnlg"]  # by whose rules published BLEU of a task counts words: eval/score/bleu.py
+Convention = Literal["mteval", "webnlg"]  # the tokenisation of the task's published BLEU scores: eval/score/bleu.py
 
 
 def check_split(split: str) -> None:
-    """Raises ConfigError for a split that no task has."""
+    """Raises ConfigError for an unknown split."""
     if split not in get_args(Split):
         raise unknown("split", split, get_args(Split))
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with every text that answers it.
+    """A prompt with its references and targets.
 
-    `substitutions` maps each placeholder that stands in `prompt` (delexicalised tasks) to the words that are put back
-    into a prediction; `references` are always in real words, `targets` are what a model is trained to write.
-    `instruction` is the end of `prompt` that says what to do: a prompt that has one may be cut, always right before it.
-    `meaning` is what a text must state, in the task's own notation, where it can be checked; else it is empty.
-    `part` is the part of a test set that has scores of its own, such as "seen" and "unseen"; else it is empty.
+    Attributes:
+        id: unique name of the example.
+        prompt: the model's input.
+        references: texts with which predictions are compared, without placeholders.
+        targets: completions to train on, which may contain placeholders; by default the references.
+        substitutions: pairs of each placeholder in the prompt and the words that replace it in predictions.
+        instruction: the instruction at the end of the prompt; a long prompt with one may be truncated right before it.
+        meaning: what an output must state, in the task's notation, where it can be checked; else empty.
+        part: the part of the test set that is scored separately, such as "seen" or "unseen"; else empty.
     """
 
     id: str
@@ -51,10 +55,11 @@ class Example:
 
 
 class Task(ABC):
-    """A data set, seen as prompts and completions.
+    """A data set as prompts and completions.
 
-    A prompt ends with a newline, or a completion starts with a space, so that the two can be tokenised apart. The
-    attributes of a task and its files are all that its examples depend on: tokenised rows are kept under them.
+    A prompt ends with a newline, or its completion starts with a space, so that they can be tokenised separately.
+    Examples must depend only on the task's attributes and files, because these are the key of the cache of tokenised
+    rows.
     """
 
     name: ClassVar[str]
@@ -66,19 +71,19 @@ class Task(ABC):
 
     @abstractmethod
     def stream(self, split: Split) -> Iterator[Example]:
-        """The examples of a split, in the order of the source, read as they are asked for where the source allows.
+        """The examples of a split in the order of the source, read lazily where the source allows it.
 
-        Raises ConfigError, at the example that it stands in the way of, where the source can't be read.
+        Raises ConfigError, at the example concerned, where the source can't be read.
         """
 
     def load(self, split: Split) -> list[Example]:
-        """All examples of a split at once. Raises what `stream` raises."""
+        """All examples of a split as a list. Raises ConfigError as `stream` does."""
         return list(self.stream(split))
 
     def files(self, split: Split) -> tuple[Path, ...]:
-        """The local files that the examples of a split come from. Raises ConfigError where they aren't there."""
+        """The local files of a split. Raises ConfigError where they don't exist."""
         return ()
 
     def restore(self, example: Example, text: str) -> str:
-        """A model's raw text with the real words put back for placeholders."""
+        """Turn a model's raw output into a prediction: placeholders are replaced by their words."""
         return text.strip()

@@ -9,7 +9,7 @@ from data.task import Example
 from skipdecode.errors import ConfigError
 
 INSTRUCTION = "\n\nTL;DR:"
-# Some copies of the data part these by one newline; a model should see one format.
+# Some copies of the data separate these by a single newline; all prompts are brought into one format.
 _HEADED = re.compile(r"(SUBREDDIT: .*?)\n+(TITLE: .*?)\n+(POST: .*)", re.DOTALL)
 
 
@@ -19,14 +19,14 @@ class TLDR(TextToText):
     name: ClassVar[str] = "tldr"
     columns: ClassVar[tuple[str, ...]] = ("prompt", "completion")
     repository: ClassVar[str] = "trl-lib/tldr"
-    # Not measured here: Stiennon et al. kept posts of at most 512 tokens and summaries of 24 to 48, in the merges of
-    # GPT-2 that OPT's tokenizer shares.
+    # From Stiennon et al., not measured: they kept posts of at most 512 tokens and summaries of 24 to 48 tokens, by
+    # GPT-2's tokenizer, whose merges OPT shares.
     max_prompt_tokens: ClassVar[int] = 512
     max_new_tokens: ClassVar[int] = 64
     horizon: ClassVar[int] = 32
 
     def example(self, name: str, row: Row) -> Example:
-        """The prompt "SUBREDDIT: …\\n\\nTITLE: …\\n\\nPOST: …\\n\\nTL;DR:" and its one summary."""
+        """The prompt "SUBREDDIT: …\\n\\nTITLE: …\\n\\nPOST: …\\n\\nTL;DR:" and its single summary."""
         prompt = row.text("prompt").rstrip()
         if not prompt.endswith(INSTRUCTION.strip()):
             raise ConfigError(f"{row.where}: prompt must end in {INSTRUCTION.strip()}, got {prompt[-20:]!r}")
@@ -34,7 +34,7 @@ class TLDR(TextToText):
         headed = _HEADED.fullmatch(body)
         if headed is not None:
             body = "\n\n".join(headed.groups())
-        # Where a row has both, `label` is something else.
+        # In rows with both columns, `label` isn't the summary.
         summary = row.text("label" if "completion" not in row.values and "label" in row.values else "completion")
         return Example(
             id=name,

@@ -1,4 +1,4 @@
-"""ViGGO: what is said about video games, as dialogue acts with slots (Juraska, Bowden, Walker, INLG 2019)."""
+"""ViGGO: utterances about video games, from dialogue acts with slots (Juraska, Bowden, Walker, INLG 2019)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,21 +30,21 @@ _SLOT = re.compile(r"\s*(\w+)\[([^\]]*)\]\s*(?:,|$)")
 
 @dataclass(frozen=True)
 class Meaning:
-    """A dialogue act, and its slots in their order; one that is asked for has no value."""
+    """A dialogue act and its slots in order; a slot that the act asks for has an empty value."""
 
     act: str
     slots: dict[str, str]
 
 
 class ViGGO(Task):
-    """ViGGO from a folder of its CSV files, or from the Hub where no folder is given.
+    """ViGGO from a folder with its CSV files, or from the Hub without one.
 
     A prompt is `act | slot: value | …`.
 
     Args:
         path: a folder with `train.csv`, `valid.csv` and `test.csv` (columns `mr`, `ref`).
-        delexicalise: slots whose value is replaced by a placeholder in prompts and targets, and put back into
-            predictions before they are scored.
+        delexicalise: slots whose values are replaced by placeholders in prompts and targets, and restored in
+            predictions before scoring.
     """
 
     name: ClassVar[str] = "viggo"
@@ -67,7 +67,7 @@ class ViGGO(Task):
         self.delexicalise = check_slots(delexicalise, SLOTS)
 
     def stream(self, split: Split) -> Iterator[Example]:
-        """A split as one example per meaning representation, in the order of their first rows, which are all read."""
+        """The examples of a split, one per meaning representation, in the order of first rows, which are all read."""
         check_split(split)
         rows = self._hub_rows(split) if self.path is None else csv_pairs(self.files(split)[0], parse_act)
         for number, (mr, references) in enumerate(by_meaning(rows).items()):
@@ -82,7 +82,7 @@ class ViGGO(Task):
         return (self.path / FILES[split],)
 
     def restore(self, example: Example, text: str) -> str:
-        """The words that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        """Replace placeholders by their words, correcting a/an and the capitals of sentences."""
         return capitals(put_back(text, example.substitutions)) if example.substitutions else text.strip()
 
     def _example(self, name: str, mr: str, references: Sequence[str]) -> Example:
@@ -106,18 +106,20 @@ class ViGGO(Task):
 
 
 def is_act(meaning: str) -> bool:
-    """Say whether a meaning is in the notation of this task, `act(…)`."""
+    """Whether a meaning is in this task's notation, `act(…)`."""
     return _ACT.fullmatch(meaning) is not None
 
 
 def parse_act(mr: str) -> Meaning:
-    """A meaning representation such as `inform(name[Tetris], genres[puzzle])`.
+    """Parse a meaning representation such as `inform(name[Tetris], genres[puzzle])`.
 
-    Raises ConfigError where the text isn't one.
+    Raises ConfigError for invalid text.
     """
     act = _ACT.fullmatch(mr)
     if act is None or act[1] not in ACTS:
-        raise ConfigError(f"not a meaning representation, {mr[:40]!r}: expected act(slot[value], …), an act of {ACTS}")
+        raise ConfigError(
+            f"not a meaning representation, {mr[:40]!r}: expected act(slot[value], …) with one of {', '.join(ACTS)}"
+        )
     slots: dict[str, str] = {}
     at = 0
     while at < len(act[2]):

@@ -1,4 +1,4 @@
-"""A tokenizer trained on a task's own text, for models that start from random weights."""
+"""A tokenizer trained on a task's text, for models that are trained from scratch."""
 
 from collections.abc import Iterable
 
@@ -8,19 +8,25 @@ from transformers import PreTrainedTokenizerFast
 from data.task import Example
 from skipdecode.errors import ConfigError
 
-# At OPT's own ids: <s> 0, <pad> 1, </s> 2, <unk> 3. The end of text serves as its start too.
+# The ids are OPT's: <s> 0, <pad> 1, </s> 2, <unk> 3. As in OPT, </s> is also the start token.
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
-SMALLEST = 256 + len(SPECIAL_TOKENS)  # every byte is a token, so that any text can be written
+MIN_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token, so that any text can be encoded
 
 
 def train_tokenizer(examples: Iterable[Example], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, learnt from prompts and targets, which are read once.
+    """Train a byte-level BPE tokenizer on the prompts and targets of examples.
 
-    Raises ConfigError for a vocabulary that can't hold every byte.
+    Args:
+        examples: the examples, read once.
+        vocab_size: number of tokens.
+        max_length: the tokenizer's `model_max_length`.
+
+    Raises:
+        ConfigError: for a vocabulary too small for every byte.
     """
-    if vocab_size < SMALLEST:
+    if vocab_size < MIN_SIZE:
         raise ConfigError(
-            f"model.vocab_size is {vocab_size}: it must be at least {SMALLEST} (bytes and special tokens)"
+            f"model.vocab_size is {vocab_size}: it must be at least {MIN_SIZE} (bytes and special tokens)"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""WebNLG 2017: sets of DBpedia's triples and texts that state them (Gardent, Shimorina, Narayan, Perez-Beltrachini,
+"""WebNLG 2017: sets of DBpedia triples and texts that state them (Gardent, Shimorina, Narayan, Perez-Beltrachini,
 "The WebNLG Challenge: Generating Text from RDF Data", INLG 2017)."""
 
 import calendar
@@ -21,10 +21,10 @@ from data.task import Convention, Example, Split, Task, check_split
 from skipdecode.errors import ConfigError
 
 FOLDERS: dict[Split, str] = {"train": "train", "validation": "dev", "test": "test"}
-TEST_FILE = "testdata_with_lex.xml"  # the file beside it repeats the unseen half
-# Categories of the test set that no training text is of.
+TEST_FILE = "testdata_with_lex.xml"  # another file in the folder repeats the unseen half
+# Categories of the test set that don't occur in training.
 UNSEEN = frozenset({"Artist", "Athlete", "CelestialBody", "MeanOfTransportation", "Politician"})
-# As the page of the data set describes it.
+# See the page of the data set.
 HUB_REPOSITORY, HUB_CONFIGURATION, HUB_REVISION = (
     "webnlg-challenge/web_nlg",
     "webnlg_challenge_2017",
@@ -33,7 +33,7 @@ HUB_REPOSITORY, HUB_CONFIGURATION, HUB_REVISION = (
 
 DATE = re.compile(r"(\d{4})-(0[1-9]|1[0-2])-(\d\d)")
 LANGUAGE = re.compile(r"\s+language$")
-# Names of placeholders, none of which begins another: of objects, and of subjects that are nowhere an object.
+# Names of placeholders, for objects and for subjects that are never an object. No name is a prefix of another.
 OBJECTS = tuple(first + second for first in "rst" for second in ascii_lowercase)[:64]
 SUBJECTS = tuple(f"q{letter}" for letter in ascii_lowercase)
 PLACEHOLDER = re.compile(rf"\b(?:{'|'.join(map(placeholder, SUBJECTS + OBJECTS))})\b")
@@ -47,7 +47,7 @@ Triple = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Entry:
-    """Triples, the texts that state them, and what they are about."""
+    """A set of triples, its category, and the texts that state it."""
 
     category: str
     triples: tuple[Triple, ...]
@@ -55,18 +55,18 @@ class Entry:
 
 
 class WebNLG(Task):
-    """WebNLG 2017 from a folder of the challenge's XML files, or from the Hub where no folder is given.
+    """WebNLG 2017 from a folder with the challenge's XML files, or from the Hub without one.
 
-    A prompt is `subject : property : object | …`, as in fine-tuning GPT-2 (Hu et al., "LoRA", ICLR 2022), with blanks
-    for underscores and capitals inside properties. Texts that the challenge marks as faulty are left out.
+    A prompt is `subject : property : object | …`, as in LoRA's fine-tuning of GPT-2 (Hu et al., "LoRA", ICLR 2022).
+    Underscores and capitals in properties become spaces. Texts that the challenge marks as faulty are omitted.
 
     Args:
         path: a folder with `train/` and `dev/` (XML files at any depth) and `test/testdata_with_lex.xml`.
-        delexicalise: put a placeholder in place of each subject and object in prompts and targets; names are put back
-            into predictions. A model from random weights can copy a placeholder, where it can't write a name that it
-            never saw. Trained on are those texts of each entry that leave out the fewest names: a placeholder that the
-            target doesn't repeat would teach to state what can't be seen.
-        shuffle: train on the triples of each text in an order of its own, which says nothing.
+        delexicalise: replace each subject and object by a placeholder in prompts and targets, and restore the names in
+            predictions. A model trained from scratch can copy a placeholder, but can't write a name that it never saw.
+            Only the texts of an entry with the fewest missing names are trained on, because a target without a
+            placeholder would teach the model to state facts that it can't see.
+        shuffle: train on the triples of each text in a random order, since their order carries no meaning.
     """
 
     name: ClassVar[str] = "webnlg"
@@ -91,7 +91,7 @@ class WebNLG(Task):
         self.shuffle = shuffle
 
     def stream(self, split: Split) -> Iterator[Example]:
-        """The entries of a split: files in the order of their names, the test set in the challenge's order."""
+        """The examples of a split: files in the order of their names, the test set in the challenge's order."""
         check_split(split)
         entries = self._hub_entries(split) if self.path is None else self._local_entries(split)
         for number, entry in enumerate(entries):
@@ -116,7 +116,7 @@ class WebNLG(Task):
         return found
 
     def restore(self, example: Example, text: str) -> str:
-        """The names that placeholders stand for, with a/an and capitals at the start of sentences set right."""
+        """Replace placeholders by their names, correcting a/an and the capitals of sentences."""
         return capitals(put_back(text, example.substitutions)) if example.substitutions else text.strip()
 
     def _example(self, name: str, entry: Entry, split: Split) -> Example:
@@ -135,7 +135,7 @@ class WebNLG(Task):
         )
 
     def _shuffled(self, example: Example, entry: Entry) -> Iterator[Example]:
-        """An example for each target, with the triples in an order of its own."""
+        """One example for each target, with the triples in a random order."""
         letters = letters_of(entry.triples) if self.delexicalise else {}
         order = Random(example.id)
         for number, target in enumerate(example.targets):
@@ -148,7 +148,7 @@ class WebNLG(Task):
             yield from read_entries(file)
 
     def _hub_entries(self, split: Split) -> Iterator[Entry]:
-        """The Hub's rows, whose test split has the unseen half twice, and every entry again without texts."""
+        """The Hub's entries without duplicates; its test split has the unseen half twice, and entries without texts."""
         known = set()
         for row in hub_rows(HUB_REPOSITORY, split, data_dir=HUB_CONFIGURATION, revision=HUB_REVISION):
             values = row.values
@@ -167,8 +167,8 @@ def read_entries(file: Path) -> Iterator[Entry]:
     """The entries of one of the challenge's XML files. Raises ConfigError that names the file and the entry."""
     try:
         root = ElementTree.parse(file).getroot()
-    except (ElementTree.ParseError, OSError, ValueError, LookupError) as error:  # two of encodings that it can't read
-        raise ConfigError(f"{file}: not XML ({error})") from error
+    except (ElementTree.ParseError, OSError, ValueError, LookupError) as error:  # the last two: unsupported encodings
+        raise ConfigError(f"{file} can't be read as XML ({error})") from error
     entries = list(root.iter("entry"))
     if not entries:
         raise ConfigError(f"{file} has no entries")
@@ -180,18 +180,18 @@ def read_entries(file: Path) -> Iterator[Entry]:
 
 
 def _entry(where: str, category: str, triples: Sequence[str], texts: Sequence[tuple[str, str]]) -> Entry:
-    """An entry of triples `subject | property | object` and texts with the challenge's comments on them."""
+    """Make an entry from triples `subject | property | object` and pairs of the challenge's comment and a text."""
     parted = [_parts(triple) for triple in triples]
     if not parted or None in parted:
         raise ConfigError(f"{where}: expected triples, subject | property | object, got {list(triples)}")
     good = [text.strip() for comment, text in texts if comment == "good"] or [text.strip() for _, text in texts]
     if not category or not good or not all(good):
-        raise ConfigError(f"{where}: it must have a category and texts, none of them empty")
+        raise ConfigError(f"{where}: the category and the texts must not be missing or empty")
     return Entry(category, tuple(filter(None, parted)), tuple(good))
 
 
 def read_triples(meaning: str) -> tuple[Triple, ...] | None:
-    """The triples of a meaning of this task, a line each (`Aarhus | leaderName | Jacob_Bundsgaard`); None of another.
+    """Parse a meaning in this task's notation, one triple per line; None for another task's meaning.
 
     >>> read_triples("Aarhus | leaderName | Jacob_Bundsgaard")
     (('Aarhus', 'leaderName', 'Jacob_Bundsgaard'),)
@@ -208,7 +208,7 @@ def _parts(triple: str) -> Triple | None:
 
 
 def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) -> str:
-    """Triples as a prompt; `letters` of subjects and objects become their placeholders.
+    """Write triples as a prompt; subjects and objects in `letters` are replaced by their placeholders.
 
     >>> linearise([("Aarhus_Airport", "cityServed", '"Aarhus, Denmark"')])
     'Aarhus Airport : city served : Aarhus, Denmark'
@@ -223,9 +223,9 @@ def linearise(triples: Sequence[Triple], letters: dict[str, str] | None = None) 
 
 
 def hide_names(text: str, letters: dict[str, str]) -> str:
-    """A text with placeholders in place of names and of what people call them, the longer ones first.
+    """Replace names, and common variants of them, by placeholders; longer names first.
 
-    A name is found whatever its capitals, its accents and the signs between its words are.
+    Capitals, accents and punctuation between the words of a name are ignored.
 
     >>> hide_names("Adolfo Suarez Madrid-Barajas airport is in Madrid.", {"Adolfo_Suárez_Madrid–Barajas_Airport": "qa"})
     'Xqa is in Madrid.'
@@ -239,8 +239,8 @@ def hide_names(text: str, letters: dict[str, str]) -> str:
         own.setdefault(first, letter)
         for pattern in others:
             short.setdefault(pattern, letter)
-    known = short | own  # a name is that, also where it is short for another
-    plain = folded(text)  # as long as the text: places are alike
+    known = short | own  # a name's own form takes precedence over another name's short form
+    plain = folded(text)  # has the text's length, so that positions agree
     for pattern, letter in sorted(known.items(), key=lambda item: len(item[0]), reverse=True):
         pieces, end = [], 0
         for match in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", plain):
@@ -253,7 +253,7 @@ def hide_names(text: str, letters: dict[str, str]) -> str:
 
 
 def said(name: str) -> str:
-    """What people call it in a text: no remarks in parentheses but units, a date in words, a language's name alone.
+    """The usual form of a name in text: without remarks in parentheses (except units), with dates in words.
 
     >>> said("Bolt_(comicsCharacter)"), said("62145.3 (square metres)"), said("1998-05-03"), said("Spanish_language")
     ('Bolt', '62145.3 square metres', 'May 3, 1998', 'Spanish')
@@ -269,12 +269,12 @@ def said(name: str) -> str:
 
 
 def ways_to_say(name: str) -> list[str]:
-    """Patterns of what people call a name, its own first, for a text in lower case without accents."""
+    """Patterns for the common variants of a name, its own form first, matched in lower case without accents."""
     whole, short = spoken(name), said(name)
     called = [short] if short != whole and LANGUAGE.search(whole) else [whole, short]
     called += SHORT_NAMES.get(whole, ())
     if not whole[:1].isdigit():
-        called.append(short.split(",")[0])  # the place, of a place and the state that it is in
+        called.append(short.split(",")[0])  # "Austin" for "Austin, Texas"
     elif re.fullmatch(r"\d{4,}", whole):
         called.append(f"{int(whole):,}")
     elif re.fullmatch(r"\d+\.0", whole):
@@ -284,28 +284,28 @@ def ways_to_say(name: str) -> list[str]:
         month, day = calendar.month_name[int(date[2])].lower(), rf"{int(date[3])}(?:st|nd|rd|th)?"
         patterns.append(rf"{month}\W+{day}\W+{date[1]}")
         patterns.append(rf"(?:the\W+)?{day}\W+(?:of\W+)?{month}\W+{date[1]}")
-    return [pattern for pattern in dict.fromkeys(patterns) if pattern] or [r"(?!)"]  # signs alone are never found
+    return [pattern for pattern in dict.fromkeys(patterns) if pattern] or [r"(?!)"]  # without words, match nothing
 
 
 def _pattern(name: str) -> str:
-    """Its words with any signs between them, and in the plural; a parenthesis goes with it whole or not at all."""
+    """A pattern of a name's words, with any punctuation between them, also in the plural; parentheses must balance."""
     words: list[str] = re.findall(r"\w+", name)
     if not words:
         return ""
     joined = (r"\(?" if name.startswith("(") else "") + re.escape(words[0])
     between = r"\W" if ")" in name else r"[^\w)]"
     for before, word in pairwise(words):
-        least = 0 if min(len(before), len(word)) == 1 else 1  # "A.C." is "AC" as well
-        joined += rf"{between}{{{least},3}}" + re.escape(word)
+        minimum = 0 if min(len(before), len(word)) == 1 else 1  # "A.C." matches "AC" too
+        joined += rf"{between}{{{minimum},3}}" + re.escape(word)
     return joined + ("s?" if words[-1].isalpha() else "") + (r"\)?" if name.endswith(")") else "")
 
 
 def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
-    """The names of triples: a placeholder's name for each subject and object, in their order.
+    """Assign the name of a placeholder to each subject and object of triples, in their order.
 
-    That of an object goes by the property that it is the value of, so that it says what it stands for, as "riverside"
-    would; several properties share one, and another is taken where it is taken. Other subjects are numbered. Raises
-    ConfigError where there are more names than placeholders.
+    An object's placeholder is chosen by hashing its property, so that it tells the model what kind of value it
+    replaces; collisions take the next free one. Other subjects are numbered. Raises ConfigError where there are more
+    names than placeholders.
 
     >>> letters_of([("Bhajji", "country", "India"), ("India", "leaderName", "T._S._Thakur")])
     {'Bhajji': 'qa', 'India': 'sm', 'T._S._Thakur': 'rs'}
@@ -313,9 +313,11 @@ def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
     found: dict[str, str] = {}
     roles = {value: role for _, role, value in reversed(triples)}
     others = dict.fromkeys(subject for subject, _, _ in triples if subject not in roles)
-    for what, names, most in (("objects", roles, OBJECTS), ("subjects that are no object", others, SUBJECTS)):
-        if len(names) > len(most):
-            raise ConfigError(f"delexicalise is True: an entry has {len(names)} {what}, at most {len(most)} fit")
+    for what, names, available in (("objects", roles, OBJECTS), ("subjects that aren't objects", others, SUBJECTS)):
+        if len(names) > len(available):
+            raise ConfigError(
+                f"delexicalise is True: an entry has {len(names)} {what}, at most {len(available)} are allowed"
+            )
     for name, role in roles.items():
         number = crc32(role.encode()) % len(OBJECTS)
         while OBJECTS[number] in found.values():
@@ -326,7 +328,7 @@ def letters_of(triples: Sequence[Triple]) -> dict[str, str]:
 
 
 def spoken(name: str) -> str:
-    """A name as people write it, without the quotes around it, or around the number of a unit, and underscores.
+    """A name without underscores, and without the quotes around it or around a number with a unit.
 
     >>> spoken('"Bolt"'), spoken('"52.0"(minutes)'), spoken('"Smashed" or "squeezed"')
     ('Bolt', '52.0 (minutes)', '"Smashed" or "squeezed"')
@@ -345,5 +347,5 @@ def folded(text: str) -> str:
 
 
 @cache
-def _folded(sign: str) -> str:
-    return unicodedata.normalize("NFKD", sign)[0].lower()[0]
+def _folded(character: str) -> str:
+    return unicodedata.normalize("NFKD", character)[0].lower()[0]

@@ -14,7 +14,7 @@ from eval.score.scores import not_computable
 from skipdecode import ConfigError
 from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
 from skipdecode.errors import first_line
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.schedule.cost import CostModel
 
 CARD = "README.md"
@@ -84,7 +84,7 @@ def write_card(folder: Path, repository: str | None = None, *, trust_remote_code
     card = ModelCard.from_template(
         _metadata(task, remembered, report, values["repository"]), template_path=str(TEMPLATE), **values
     )
-    write_whole(path, str(card).strip() + "\n")
+    write_atomically(path, str(card).strip() + "\n")
     return path
 
 

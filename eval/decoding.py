@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data import Example, Task
-from data.columns import Prompt, encode_prompts
+from data.batches import Prompt, encode_prompts
 from eval.journal import Journal, Key
 from eval.processes import ALONE, Processes
 from eval.systems.base import Checkpoint, DecodedBatch, SkipSystem, System

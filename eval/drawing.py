@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.results import SPEED_NAMES, Report, Row, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
-from skipdecode.files import replaced
+from skipdecode.files import atomic_replacement
 from skipdecode.schedule.schedule import Over, SkipSchedule
 
 # Colours that colour-blind readers and black-and-white print can distinguish (Okabe and Ito), each with a marker. Not
@@ -52,7 +52,7 @@ MAX_MAPS = 5  # schedules in one picture; of more, this many evenly spaced ones 
 
 def save_png(path: Path, figure: Figure) -> None:
     """Write a figure as a PNG, atomically."""
-    with replaced(path) as partial:
+    with atomic_replacement(path) as partial:
         figure.savefig(partial, format="png", dpi=160)
 
 

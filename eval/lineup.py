@@ -22,7 +22,7 @@ from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import depth_mismatch
 from skipdecode.schedule.lengths import Lengths
-from skipdecode.schedule.machine_profile import Profile, describe_clock
+from skipdecode.schedule.machine_profile import Profile, describe_cost_model
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.timing.calibrate import measure_profile
 
@@ -142,7 +142,7 @@ def _plan(request: Request, loaded: Loaded, console: Console) -> Plan:
             speedup: config.plan_for(checkpoint.cost, speedup, over="decode", **setting)
             for speedup in filter(None, request.lossless)
         }
-    return Plan(weights, schedules, drafts, describe_clock(profile))
+    return Plan(weights, schedules, drafts, describe_cost_model(profile))
 
 
 def profile_of(

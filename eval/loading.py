@@ -13,7 +13,7 @@ import torch
 from transformers import DistributedConfig
 
 from data import Example, Task, load_task
-from data.columns import Prompt
+from data.batches import Prompt
 from data.options import task_options_of
 from eval.decoding import encode_test_set
 from eval.difference import difference
@@ -23,7 +23,7 @@ from eval.request import Request
 from eval.systems.base import Checkpoint
 from eval.systems.threshold import PROMPTS
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint.checksums import checksum, decisive_files
+from skipdecode.checkpoint.checksums import checked_files, checksum
 from skipdecode.checkpoint.from_gguf import find_gguf
 from skipdecode.checkpoint.loading import adapted_checkpoint, downloaded, load
 from skipdecode.checkpoint.offline import without_network
@@ -306,7 +306,7 @@ def weights_identity(name: str, of_file: Callable[[Path], Any] | None = None) ->
     """
     folder = Path(name)
     if folder.is_dir():
-        files = [*decisive_files(folder), *folder.glob("generation_config.json")]
+        files = [*checked_files(folder), *folder.glob("generation_config.json")]
         found: dict[str, Any] = {file.name: (of_file or _size_and_time)(file) for file in files}
     else:
         snapshot = _snapshot(name)

@@ -10,7 +10,7 @@ from eval.console import bar_columns
 from eval.decoding import spread_over_lengths
 from eval.systems.base import LosslessSystem, SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.generate.runners import why_not_lean_steps
+from skipdecode.generate.runners import why_no_fast_path
 
 PROMPTS = 64  # size of the sample
 
@@ -34,7 +34,7 @@ def time_lossless(
         The speedup; None for a model without a fast path, which drafts need, and where no sequence has a decode step.
     """
     checkpoint = system.checkpoint
-    if why_not_lean_steps(checkpoint.model, checkpoint.model.generation_config, False, {}) is not None:
+    if why_no_fast_path(checkpoint.model, checkpoint.model.generation_config, False, {}) is not None:
         return None
     drawn = [n for n in spread_over_lengths(list(map(len, prompts)), PROMPTS) if lengths[n] > 1]
     if not drawn:

@@ -20,7 +20,7 @@ from eval.score.scores import not_computable
 from eval.score.tokenizers import check_tokenizer
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.schedule.plan import show_planned
 from skipdecode.schedule.schedule import Over, SkipSchedule
 from skipdecode.timing.interleave import Ratio
@@ -222,8 +222,8 @@ class Report:
 
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.md` atomically."""
-        write_whole(folder / "report.md", self.to_markdown())
-        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / "report.md", self.to_markdown())
+        write_atomically(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Report":

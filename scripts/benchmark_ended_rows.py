@@ -1,10 +1,10 @@
-"""The seconds of a whole test set when rows leave their batch as their texts end, beside batches that keep them.
+"""Measure how much faster a test set is decoded if finished sequences leave their batch.
 
     python scripts/benchmark_ended_rows.py --checkpoint outputs/e2e-tiny --data-dir E2E_FOLDER
 
-Batches hold prompts of like length, as in `python -m eval`, or with --shuffle of any. On each batch every speed takes
-turns with and without leaving, which must give the same texts. Without, every step runs every row; with, a row runs no
-more once it has ended, in steps that the kernels run several of at a time too.
+Batches have prompts of similar length, as in `python -m eval`, or with --shuffle of any length. On each batch, every
+target speedup is run with and without leaving, which must give identical outputs. Without it, every step computes all
+sequences of the batch; with it, only the unfinished ones, also where a kernel runs several steps at a time.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from eval.request import Request
 from eval.systems.base import SkipSystem
 from skipdecode.cli.process import run_command
 from skipdecode.fastpath import row_compaction as rows
-from skipdecode.generate.runners import LeanRunner
-from skipdecode.generate.skip_generate import resolve_schedule
+from skipdecode.generate.runners import FastRunner
+from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.timing.interleave import order_of_turn
 
-SHARES = {"without": 0.0, "with": rows.WORTH_LEAVING}
-CHOOSE = {"without": lambda *_: None, "with": LeanRunner.choose}
+SHARES = {"without": 0.0, "with": rows.MAX_UNFINISHED_SHARE}
+CHOOSE = {"without": lambda *_: None, "with": FastRunner.choose}
 
 
 def main() -> int:
@@ -52,14 +52,14 @@ def main() -> int:
         loaded = load_request(request)
     checkpoint = replace(loaded.checkpoint, weights=options.weights)
     systems = {
-        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_schedule(checkpoint.model, None, speedup))
+        speedup: SkipSystem(f"{speedup:g}x", checkpoint, resolve_plan(checkpoint.model, None, speedup).schedule)
         for speedup in options.speedup
     }
     prompts = sorted(loaded.prompt_ids, key=len)
     if options.shuffle:
         random.Random(0).shuffle(prompts)
     table = Table(title=f"{options.checkpoint}, {len(prompts)} prompts, decoding seconds")
-    for name in ("batch", "speed", "rows in a step", "without", "with", "ratio", "prompts too"):
+    for name in ("batch size", "target", "sequences per step", "without", "with", "ratio", "ratio with prefill"):
         table.add_column(name, justify="right")
     for batch_size in options.batch_size:
         batches = [prompts[at : at + batch_size] for at in range(0, len(prompts), batch_size)]
@@ -69,16 +69,16 @@ def main() -> int:
             found = {key: [] for key in seconds}
             for number, batch in enumerate(batches):
                 for speedup, side in order_of_turn(list(found), number + repeat):
-                    rows.WORTH_LEAVING, LeanRunner.choose = SHARES[side], CHOOSE[side]
+                    rows.MAX_UNFINISHED_SHARE, FastRunner.choose = SHARES[side], CHOOSE[side]
                     found[speedup, side].append(systems[speedup].decode(batch, loaded.max_new_tokens))
             for key, decoded in found.items():
-                if repeat:  # the first warms up
+                if repeat:  # the first repeat warms up
                     seconds[key].append(sum(each.decode_seconds for each in decoded))
                     whole[key].append(sum(each.decode_seconds + each.prefill_seconds for each in decoded))
             for speedup in systems:
                 one, other = ([each.texts for each in found[speedup, side]] for side in SHARES)
                 if one != other:
-                    raise SystemExit(f"texts differ at {speedup:g}x, batch {batch_size}")
+                    raise SystemExit(f"outputs differ at {speedup:g}x, batch size {batch_size}")
         for speedup in systems:
             decoded = found[speedup, "with"]
             without, leaving = (seconds[speedup, side] for side in SHARES)

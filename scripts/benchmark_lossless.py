@@ -35,11 +35,11 @@ from eval.speed.peers import SkipDecode
 from eval.tables import Table
 from skipdecode import SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, TextsAtHand
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, RunningSequences
 from skipdecode.generate import lossless_loop as lossless
-from skipdecode.generate.draft_policy import MOST_DRAFTS
+from skipdecode.generate.draft_policy import MAX_DRAFTS
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.generate.runners import LosslessRunner
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import interpolated
 from skipdecode.timing.calibrate import measure_profile
@@ -67,25 +67,25 @@ class Drafted(SkipDecode):
                 at += len(drafted) + 1
             return found
 
-        def draft(runner: ColumnsRunner, texts: TextsAtHand, *rest: Any) -> DraftedRounds | None:
+        def draft(runner: LosslessRunner, texts: RunningSequences, *rest: Any) -> DraftedRounds | None:
             """One round of the kernels, of which so many drafts are taken as is drawn."""
             found = own(runner, texts, *rest[:-1], 1)
             if found is None:
                 return None
             (drafted,) = found.drafted
             agreed = [next((n for n in range(count) if draw.random() >= self._acceptance), count) for count in drafted]
-            counts = [min(most, same + 1) for most, same in zip(texts.most, agreed, strict=True)]
+            counts = [min(most, same + 1) for most, same in zip(texts.max_tokens, agreed, strict=True)]
             tokens = texts.tokens[:, None].repeat(1, max(counts))  # whatever they are
-            return found._replace(chosen=ChosenTokens(tokens, counts), agreed=[agreed])
+            return found._replace(chosen=ChosenTokens(tokens, counts), accepted=[agreed])
 
-        own = ColumnsRunner.draft
-        with mock.patch.object(lossless, "accept_chosen", simulated), mock.patch.object(ColumnsRunner, "draft", draft):
+        own = LosslessRunner.draft
+        with mock.patch.object(lossless, "accept_greedy", simulated), mock.patch.object(LosslessRunner, "draft", draft):
             return super().run(ids, new_tokens)
 
 
 def verification_seconds(model: torch.nn.Module, ids: torch.Tensor, weights: Weights, repeats: int) -> dict[int, float]:
     """Columns -> seconds of a pass of full depth through so many of one row: medians, in turns."""
-    runner = ColumnsRunner(fast_path(model).decoder(weights), ids, 64, {})
+    runner = LosslessRunner(fast_path(model).decoder(weights), 64, torch.ones_like(ids))
     runner.prefill(ids)
     seconds: dict[int, list[float]] = {count: [] for count in COLUMNS}
     for repeat in range(4 * repeats + 1):
@@ -138,7 +138,7 @@ def main() -> int:
             speeds = {name: Ratio.of(seconds["full depth"], own) for name, own in seconds.items()}
             c = 1 / speeds["draft"].median
             costs = {count: taken / verify[1] for count, taken in verify.items()}
-            rounds = [drafts * c + interpolated(costs, drafts + 1) for drafts in range(MOST_DRAFTS + 1)]
+            rounds = [drafts * c + interpolated(costs, drafts + 1) for drafts in range(MAX_DRAFTS + 1)]
             print(f"{weights}: c {c:.3f}, V {', '.join(f'{k}: {v:.2f}' for k, v in costs.items())}", flush=True)
             for share in options.acceptance:
                 predicted = max(sum(share**n for n in range(g + 1)) / rounds[g] for g in range(len(rounds)))

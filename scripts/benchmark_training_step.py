@@ -1,9 +1,10 @@
-"""The time of a training step under a schedule, over full depth's, beside the share of layer-columns that is left.
+"""Measure the time of a training step under a schedule relative to full depth, and the share of computed positions.
 
     python scripts/benchmark_training_step.py --shape opt-tiny --speedup 2 3 4
 
-Random weights and tokens; forward, loss and backward, without the optimiser's step. In each repeat the schedules take
-turns with full depth, so a machine whose speed drifts treats them alike; ratios are medians over repeats [quartiles].
+Weights and tokens are random; the step is forward, loss and backward, without the optimiser. In each repeat the
+schedules take turns with full depth, so that a drifting machine speed affects all alike; ratios are medians over
+repeats [quartiles].
 """
 
 import argparse
@@ -46,7 +47,7 @@ def step_seconds(model: torch.nn.Module, batch: dict, schedule: SkipSchedule) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
-    parser.add_argument("--layers", type=int, help="as many layers instead of the shape's")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the shape's")
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--speedup", type=float, nargs="+", default=[2, 3, 4])
     parser.add_argument("--batch-size", type=int, default=32)
@@ -75,17 +76,17 @@ def main() -> int:
         base = step_seconds(model, batch, full)
         for number, schedule in enumerate(schedules):
             ratio = step_seconds(model, batch, schedule) / base
-            if repeat >= 2:  # the first two warm up
+            if repeat >= 2:  # the first two repeats warm up
                 ratios[number].append(ratio)
 
     rows = []
     for speedup, schedule, found in zip(options.speedup, schedules, ratios, strict=True):
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
-        share = schedule.column_share(options.prompt_length, options.prompt_length + options.new_tokens)
+        share = schedule.computed_share(options.prompt_length, options.prompt_length + options.new_tokens)
         mean = schedule.mean_budget(options.new_tokens)
         rows.append((f"{speedup:g}x", f"{mean:.2f}", f"{share:.3f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
     title = f"training step, {options.shape}, batch {options.batch_size}, {options.dtype}, {device}"
-    headers = ("target", "mean layers", "layer-columns left", "step time left", "quartiles")
+    headers = ("target", "mean layers", "share of positions computed", "relative step time", "quartiles")
     Console().print(Table(headers, rows, title).to_rich())
     return 0
 

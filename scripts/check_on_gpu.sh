@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What needs a CUDA device, in one go: the gpu tests, the quickstart on the device, the training step on OPT-1.3B's layer
-# shape, decoding speed on the shapes of OPT-1.3B and OPT-6.7B with CUDA graphs beside transformers, and memory over
-# thousands of calls. Results go to the folder named first (default: outputs/gpu).
+# Run all checks that need a CUDA device: the gpu tests, the quickstart, the training step with OPT-1.3B's shape, decoding
+# speed with the shapes of OPT-1.3B and OPT-6.7B compared with transformers, and memory over thousands of calls. Results
+# are written to the folder given as the first argument (default: outputs/gpu).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"

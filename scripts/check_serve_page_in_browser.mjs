@@ -35,10 +35,10 @@ for (const colorScheme of ['light', 'dark']) {
     await page.keyboard.press('Tab');
     await page.keyboard.press('End'); // the fastest
     await page.keyboard.press('Control+Enter');
-    await page.waitForFunction(() => /words differ|are the same/.test(document.getElementById('told').textContent), null, { timeout: 20000 });
+    await page.waitForFunction(() => /words differ|are the same/.test(document.getElementById('status').textContent), null, { timeout: 20000 });
     const [full, fast] = await page.$$eval('.text', (texts) => texts.map((text) => text.textContent));
     if (!full || !fast) wrong.push(`${name}: a text is empty`);
-    const told = await page.textContent('#told');
+    const told = await page.textContent('#status');
     const marks = await page.$$eval('mark', (marks) => marks.length);
     if (marks !== Number(told.match(/^\d+/)?.[0] ?? 0)) wrong.push(`${name}: ${marks} words are marked, and it says: ${told}`);
     if ((full.trim() === fast.trim()) !== (marks === 0)) wrong.push(`${name}: marks of ${marks} words on ${full} | ${fast}`);

@@ -1,13 +1,13 @@
-"""A standalone export in other engines: how many of its texts are token for token those of the checkpoint it came from.
+"""Check that a standalone export gives the same tokens in other engines as its checkpoint.
 
     skipdecode export outputs/constant outputs/plain --speedup 3 --standalone
     python scripts/compare_engines.py --checkpoint outputs/constant --export outputs/plain --speedup 3 \\
         --data-dir E2E_FOLDER
 
-The checkpoint decodes its task's test prompts greedily, by skip_generate under the schedule of that speed; the export
-by transformers' generate in batches, by its continuous batching (generate_batch) and by CTranslate2 on CPU, where that
-is installed (pip install 'skipdecode[speed]'). Exit status 1 where a text differs. In float32 two likeliest tokens may
-lie closer together than engines round.
+The checkpoint decodes its task's test prompts greedily with skip_generate under the schedule of that speed. The export
+is decoded by transformers' generate in batches, by its continuous batching (generate_batch) and by CTranslate2 on CPU,
+if that is installed (pip install 'skipdecode[speed]'). The exit status is 1 if an output differs, which may happen in
+float32 where the probabilities of the two best tokens differ by less than the engines' rounding.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from eval.request import Request
 from skipdecode import load, skip_generate
 from skipdecode.cli.process import run_command
 
-Texts = list[list[int]]  # token ids of each prompt's text, up to its end token
+Sequences = list[list[int]]  # token ids of each generated sequence, up to its end token
 BATCH_SIZE = 32
 
 
@@ -35,24 +35,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="trained with schedule.decay=constant schedule.prompt=max")
-    add("--export", required=True, metavar="DIR", help="what `skipdecode export --standalone` made of it")
-    add("--speedup", required=True, type=float, metavar="X", help="that it was made for")
+    add("--export", required=True, metavar="DIR", help="its export by `skipdecode export --standalone`")
+    add("--speedup", required=True, type=float, metavar="X", help="speedup for which it was exported")
     add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     options = parser.parse_args()
     # Only to load: nothing is written.
     request = Request(options.checkpoint, Path("unused"), data_dir=options.data_dir, limit=options.limit, device="cpu")
     loaded = load_request(request)
-    prompts, most, tokenizer = loaded.prompt_ids, loaded.max_new_tokens, loaded.checkpoint.tokenizer
-    schedule = loaded.config.schedule_for(loaded.checkpoint.cost, options.speedup)
+    prompts, max_new_tokens, tokenizer = loaded.prompt_ids, loaded.max_new_tokens, loaded.checkpoint.tokenizer
+    schedule = loaded.config.plan_for(loaded.checkpoint.cost, options.speedup, strict=True).schedule
     plain, _ = load(options.export)
     expected = generate(
-        loaded.checkpoint.model, tokenizer, prompts, most, custom_generate=skip_generate, schedule=schedule
+        loaded.checkpoint.model, tokenizer, prompts, max_new_tokens, custom_generate=skip_generate, schedule=schedule
     )
-    engines: dict[str, Callable[[], Texts]] = {
-        "transformers, generate": lambda: generate(plain, tokenizer, prompts, most),
-        "transformers, generate_batch": lambda: batch_continuously(plain, tokenizer, prompts, most),
-        "CTranslate2": lambda: ctranslate2(options.export, tokenizer, prompts, most),
+    engines: dict[str, Callable[[], Sequences]] = {
+        "transformers, generate": lambda: generate(plain, tokenizer, prompts, max_new_tokens),
+        "transformers, generate_batch": lambda: batch_continuously(plain, tokenizer, prompts, max_new_tokens),
+        "CTranslate2": lambda: ctranslate2(options.export, tokenizer, prompts, max_new_tokens),
     }
     print(f"{sum(map(len, expected))} tokens under {schedule}")
     status = 0
@@ -63,26 +63,26 @@ def main() -> int:
             print(f"{name}: not installed")
             continue
         same = sum(text == other for text, other in zip(found, expected, strict=True))
-        print(f"{name}: {same} of {len(expected)} texts are the same")
+        print(f"{name}: {same} of {len(expected)} outputs are identical")
         status = max(status, int(same < len(expected)))
     return status
 
 
-def generate(model: Any, tokenizer: Any, prompts: Texts, most: int, **how: Any) -> Texts:
+def generate(model: Any, tokenizer: Any, prompts: Sequences, max_new_tokens: int, **how: Any) -> Sequences:
     """By `model.generate`, in batches."""
-    texts: Texts = [[] for _ in prompts]
+    texts: Sequences = [[] for _ in prompts]
     for batch in batches_of_like_length(prompts, BATCH_SIZE):
         inputs = tokenizer.pad({"input_ids": [prompts[n] for n in batch]}, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=most, do_sample=False, **how)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **how)
         for n, row in zip(batch, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
             texts[n] = before_end(row, tokenizer)
     return texts
 
 
-def batch_continuously(model: Any, tokenizer: Any, prompts: Texts, most: int) -> Texts:
+def batch_continuously(model: Any, tokenizer: Any, prompts: Sequences, max_new_tokens: int) -> Sequences:
     """By transformers' continuous batching."""
     asked = GenerationConfig(
-        max_new_tokens=most,
+        max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -93,7 +93,7 @@ def batch_continuously(model: Any, tokenizer: Any, prompts: Texts, most: int) ->
     return [by_prompt[tuple(prompt)] for prompt in prompts]
 
 
-def ctranslate2(folder: str, tokenizer: Any, prompts: Texts, most: int) -> Texts:
+def ctranslate2(folder: str, tokenizer: Any, prompts: Sequences, max_new_tokens: int) -> Sequences:
     """By CTranslate2, in float32. Raises ImportError where it isn't installed."""
     import ctranslate2
 
@@ -103,7 +103,7 @@ def ctranslate2(folder: str, tokenizer: Any, prompts: Texts, most: int) -> Texts
         results = generator.generate_batch(
             [tokenizer.convert_ids_to_tokens(prompt) for prompt in prompts],
             max_batch_size=BATCH_SIZE,
-            max_length=most,
+            max_length=max_new_tokens,
             sampling_topk=1,
             include_prompt_in_result=False,
         )
@@ -111,7 +111,7 @@ def ctranslate2(folder: str, tokenizer: Any, prompts: Texts, most: int) -> Texts
 
 
 def before_end(row: list[int], tokenizer: Any) -> list[int]:
-    """A text without its end token, and what is behind that."""
+    """A sequence up to its end token, without it."""
     row = list(row)
     return row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row
 

@@ -1,10 +1,10 @@
-"""Kill a run at random moments, start it again with the same command, and hold its end against an uninterrupted run.
+"""Kill a run at random moments, resume it with the same command, and compare its end with an uninterrupted run.
 
     python scripts/kill_and_resume.py --kills 20 --processes 1
     python scripts/kill_and_resume.py --kills 20 --processes 2 train.max_steps=80
 
-With one process the weights must be equal bit for bit, with several within 1e-5 (sums over ranks may be ordered
-differently). Every logged step must be there once, with the same loss. Exit status 0 where they are.
+With one process the weights must be bitwise equal, with several equal within 1e-5, because sums over ranks may be
+ordered differently. Every step must be logged exactly once, with the same loss. Then the exit status is 0, else 1.
 """
 
 import argparse
@@ -52,18 +52,20 @@ SMALL = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, metavar="N")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="under torchrun where it is above 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--recipe", default="quickstart", help="made small by the overrides at the top of this file")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="P", help="number of processes; above 1, under torchrun"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--recipe", default="quickstart", help="a recipe, made small by the overrides in this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         straight, killed = Path(folder, "straight"), Path(folder, "killed")
         start = time.perf_counter()
-        _, said = (first := launch(options, straight)).communicate()
+        _, output = (first := launch(options, straight)).communicate()
         if first.returncode != 0:
-            raise SystemExit(f"the uninterrupted run ended with status {first.returncode}:\n{said}")
+            raise SystemExit(f"the uninterrupted run ended with status {first.returncode}:\n{output}")
         seconds = time.perf_counter() - start
         console.print(f"the uninterrupted run took {seconds:.0f} s")
         moments = random.Random(options.seed)
@@ -103,30 +105,30 @@ def launch(options: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
 
 
 def killings(
-    options: argparse.Namespace, folder: Path, seconds: float, moments: random.Random, most: int
+    options: argparse.Namespace, folder: Path, seconds: float, moments: random.Random, max_kills: int
 ) -> Iterator[None]:
-    """Start a run again and again until it finishes; yields whenever it was killed, `most` times at most."""
+    """Start a run until it finishes, killing it at most `max_kills` times; yields after each kill."""
     for kill in itertools.count():
         run = launch(options, folder)
         try:
-            # Some moments fall into the start, most into training and its checkpoints.
-            _, said = run.communicate(timeout=moments.uniform(0, seconds) if kill < most else None)
+            # Some kills hit the start, but most hit training and its checkpoints.
+            _, output = run.communicate(timeout=moments.uniform(0, seconds) if kill < max_kills else None)
         except subprocess.TimeoutExpired:
             kill_tree(run.pid)
             run.communicate()
             yield
-            if (folder / "config.json").exists():  # the last file of a finished run: only the exit was left
+            if (folder / "config.json").exists():  # the last file of a finished run; only its exit was missing
                 return
             continue
         if run.returncode != 0:
-            raise SystemExit(f"the run ended with status {run.returncode}:\n{said}")
+            raise SystemExit(f"the run ended with status {run.returncode}:\n{output}")
         return
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to a launcher and its workers, which it puts into sessions of their own."""
+    """Send SIGKILL to a launcher and its workers, which are in sessions of their own."""
     launcher = psutil.Process(pid)
-    launcher.suspend()  # it would start workers anew
+    launcher.suspend()  # it would restart the workers
     for process in [*launcher.children(recursive=True), launcher]:
         process.kill()
 
@@ -138,7 +140,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def differing_steps(one: Path, other: Path) -> list[int]:
-    """Steps (1-based) that one log lacks, has twice, or has another loss of."""
+    """Steps (1-based) that are missing, logged twice or have another loss in one of the logs."""
     ours, theirs = (losses(folder) for folder in (one, other))
     return sorted(step for step, _ in (ours - theirs) + (theirs - ours))
 

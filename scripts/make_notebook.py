@@ -1,9 +1,9 @@
-"""The tutorial as a notebook: docs/tutorial.md, whose blocks become cells.
+"""Convert the tutorial, docs/tutorial.md, to the notebook docs/tutorial.ipynb.
 
     python scripts/make_notebook.py
 
-writes docs/tutorial.ipynb; run it again after a change of the tutorial, as a test asks for. Commands of the shell
-become cells that start with %%bash. Its kernel is the Python of .venv.
+Run it after every change of the tutorial; a test checks this. Shell commands become cells that start with %%bash. The
+notebook's kernel must be the Python of .venv.
 """
 
 import json
@@ -30,12 +30,12 @@ def main() -> int:
 
 
 def notebook(page: str) -> str:
-    """The notebook of a page, as JSON."""
+    """The JSON of the notebook made from a Markdown page."""
     cells, at = [_cell("code", _START)], 0
     for block in _BLOCK.finditer(page):
         cells.append(_cell("markdown", page[at : block.start()]))
         source = block[2] if block[1] == "python" else f"%%bash\n{block[2]}"
-        if "make install" not in source:  # it runs in what that made
+        if "make install" not in source:  # the notebook already runs in the installed environment
             cells.append(_cell("code", source))
         at = block.end()
     cells.append(_cell("markdown", page[at:]))

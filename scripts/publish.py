@@ -2,12 +2,12 @@
 
     python scripts/publish.py outputs/e2e-tiny me/e2e-tiny --evaluation outputs/e2e-eval --dry-run
 
-Checks the folder, writes its model card and its custom_generate, shows what will be sent and asks. Private unless
---public is said. Of a run it sends the model, its tokenizer, the recipe, the card and the evaluation, never the
-optimiser's state, the tracker's files or predictions, and nothing where a file holds what looks like a key. It is one
-commit: interrupted, nothing has changed, and the same command goes on; repeated, nothing is sent twice. It wants a
-token with write access (`hf auth login`, or HF_TOKEN). The card is yours to edit: remove the line in it that says who
-wrote it.
+The script checks the folder, writes its model card and its custom_generate, lists the files to send and asks for
+confirmation. A new repository is private unless --public is given. It sends the model, its tokenizer, the recipe, the
+card and the evaluation, never the optimiser's state, the tracker's files or predictions, and nothing at all if a file
+seems to contain a key. Everything is one commit: an interrupted upload changes nothing and is continued by the same
+command, and files on the Hub are not sent twice. It needs a token with write access (`hf auth login`, or HF_TOKEN). To
+edit the card, remove its line that says who wrote it; it is then kept as it is.
 """
 
 import argparse
@@ -25,26 +25,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a finished run's folder")
     parser.add_argument("repository", help="OWNER/NAME on the Hub")
-    parser.add_argument("--evaluation", type=Path, metavar="DIR", help="what `python -m eval --output DIR` wrote")
-    parser.add_argument("--public", action="store_true", help="a new repository may be seen by all")
-    parser.add_argument("--tag", help="for the commit, such as v1.0")
-    parser.add_argument("--message", help="of the commit")
-    parser.add_argument("--dry-run", action="store_true", help="check and show, send nothing")
-    parser.add_argument("--yes", action="store_true", help="don't ask")
+    parser.add_argument("--evaluation", type=Path, metavar="DIR", help="the folder of `python -m eval --output DIR`")
+    parser.add_argument("--public", action="store_true", help="make a new repository public")
+    parser.add_argument("--tag", help="tag of the commit, such as v1.0")
+    parser.add_argument("--message", help="message of the commit")
+    parser.add_argument("--dry-run", action="store_true", help="check and list the files, send nothing")
+    parser.add_argument("--yes", action="store_true", help="don't ask for confirmation")
     options = parser.parse_args()
-    return publish(options)
-
-
-def publish(options: argparse.Namespace) -> int:
-    """Check, show, ask, send."""
-    from eval.output import only_writer  # here: it takes seconds, and a mistyped option should not
+    from eval.output import only_writer  # imported here, because it takes seconds
 
     with only_writer(options.checkpoint, "the checkpoint"):
         return _publish(options)
 
 
 def _publish(options: argparse.Namespace) -> int:
-    from transformers.utils import logging  # here: they take seconds, and a mistyped option should not
+    """Check the checkpoint, list its files, ask and send."""
+    from transformers.utils import logging
 
     from train.publish.parcel import describe, pack
     from train.publish.send import send
@@ -52,17 +48,17 @@ def _publish(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
 
     if options.evaluation is not None:
-        _take(options.evaluation, options.checkpoint / "eval", options.checkpoint)
+        _copy_evaluation(options.evaluation, options.checkpoint / "eval", options.checkpoint)
     parcel = pack(options.checkpoint, options.repository)
     for line in describe(parcel):
         print(line)
-    print("public" if options.public else "private, where it is new", flush=True)
+    print("a new repository will be public" if options.public else "a new repository will be private", flush=True)
     if options.dry_run:
-        print("a dry run; nothing was sent")
+        print("dry run, nothing was sent")
         return 0
     if not options.yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody is there to ask: say --yes to send it")
+            raise ConfigError("there is no terminal to ask for confirmation: pass --yes to send without it")
         if input("send it? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing was sent")
             return 0
@@ -70,8 +66,8 @@ def _publish(options: argparse.Namespace) -> int:
     return 0
 
 
-def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
-    """Copy an evaluation of this checkpoint into its folder, in place of the one that is there."""
+def _copy_evaluation(evaluation: Path, target: Path, checkpoint: Path) -> None:
+    """Copy an evaluation of this checkpoint into its folder, replacing the one there."""
     from eval.results import FILE_NAME, Report
 
     report = Report.load(evaluation / FILE_NAME)
@@ -82,14 +78,16 @@ def _take(evaluation: Path, target: Path, checkpoint: Path) -> None:
     names = (FILE_NAME, "report.md", "frontier.png")
     for name in names:
         if not (evaluation / name).is_file():
-            raise ConfigError(f"--evaluation {evaluation} has no {name}: name what `python -m eval` wrote, all of it")
+            raise ConfigError(
+                f"--evaluation {evaluation} has no {name}: it must be a complete folder of `python -m eval`"
+            )
     target.mkdir(exist_ok=True)
-    shutil.rmtree(target / "predictions", ignore_errors=True)  # texts of the one that was there
+    shutil.rmtree(target / "predictions", ignore_errors=True)  # those of the replaced evaluation
     if (evaluation / "predictions").is_dir():
         shutil.copytree(evaluation / "predictions", target / "predictions", symlinks=True)
     for name in names:
         (target / name).unlink(missing_ok=True)
-        shutil.copyfile(evaluation / name, target / name, follow_symlinks=False)  # a link is refused as one
+        shutil.copyfile(evaluation / name, target / name, follow_symlinks=False)  # `pack` then refuses a link
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The memory that every recipe needs of a GPU, on 1, 2, 4 and 8 of them: the table of recipes/README.md.
+"""Estimate the GPU memory that every recipe needs on 1, 2, 4 and 8 GPUs: the table of recipes/README.md.
 
     python scripts/recipe_memory.py                  # or: --recipe e2e-opt-1.3b tldr-opt-6.7b --gpus 1 2 16
 
-Estimated, not measured: the recipe's model runs a training step on tensors without data, in the widest batch that the
-task's limits allow and under its costliest schedules (train/dry_run/memory.py). Nothing is downloaded, no GPU needed.
+The recipe's model runs a training step on tensors without data, with the longest batch that the task's limits allow and
+under the schedules that need the most memory (train/dry_run/memory.py). Nothing is downloaded, and no GPU is needed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def row(name: str, gpus: list[int], overrides: list[str]) -> str:
-    """A recipe's line of the table."""
+    """A recipe's row of the table."""
     recipe = load_recipe(name, overrides)
     task = build_task(recipe)
     config = model_config(recipe)
@@ -55,20 +55,22 @@ def row(name: str, gpus: list[int], overrides: list[str]) -> str:
 
 
 def cell(estimate: MemoryEstimate) -> str:
-    """GiB of a GPU, and of the machine's own memory where that is needed."""
-    host = f" + {estimate.host / GIB:.0f} of the machine" if estimate.host else ""
+    """GiB of GPU memory, and of main memory where DeepSpeed offloads to it."""
+    host = f" + {estimate.host / GIB:.0f} of main memory" if estimate.host else ""
     return f"{estimate.total / GIB:.1f}{host}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", nargs="+", default=recipe_names(), help="recipes; by default all")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="how many, all in one machine")
-    parser.add_argument("--deepspeed", metavar="CONFIG", help="this config in all of them, such as zero3-offload")
+    parser.add_argument("--recipe", nargs="+", default=recipe_names(), help="recipes (default: all)")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs, in one machine")
+    parser.add_argument(
+        "--deepspeed", metavar="CONFIG", help="a DeepSpeed config for all recipes, such as zero3-offload"
+    )
     options = parser.parse_args()
     overrides = [f"deepspeed.config={options.deepspeed}"] if options.deepspeed else []
     counts = [f"{count} GPU{'s' if count > 1 else ''}" for count in options.gpus]
-    warnings.simplefilter("ignore", FutureWarning)  # transformers has some for peft
+    warnings.simplefilter("ignore", FutureWarning)  # from transformers, about peft
     print(f"| recipe | model | task | speeds | DeepSpeed | {' | '.join(counts)} |")
     print(f"| --- | --- | --- | --- | --- |{' ---: |' * len(counts)}")
     for name in options.recipe:

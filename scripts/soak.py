@@ -1,10 +1,10 @@
-"""Thousands of generations of varied shapes in one process: memory must not grow.
+"""Check that memory doesn't grow over thousands of generations of different shapes in one process.
 
     python scripts/soak.py --calls 2000
 
-Prints the process's resident memory (on CUDA also the device's) as it goes; exits with 1 where the last tenth of the
-calls holds more than the tenth after the warm-up by over --allow megabytes. On CUDA it warms up until as many shapes
-are kept as ever are.
+It prints the process's resident memory (on CUDA plus the device's), and exits with status 1 if the last tenth of the
+calls uses over --allow megabytes more than the tenth after the warm-up. On CUDA the warm-up lasts until the cache of
+graphs is full.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from configs.shapes import random_model, read_shape
 from skipdecode import SkipSchedule, skip_generate
 from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError
-from skipdecode.fastpath.cuda_graphs import KEPT
+from skipdecode.fastpath.cuda_graphs import MAX_KEPT
 
 
 def main() -> int:
@@ -33,13 +33,15 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--shape", default="opt-tiny", help="a name in configs/model/, or a YAML file")
     parser.add_argument("--weights", choices=["model", "packed", "int8"], default="model")
-    parser.add_argument("--allow", type=float, default=8.0, metavar="MB", help="growth that is noise (default 8)")
+    parser.add_argument(
+        "--allow", type=float, default=8.0, metavar="MB", help="growth that is allowed as noise (default 8)"
+    )
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tenth = max(1, options.calls // 10)
-    warm = max(tenth, 2 * KEPT) if device == "cuda" else tenth
+    warm = max(tenth, 2 * MAX_KEPT) if device == "cuda" else tenth
     if warm + 2 * tenth > options.calls:
-        raise ConfigError(f"--calls is {options.calls}: {warm} of them warm up, and two tenths more are compared")
+        raise ConfigError(f"--calls is {options.calls}: it must be at least {warm} for the warm-up and two more tenths")
     shape = {"vocab_size": 512, **read_shape(options.shape, "--shape")}
     with torch.device(device):
         model = random_model(shape, torch.float32).eval()
@@ -48,8 +50,8 @@ def main() -> int:
     process, held = psutil.Process(), []
     for _ in track(range(options.calls), "generations", console=Console(stderr=True)):
         rows, prompt, new = draw.randint(1, 16), draw.randint(1, 100), draw.randint(1, 24)
-        most = draw.randint(1, layers)
-        schedule = SkipSchedule(layers, most, draw.randint(1, most), horizon=draw.randint(1, 32))
+        budget = draw.randint(1, layers)
+        schedule = SkipSchedule(layers, budget, draw.randint(1, budget), horizon=draw.randint(1, 32))
         ids = torch.randint(4, 512, (rows, prompt), device=device)
         model.generate(
             input_ids=ids,

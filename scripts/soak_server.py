@@ -1,16 +1,16 @@
-"""A server at twice the load that it can carry, with clients of every kind: no answer may be lost, mixed up or late.
+"""Run the server at twice its capacity with good and bad clients, and check that no answer is lost, mixed up or wrong.
 
     python scripts/soak_server.py outputs/e2e-tiny --data-dir E2E_FOLDER --seconds 600
 
-Starts `skipdecode serve`, looks all along how many it answers, and has twice as many requests come at random, most of
-them good ones: whole and streamed, at three speeds and lossless. Beside them come clients that vanish, read slowly,
-send rubbish, huge bodies, prompts that are too long, wrong keys, and other models. In the end it sends SIGTERM
-while texts are on their way.
+It starts `skipdecode serve`, measures its capacity all along and sends twice as many requests at random times. Most are
+valid: complete and streamed ones, at three speeds and lossless. Other clients disconnect, read slowly, or send invalid
+JSON, huge bodies, prompts that are too long, wrong keys or unknown models. At the end the server gets SIGTERM while it
+is answering.
 
-Every good answer is held against `skip_generate` of its prompt alone, every other one against the status that it must
-have; 429 with Retry-After is right where the queue is full, and after SIGTERM a connection that is closed before its
-request was read. Exit status 1 for any answer that is wrong, for a server that ends with another status than 0 or has
-more to say than a line for each request, and where it holds over --allow megabytes more in the last tenth of the time
+Every valid answer is compared with `skip_generate` of its prompt alone, and every other one with the status that it
+must have. Status 429 with Retry-After is correct while the queue is full; after SIGTERM a connection may be closed
+before its request is read. The exit status is 1 for any wrong answer, for a server that ends with another status than 0
+or logs anything besides one line per request, and if it uses over --allow megabytes more in the last tenth of the time
 than in the second.
 """
 
@@ -45,7 +45,7 @@ from skipdecode.errors import ConfigError
 KEY, NAME, SPEEDS = "a key of the soak", "served", (1, 2, 3)
 KINDS = {"stream": 50, "whole": 15, "vanish": 12, "slow": 5, "rubbish": 6, "huge": 3, "long": 3, "key": 4, "model": 2}
 STATUS = {"rubbish": 400, "huge": 413, "long": 400, "key": 401, "model": 404}
-BURST = 96  # requests at once, to find what the server can carry
+BURST = 96  # simultaneous requests that measure the server's capacity
 
 
 def main() -> int:
@@ -54,47 +54,47 @@ def main() -> int:
     add("checkpoint", metavar="DIR")
     add("--data-dir", metavar="DIR", help="the task's local folder; default: the Hub, or built in")
     add("--seconds", type=float, default=600.0, metavar="S")
-    add("--prompts", type=int, default=40, metavar="N", help="different ones (default 40)")
-    add("--allow", type=float, default=8.0, metavar="MB", help="growth that is noise (default 8)")
+    add("--prompts", type=int, default=40, metavar="N", help="different prompts (default 40)")
+    add("--allow", type=float, default=8.0, metavar="MB", help="growth that is allowed as noise (default 8)")
     options = parser.parse_args()
     soak = Soak(options.checkpoint, options.data_dir, options.prompts)
     return asyncio.run(soak.run(options.seconds, options.allow))
 
 
 class Soak:
-    """A server, its clients, and what came of them."""
+    """A server, its clients and their results."""
 
     def __init__(self, checkpoint: str, data_dir: str | None, prompts: int) -> None:
         model, tokenizer = load(checkpoint)
         name, options = task_options(None, SkipConfig.of(model.config))
         task = load_task(name, path=data_dir, **options)
-        self.most = task.max_new_tokens
+        self.max_new_tokens = task.max_new_tokens
         self.texts: dict[tuple[str, int], str] = {}
         for example in task.load("test")[:prompts]:
             inputs = tokenizer([example.prompt], return_tensors="pt")
             for speed in SPEEDS:
-                how: Any = {"speedup": speed, "max_new_tokens": self.most, "do_sample": False}
+                how: Any = {"speedup": speed, "max_new_tokens": self.max_new_tokens, "do_sample": False}
                 out = model.generate(**inputs, custom_generate=skip_generate, **how)
                 new = out[0, inputs["input_ids"].shape[1] :]
                 self.texts[example.prompt, speed] = str(
                     tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 )
         self.command = [sys.executable, "-m", "skipdecode", "serve", checkpoint, "--port", "0", "--name", NAME]
-        self.command += ["--queue", "64", "--max-new-tokens", str(self.most)]
+        self.command += ["--queue", "64", "--max-new-tokens", str(self.max_new_tokens)]
         self.found: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.draw = random.Random(0)
         self.told_to_end = False
 
     async def run(self, seconds: float, allow: float) -> int:
-        """Soak for so long. Returns the exit status."""
+        """Send requests for this time. Returns the exit status."""
         environment = {**os.environ, "SKIPDECODE_API_KEY": KEY}
         server = subprocess.Popen(self.command, env=environment, stderr=subprocess.PIPE, text=True)
         assert server.stderr is not None
         try:
             while not (found := re.search(r"on (http://[\d.:]+)/v1", line := server.stderr.readline())):
                 if not line:
-                    raise ConfigError("the server doesn't start")
+                    raise ConfigError("the server didn't start")
             reading = asyncio.create_task(asyncio.to_thread(self._read, server.stderr))
             self.address = found[1]
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -114,11 +114,11 @@ class Soak:
 
     def _read(self, lines: Any) -> None:
         for line in lines:
-            if re.match(r"[\d-]+ [\d:]+ (GET|POST) ", line) is None and "ended" not in line:
-                self._note(f"the log says: {line.strip()}")
+            if re.match(r"[\d-]+ [\d:]+ (GET|POST) ", line) is None and "stopped" not in line:
+                self._note(f"unexpected log line: {line.strip()}")
 
     def _right(self) -> int:
-        """Good answers so far, refusals not counted."""
+        """Number of correct answers so far, without refusals."""
         return sum(count for name, count in self.found.items() if name.endswith((": right", ": vanished")))
 
     def _note(self, line: str) -> None:
@@ -127,7 +127,7 @@ class Soak:
             print(line, flush=True)
 
     async def _load(self, seconds: float, process: psutil.Process) -> list[float]:
-        """Have requests come at twice what the server can carry. Returns megabytes that it held, each second."""
+        """Send requests at twice the server's capacity. Returns the megabytes that it used in each second."""
         while True:
             with suppress(aiohttp.ClientError):
                 async with self.session.get(f"{self.address}/health"):
@@ -136,7 +136,7 @@ class Soak:
         start = time.monotonic()
         await asyncio.gather(*(self._one("stream") for _ in range(BURST)))
         carried = self._right() / (time.monotonic() - start)
-        print(f"it carries {carried:.1f} requests a second: twice as many come, for {seconds:g} s", flush=True)
+        print(f"capacity: {carried:.1f} requests per second; sending twice as many for {seconds:g} s", flush=True)
         held: list[float] = []
         going: set[asyncio.Task[None]] = set()
         start = now = told = looked = time.monotonic()
@@ -151,19 +151,19 @@ class Soak:
             clock = time.monotonic()
             if clock - start > len(held):
                 held.append(process.memory_info().rss / 1e6)
-            if clock > looked + 5:  # what it carries changes with what else the machine does
+            if clock > looked + 5:  # the capacity changes with the machine's other load
                 carried = max(1.0, (self._right() - right) / (clock - looked))
                 looked, right, now = clock, self._right(), clock
             if clock > told + 30:
                 told = clock
-                done = f"{sum(self.found.values())} answers, {len(self.wrong)} wrong, {len(going)} on their way"
-                print(f"{told - start:.0f} s: {done}, {held[-1]:.1f} MB, {carried:.1f} a second", flush=True)
+                done = f"{sum(self.found.values())} answers, {len(self.wrong)} wrong, {len(going)} pending"
+                print(f"{told - start:.0f} s: {done}, {held[-1]:.1f} MB, {carried:.1f} per second", flush=True)
         self.going = going
         return held
 
     async def _end(self, server: "subprocess.Popen[str]") -> None:
-        """Tell it to end while texts are on their way: those are answered, and no others."""
-        print(f"SIGTERM, with {len(self.going)} requests on their way", flush=True)
+        """Send SIGTERM with requests pending, which must still be answered, and wait for the end."""
+        print(f"SIGTERM, with {len(self.going)} requests pending", flush=True)
         self.told_to_end = True
         server.send_signal(signal.SIGTERM)
         await asyncio.gather(*self.going)
@@ -196,9 +196,9 @@ class Soak:
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as error:
             outcome = f"{type(error).__name__} {error}"
             if kind == "huge" and not isinstance(error, asyncio.TimeoutError):
-                outcome = "right"  # refused while it was being sent
+                outcome = "right"  # it was refused while it was being sent
             elif self.told_to_end and isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
-                outcome = "refused, as it ends"  # one that it had read would have been answered, or its log would say
+                outcome = "refused, as it ends"  # a request that the server had read would have been answered
         self.found[f"{kind}: {outcome}" if len(outcome) < 40 else f"{kind}: wrong"] += 1
         if outcome not in ("right", "busy", "vanished", "refused, as it ends"):
             self._note(f"{kind}: {outcome}")
@@ -212,7 +212,7 @@ class Soak:
             return "right" if (await answer.json())["error"]["message"] else "an error without a message"
         if kind == "whole":
             text, end = (choice := (await answer.json())["choices"][0])["text"], choice["finish_reason"]
-            return "right" if end and text == expected else f"{text!r} in place of {expected!r}"
+            return "right" if end and text == expected else f"{text!r} instead of {expected!r}"
         text, end, leave_at = "", None, self.draw.randint(0, 10)
         parts = 0
         async for line in answer.content:
@@ -229,7 +229,7 @@ class Soak:
                 return "vanished"
             if kind == "slow":
                 await asyncio.sleep(0.2)
-        return "right" if end and text == expected else f"{text!r} in place of {expected!r}"
+        return "right" if end and text == expected else f"{text!r} instead of {expected!r}"
 
 
 if __name__ == "__main__":

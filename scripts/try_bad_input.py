@@ -1,4 +1,4 @@
-"""Bad inputs and faults, tried by pytest (tests/release/test_bad_input.py), whose options follow.
+"""Run tests/release/test_bad_input.py, which tries bad inputs and faults; options are passed on to pytest.
 
 python scripts/try_bad_input.py                   # or: -n 2, -k weights
 """

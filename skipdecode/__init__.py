@@ -1,16 +1,18 @@
-"""skipdecode: decoder language models that skip layers as they generate, faster on the clock (arXiv 2307.02628).
+"""skipdecode: faster decoding of language models, which skip layers as they generate (arXiv 2307.02628).
 
-Seven laws hold everywhere; the code names them by their numbers (docs/explanation.md says more):
+Seven invariants hold throughout (docs/explanation.md explains them):
 
-1. Nested: the layers that run token i + 1 are among those that ran token i, so no key or value is ever missing.
-2. 1 <= warmup_layers <= min_layers <= max_layers <= num_layers: some layer at the bottom always runs.
-3. Prefix: the tokens that run layer l are the first c(l) columns, so training runs it on `hidden[:, :c(l)]` alone.
-4. The same schedule everywhere: what trained a checkpoint is saved with it and decodes with it, on every process.
-5. Cached = uncached: decoding gives, token for token, what a pass over the whole sequence gives; a batch gives what its
-   rows give alone; a schedule of all layers gives what `model.generate` gives.
-6. Planned memory: layer l holds the prompt and c(l) tokens, and nothing after the prefill where no token runs it.
-7. Rows nest too: with the deepest budget first, the texts that run layer l in a step are a prefix of the batch,
-   whatever their positions and speeds; past its cutoff in a layer a text never reads its keys and values there again.
+1. Nested: the layers of token i + 1 are a subset of those of token i, so no key or value is ever missing.
+2. 1 <= warmup_layers <= min_layers <= max_layers <= num_layers: some of the lowest layers always run.
+3. Prefix: the tokens that run layer l are the first c(l) positions, so training runs it on `hidden[:, :c(l)]` only.
+4. The same schedule everywhere: a checkpoint stores the schedules that trained it and decodes with them, on every
+   process.
+5. Cached = uncached: decoding gives, token for token, what a forward pass over the complete sequence gives; a batch
+   gives what each of its sequences gives alone; a schedule of all layers gives what `model.generate` gives.
+6. Planned memory: layer l caches the prompt and c(l) tokens, and nothing after the prefill where no token runs it.
+7. Nested batches: sorted by budget, deepest first, the sequences that run layer l in a step are the first of the batch,
+   whatever their positions and speedups; a sequence past its cutoff in a layer never reads its keys and values there
+   again.
 """
 
 import importlib
@@ -43,8 +45,8 @@ __all__ = [
     "solve_schedule",
 ]
 
-# Public names are imported when they are first used: a schedule needs no torch, and a command line that is told a wrong
-# name should not take seconds to say so.
+# Public names are imported when they are first used: schedules don't need torch, and a command with an invalid name
+# should fail at once and not after seconds of imports.
 _HOMES = {
     "ConfigError": "errors",
     "CostModel": "schedule.cost",

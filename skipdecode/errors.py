@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises, and what raises it in many places."""
+"""ConfigError, the exception for every mistake of a user, and the checks that many modules share."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,14 +6,14 @@ from numbers import Integral
 
 
 class ConfigError(ValueError):
-    """A setting, a file or an argument that can't be used; the message says what to do instead.
+    """An invalid setting, file or argument; the message names it, its value, and what is allowed.
 
-    The command lines print it as one line and exit with status 2.
+    Commands print the message as one line and exit with status 2.
     """
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
-    """The error for a name that isn't one of `allowed`, with the nearest valid one where there is one.
+    """The error for a name that isn't one of `allowed`; it suggests the most similar one.
 
     >>> str(unknown("decay", "linaer", ["linear", "cosine"]))
     "unknown decay 'linaer': did you mean 'linear'? Allowed: cosine, linear"
@@ -25,12 +25,12 @@ def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ConfigError where one is no integer of at least 1; those of numpy are integers too."""
+    """Raise ConfigError unless every argument is an integer (Python's or numpy's) of at least 1."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ConfigError(f"{name} is {value!r}: it must be an integer of at least 1")
 
 
 def first_line(error: BaseException) -> str:
-    """Another library's message on one line, for the message of a ConfigError."""
+    """Another library's error message as one line, to quote in a ConfigError."""
     return " ".join(str(error).split())[:300] or type(error).__name__

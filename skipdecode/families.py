@@ -1,8 +1,8 @@
-"""The model families that the toolkit knows: the path to their decoder layers, and the parts of one layer."""
+"""The supported model families: the path to their decoder layers, and the names of a layer's parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,21 +13,31 @@ from skipdecode.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of a decoder layer's parts, which a lean decode step computes with (`skipdecode.fastpath.model`).
+    """The names of a decoder layer's parts, from which the fast path computes (`skipdecode.fastpath.model`).
+
+    Names are relative to the layer unless stated otherwise.
 
     Attributes:
-        attention: the attention module; `qkv` and `query_norm`, `key_norm` are names within it.
+        attention: the attention module; `qkv`, `query_norm` and `key_norm` are names within it.
         qkv: one projection for queries, keys and values, or three.
-        interleaved: whether the single projection gives each head's query, key and value side by side.
         out: the attention's output projection.
-        attention_norm, mlp_norm: the norms before each half of the layer; no `mlp_norm` where both read the same.
-        up, down, activation: the feed-forward half; `gate` where the activation gates another projection.
-        parallel: whether both halves read the layer's input; or the layer's flag that says so.
-        final_norm: after the last layer, beside the list of layers.
-        positions: the way in which a token's position enters.
-        position_table, position_offset: the table of positions, and what is added to them before they are looked up.
-        embedding_norm: a norm of the embeddings.
-        plain: what the config must say, for a value that changes the computation.
+        attention_norm: the norm before the attention.
+        mlp_norm: the norm before the feed-forward network; None where `attention_norm` serves both.
+        up: the feed-forward network's first projection.
+        down: its last projection.
+        activation: its activation function.
+        final_norm: the norm after the last layer, a name in the module that contains the list of layers.
+        positions: how the position of a token enters the computation.
+        gate: the projection whose activation multiplies the output of `up`, if there is one.
+        interleaved: whether a single projection in `qkv` gives each head's query, key and value side by side.
+        query_norm: a norm of the queries.
+        key_norm: a norm of the keys.
+        parallel: whether attention and feed-forward network both read the layer's input, or the name of the layer's
+            attribute that says so.
+        position_table: the table of learned positions, beside the list of layers.
+        position_offset: a number that is added to positions before they are looked up in the table.
+        embedding_norm: a norm of the embeddings, beside the list of layers.
+        plain: config fields and the values that they must have for the fast path, since others change the computation.
     """
 
     attention: str
@@ -53,7 +63,12 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class Family:
-    """The path from the causal LM to the ModuleList of its decoder layers; and its parts, where they are known."""
+    """A model family.
+
+    Attributes:
+        layers: the path from the causal language model to the ModuleList of its decoder layers.
+        parts: the names of a layer's parts; None where they aren't known, so that there is no fast path.
+    """
 
     layers: str
     parts: BlockParts | None = None
@@ -85,7 +100,7 @@ _GPT_NEOX = BlockParts(
     final_norm="final_layer_norm",
 )
 
-# model_type of the config -> what is known of it.
+# model_type in the config -> family
 FAMILIES: dict[str, Family] = {
     "opt": Family(
         "model.decoder.layers",
@@ -157,9 +172,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def register_family(model_type: str, layers: str, parts: BlockParts | None = None) -> None:
-    """Name the path to the decoder layers of a family that isn't in the table, such as `"model.layers"`.
+    """Add a model family to the table.
 
-    Without `parts` its decode steps go through the model's own forward pass, which is slower.
+    Args:
+        model_type: the `model_type` of its config.
+        layers: the path to its decoder layers, such as "model.layers".
+        parts: the names of a layer's parts; without them, decode steps run the model's own forward pass, which is
+            slower than the fast path.
     """
     FAMILIES[model_type] = Family(layers, parts)
 
@@ -167,23 +186,18 @@ def register_family(model_type: str, layers: str, parts: BlockParts | None = Non
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside wrappers of peft, DistributedDataParallel or DeepSpeed.
 
-    Raises ConfigError where there is none, and for peft's prompt tuning, whose virtual tokens shift the columns.
+    Raises ConfigError where there is none, and for peft's prompt tuning, whose virtual tokens shift the positions.
     """
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ConfigError("prompt tuning adds virtual columns, so a schedule can't be applied; use LoRA")
-        inner = _base_model(model)
+            raise ConfigError("prompt tuning adds virtual tokens, so a schedule can't be applied; use LoRA")
+        wrapper: Any = model
+        # peft's wrappers have get_base_model; the others keep the model in `module`.
+        inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else getattr(wrapper, "module", None)
         if inner is None:
             raise ConfigError(f"{type(model).__name__} is not a transformers model: a schedule can't be applied to it")
         model = inner
     return model
-
-
-def _base_model(wrapper: nn.Module) -> nn.Module | None:
-    """One wrapper less: peft's, or one that keeps the model in `module`."""
-    if hasattr(wrapper, "get_base_model"):
-        return cast(nn.Module, cast(Any, wrapper).get_base_model())
-    return getattr(wrapper, "module", None)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -192,21 +206,18 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """The number of positions that a model of this config has; None where there is no limit, as with ALiBi."""
+    """The maximum number of positions of a model with this config; None where there is none, as with ALiBi."""
     positions: int | None = getattr(text_config(config), "max_position_embeddings", None)
     return positions
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a (possibly wrapped) model, bottom first.
-
-    Raises ConfigError for a family that isn't known, naming `register_family` as the way to add it.
-    """
+    """The decoder layers of a model, wrapped or not, lowest first. Raises ConfigError for a family that isn't known."""
     inner = unwrap(model)
     model_type = inner.config.model_type
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {model_type!r} is not known: name its layers with skipdecode.families.register_family "
+            f"model_type {model_type!r} is not known: add it with skipdecode.families.register_family "
             f"(known: {', '.join(sorted(FAMILIES))})"
         )
     path = FAMILIES[model_type].layers
@@ -220,9 +231,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The way from the last layer's output to logits: the final norm, the projection out where there is one, the head.
+    """The computation from a layer's output to logits: the final norm, the output projection if there is one, the head.
 
-    An exit after any other layer goes through the same (multi-layer early exit).
+    Multi-layer early exit applies it to the output of any layer.
 
     Args:
         model: a causal language model, wrapped or not.
@@ -231,19 +242,19 @@ def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         A function from hidden states [..., hidden] to logits [..., vocabulary].
 
     Raises:
-        ConfigError: for a family whose final norm is not known.
+        ConfigError: for a family that isn't known, or whose final norm isn't known.
     """
     inner = unwrap(model)
-    decoder_layers(inner)  # an unknown family is refused in its own words
+    decoder_layers(inner)  # for its error where the family isn't known
     family = FAMILIES[inner.config.model_type]
     if family.parts is None:
         raise ConfigError(
-            f"the final norm of model_type {inner.config.model_type!r} is not known: name its parts with "
+            f"the final norm of model_type {inner.config.model_type!r} is not known: pass its parts to "
             "skipdecode.families.register_family"
         )
     body: Any = inner.get_submodule(family.layers.rpartition(".")[0])
-    norm = getattr(body, family.parts.final_norm)  # opt-350m has none: its layers normalise what they give
-    project_out = getattr(body, "project_out", None)  # opt-350m
+    norm = getattr(body, family.parts.final_norm)  # None in opt-350m, whose layers normalise their outputs
+    project_out = getattr(body, "project_out", None)  # only opt-350m has one
     head: Any = inner.get_output_embeddings()
     steps = [step for step in (norm, project_out, head) if step is not None]
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files, and reading of text files line by line."""
 
 import os
 import shutil
@@ -9,30 +9,29 @@ from uuid import uuid4
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Give the name of a file beside `path`, to be written; it takes the place of `path` when the context ends well.
+def atomic_replacement(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file beside `path`; when the context ends without an error, it replaces `path`.
 
-    Raises OSError, naming `path`, where the disk is full.
+    Raises OSError, which names `path`, for example where the disk is full.
     """
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # of this writer alone
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # unique to this writer
     try:
         yield partial
         os.replace(partial, path)
-    except OSError as error:  # which names no file where the disk is full
+    except OSError as error:  # the system's error for a full disk names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
-    """Give a new folder beside `path`, to be filled; it takes the place of `path`, and of all that is in it, when the
-    context ends well.
+def atomic_folder_replacement(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`; when the context ends without an error, it replaces `path` with all contents.
 
-    Raises OSError, naming `path`, where the disk is full.
+    Raises OSError, which names `path`, for example where the disk is full.
     """
-    path = path.resolve()  # a link stays one
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # of this writer alone
+    path = path.resolve()  # replace the target of a link, not the link
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")  # unique to this writer
     old = partial.with_suffix(".old")
     try:
         partial.mkdir()
@@ -50,15 +49,18 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, which end at newlines.
+    """The lines of a text file, split at newlines only.
 
-    `str.splitlines` also ends them at U+2028, U+2029, U+0085 and others, which JSON leaves as they are within a text.
+    `str.splitlines` also splits at U+2028, U+2029, U+0085 and others, which JSON strings may contain.
     """
     with path.open(encoding="utf-8", newline="\n") as file:
         return [line.removesuffix("\n") for line in file]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all. Names of files that are no UTF-8 are escaped in it."""
-    with replaced(path) as partial:
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file atomically: readers see the old file or the new one, never a part.
+
+    Surrogates, which stand for bytes of file names that aren't UTF-8, are written as escapes.
+    """
+    with atomic_replacement(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,8 +1,8 @@
-"""All that the library uses of transformers and torch and that they don't promise to keep.
+"""All private interfaces of transformers and torch that the library uses.
 
-Each function says what its name stands for, and why no public one serves. All were looked up, and are tested, in
-transformers 5.17 to 5.23 and torch 2.13; torch 2.11 and 2.12 have the same names with the same signatures. What
-`pyproject.toml` allows ends there: before it is widened, look here, and run `make test` and `make test-oldest`.
+Each function says what it gives and why no public interface serves. All were verified and are tested in transformers
+5.17 to 5.23 and torch 2.13; torch 2.11 and 2.12 have the same names with the same signatures. `pyproject.toml` allows
+no other versions: before allowing more, check the names here, and run `make test` and `make test-oldest`.
 """
 
 import inspect
@@ -22,51 +22,51 @@ Decoding = TypeVar("Decoding", bound=Callable[..., Any])
 # ---- transformers: generate
 
 
-def is_given_cache(cache: Any) -> bool:
-    """True where a cache came from the caller of `generate`, who will look at it, and not from `generate`.
+def is_callers_cache(cache: Any) -> bool:
+    """Whether a cache was given by the caller of `generate`, who may read it later, and not created by `generate`.
 
-    Both reach a `custom_generate` under the same name, alike but for this mark.
+    `custom_generate` receives both under the same name; only this private mark distinguishes them.
     """
     return getattr(cache, "_is_user_defined", False)
 
 
 def padding_token(generation_config: Any) -> torch.Tensor:
-    """The padding token on the model's device, which `generate` has chosen where the caller named none.
+    """The padding token on the model's device, as `generate` chose it if the caller gave none.
 
-    `pad_token_id` stays None then.
+    The public `pad_token_id` stays None in that case.
     """
     token: torch.Tensor = generation_config._pad_token_tensor
     return token
 
 
-def allowed_tokens(processor: Any) -> Callable[[int, torch.Tensor], Any]:
-    """The `prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`, of a row's number and its text."""
+def prefix_allowed_tokens(processor: Any) -> Callable[[int, torch.Tensor], Any]:
+    """A `PrefixConstrainedLogitsProcessor`'s `prefix_allowed_tokens_fn`: (row, its token ids) -> allowed tokens."""
     found: Callable[[int, torch.Tensor], Any] = processor._prefix_allowed_tokens_fn
     return found
 
 
-def goes_on(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """True while this process, or under `synced_gpus` any of those that share the model, has a row to finish.
+def has_unfinished_sequences(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether this process, or with `synced_gpus` any process that shares the model, has an unfinished sequence.
 
-    The public decoding loops of transformers call it too; the collective operation must be theirs.
+    transformers' own decoding loops in the other processes call this method, and the collective operation must match.
     """
     return bool(model._has_unfinished_sequences(finished, synced_gpus, device=device))
 
 
-def next_arguments(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the public `prepare_inputs_for_generation` after a forward pass gave `outputs`."""
+def arguments_of_next_step(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the public `prepare_inputs_for_generation` for the step after the one that gave `outputs`."""
     following: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments, is_encoder_decoder=False)
     return following
 
 
-STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # a model may replace them
+STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")  # a model may override them
 
 
-def dropped_by_generate(name: str) -> Any:
-    """An argument that `generate` was called with, by its name: `streamer` or `assistant_model`.
+def argument_of_generate(name: str) -> Any:
+    """An argument of the call of `generate`: `streamer` or `assistant_model`. It is read from the call's frame.
 
-    `generate` hands them to its own decoding loops but drops them on the way to a callable, a streamer after having
-    put the prompt into it: a reader would wait for ever. They are read from the frame of the call.
+    `generate` doesn't pass these to a callable `custom_generate`, although it has already put the prompt into the
+    streamer, whose reader would wait for ever.
     """
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -75,17 +75,17 @@ def dropped_by_generate(name: str) -> Any:
     return frame.f_locals.get(name) if frame is not None else None
 
 
-# Of a generation_config.json that was made from a model's config: with it, transformers passes over every entry that it
-# doesn't know. It writes the key itself and reads it again; nothing else takes it out of the file.
+# A key that transformers writes into a generation_config.json that it derives from a model's config. With it,
+# transformers ignores every entry that it doesn't know; it has no function that removes the key.
 FROM_MODEL_CONFIG = "_from_model_config"
 
 
 class _SignatureWithTokenizer(inspect.Signature):
-    """The signature of a function that gets `generate` to use the tokenizer that it was called with.
+    """The signature of a `custom_generate` function that receives the tokenizer of the call of `generate`.
 
-    `generate` reads `stop_strings` with the tokenizer that it will hand to the decoding loop. A callable is handed what
-    its signature names, but for the tokenizer, which has been taken out before generate looks, in
-    `_extract_generation_mode_kwargs`. This puts it back when generate looks.
+    `generate` passes the arguments that the signature names, but `_extract_generation_mode_kwargs` removes the
+    tokenizer before it inspects the signature. Without it `generate` can't read `stop_strings` either. Reading
+    `parameters` puts the tokenizer back.
     """
 
     @property
@@ -99,8 +99,8 @@ class _SignatureWithTokenizer(inspect.Signature):
         return super().parameters
 
 
-def given_a_tokenizer(function: Decoding) -> Decoding:
-    """A `custom_generate` that names `tokenizer` in its signature, and is given it."""
+def receives_tokenizer(function: Decoding) -> Decoding:
+    """Decorate a `custom_generate` function that has a parameter `tokenizer`, so that it receives it."""
     signature = _SignatureWithTokenizer(list(inspect.signature(function).parameters.values()))
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -110,28 +110,25 @@ def given_a_tokenizer(function: Decoding) -> Decoding:
 
 
 def attention_name(config: Any) -> str:
-    """The attention that a model computes; the public `attn_implementation` says what was asked for at loading."""
+    """The attention implementation in use; the public `attn_implementation` is the one requested at loading."""
     return config._attn_implementation or "eager"
 
 
 def is_cached(name: str, file: str, **where: Any) -> bool:
-    """True where the cache holds a file of a repository. Without the private argument a missing one is an exception."""
-    quietly: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    return cached_file(name, file, **quietly, **where) is not None
+    """Whether the cache contains a file of a repository. Without the private argument, a missing file is an error."""
+    options: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    return cached_file(name, file, **options, **where) is not None
 
 
-def forget_gguf_title(config: Any) -> None:
-    """Take out of a config the title that a GGUF file has.
-
-    transformers keeps it under a name that says it is a path, and would save it.
-    """
+def drop_gguf_title(config: Any) -> None:
+    """Remove the title of a GGUF file from a config, where transformers stores it as if it were a path, to be saved."""
     vars(config).pop("_model_name_or_path", None)
 
 
 def captured_outputs() -> set[str]:
-    """The names of what layers are asked to hand out beside their result: "hidden_states", "attentions" and so on.
+    """The names of the outputs that transformers collects from layers: "hidden_states", "attentions" and so on.
 
-    transformers collects these by hooks in a context, and no argument of a layer says so.
+    It collects them with hooks, so no argument of a layer reveals the request.
     """
     return set(_active_collector.get() or ())
 
@@ -140,7 +137,7 @@ def captured_outputs() -> set[str]:
 
 
 def all_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """As `model.modules()`, in a fraction of its time; what stands in two places comes twice."""
+    """Like `model.modules()`, but several times faster; a module that occurs twice is yielded twice."""
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
@@ -150,68 +147,67 @@ def all_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def all_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """As `parameters()` of each module alone, in a fraction of its time."""
+    """Like `parameters(recurse=False)` of each module, but several times faster."""
     for module in modules:
         for parameter in module._parameters.values():
             if parameter is not None:
                 yield parameter
 
 
-# Tables among a module's attributes.
+# Attributes of modules: tables of their parts and hooks, and names that, set on an instance, replace its computation.
 PARTS_OF_MODULES = ("_parameters", "_modules")
 HOOKS_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks")
-# What replaces a module's computation, where it stands among them.
 REPLACEMENTS_IN_MODULES = ("forward", "__call__", "_hf_hook")
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Autograd's counts of the times that tensors were written in place. Those of inference mode have none."""
+    """How often each tensor has been written in place, as counted by autograd; inference tensors have no count."""
     return list(map(attrgetter("_version"), tensors))
 
 
-def hooks_on_all() -> bool:
-    """True where hooks are registered for every module there is. torch has a way to add them, and none to ask."""
+def has_global_hooks() -> bool:
+    """Whether forward hooks are registered for all modules. torch has functions to add such hooks, but none to list."""
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's hooks around its forward pass, and accelerate's, which replaces it. No public name lists them."""
+    """A module's forward hooks and accelerate's hook, which wraps its forward pass. No public function lists them."""
     found = module.__dict__
     hooks = [*found["_forward_hooks"].values(), *found["_forward_pre_hooks"].values()]
     return [*hooks, found["_hf_hook"]] if "_hf_hook" in found else hooks
 
 
 def is_replica(module: nn.Module) -> bool:
-    """True for the copies of modules that `torch.nn.DataParallel` makes for a single pass."""
+    """Whether a module is a copy that `torch.nn.DataParallel` made for a single forward pass."""
     return getattr(module, "_is_replica", False)
 
 
-# ---- torch: oneDNN's operators on CPU, which torch.compile and torch's quantised export end in. No public name runs a
-# linear layer on packed weights, or one in 8 bits that takes plain tensors (docs/decisions/0006).
+# ---- torch: oneDNN's operators on CPU, which torch.compile and quantised export use. No public function runs a linear
+# layer on packed weights, or an 8-bit one on plain tensors (docs/decisions/0006).
 
 
 def has_bfloat16_on_cpu() -> bool:
-    """True where oneDNN computes in bfloat16 on this processor."""
+    """Whether oneDNN computes in bfloat16 on this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """`weight` [out, in] in the blocked layout that suits inputs of so many rows."""
+    """`weight` [out, in] in the blocked layout for inputs of `rows` rows."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed
 
 
-def linear_of_packed() -> Any:
+def packed_linear_operator() -> Any:
     """The operator (inputs, packed weight, bias, "none", [], "") -> outputs."""
     return torch.ops.mkldnn._linear_pointwise
 
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out, in] of int8 in the layout that `linear_of_int8` reads."""
+    """The int8 `weight` [out, in] in the layout that `int8_linear_operator` reads."""
     packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(weight, [1, weight.shape[1]])
     return packed
 
 
-def linear_of_int8() -> Any:
-    """The operator on inputs of uint8 and weights of int8, with the scale and zero point of each."""
+def int8_linear_operator() -> Any:
+    """The operator on uint8 inputs and int8 weights, with a scale and zero point for each."""
     return torch.ops.onednn.qlinear_pointwise

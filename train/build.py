@@ -1,4 +1,4 @@
-"""Making what a recipe names: the model, its tokenizer and its task."""
+"""Building what a recipe names: the model, its tokenizer and its task."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,24 +33,24 @@ from train.shallow import shrink_config, shrink_model
 def build_task(recipe: Recipe) -> Task:
     """The task of the recipe's data section."""
     if "path" in recipe.data.options:
-        raise ConfigError("data.options has path: the folder of a task's files is data.path")
+        raise ConfigError("data.options has the key path: set the folder of the task's files as data.path")
     return load_task(recipe.data.task, path=recipe.data.path, **recipe.data.options)
 
 
 def model_config(recipe: Recipe) -> PretrainedConfig:
-    """The config of the recipe's model, without its weights.
+    """The config of the recipe's model, without loading weights.
 
-    A model that configs/model/ holds the shape of is taken from there, so that nothing is downloaded. The vocabulary of
-    a shape's own tokenizer isn't known before the tokenizer is there: it is the most that it may have.
+    If configs/model/ has the shape of a pretrained model, it is used and nothing is downloaded. Where a tokenizer is
+    yet to be trained for a shape, the vocabulary has its maximum size, `model.vocab_size`.
     """
-    config = _whole_config(recipe)
+    config = _config_of_all_layers(recipe)
     if recipe.model.layers is not None:
         _shrink(config, recipe.model)
     return config
 
 
 def _shrink(whole: PretrainedConfig | PreTrainedModel, section: ModelSection) -> None:
-    """Make a config, or a model, that of the recipe's shallow model. Raises ConfigError as `kept_layers` does."""
+    """Reduce a config or a model, in place, to the recipe's shallow model. Raises ConfigError as `kept_layers` does."""
     assert section.layers is not None
     depth = text_config(whole.config if isinstance(whole, PreTrainedModel) else whole).num_hidden_layers
     order = None if section.order is None else given_order(section.order, depth, "model.order")
@@ -60,8 +60,7 @@ def _shrink(whole: PretrainedConfig | PreTrainedModel, section: ModelSection) ->
         shrink_config(whole, section.layers, section.keep, order)
 
 
-def _whole_config(recipe: Recipe) -> PretrainedConfig:
-    """With all of its layers."""
+def _config_of_all_layers(recipe: Recipe) -> PretrainedConfig:
     section = recipe.model
     name = section.name_or_path or section.shape or ""
     known = section.shape or Path(name).name
@@ -82,7 +81,7 @@ def _changes(recipe: Recipe) -> dict[str, Any]:
     changes = recipe.model.config or {}
     for key in ("dtype", "torch_dtype"):
         if key in changes:
-            raise ConfigError(f"model.config.{key} is {changes[key]!r}: set model.dtype in its place")
+            raise ConfigError(f"model.config.{key} is {changes[key]!r}: set model.dtype instead")
     return changes
 
 
@@ -95,7 +94,7 @@ def _pretrained_config(recipe: Recipe, name: str, changes: dict[str, Any]) -> Pr
             config = AutoConfig.from_pretrained(
                 name, trust_remote_code=section.trust_remote_code, **without_network(name)
             )
-        except Exception as error:  # values of the wrong type raise what huggingface_hub has of its own
+        except Exception as error:  # values of a wrong type raise huggingface_hub's own errors
             check_trust(name, error)
             raise ConfigError(
                 f"model.name_or_path {name!r}: its config.json can't be read: {first_line(error)}"
@@ -107,14 +106,14 @@ def _pretrained_config(recipe: Recipe, name: str, changes: dict[str, Any]) -> Pr
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Have a model compute its activations again in the backward pass instead of keeping them."""
+    """Make a model recompute its activations in the backward pass instead of storing them."""
     # Renamed in transformers 5.23; the old name goes in 6.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def as_it_trains(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """A model with adapters around it and activations that are checkpointed, where the recipe says so.
+    """The model with adapters and activation checkpointing, as the recipe sets them.
 
     Raises ConfigError as `add_adapters` does.
     """
@@ -122,25 +121,30 @@ def as_it_trains(model: PreTrainedModel, recipe: Recipe) -> Any:
     if recipe.train.gradient_checkpointing:
         checkpoint_activations(model)
         if recipe.lora.r is not None:
-            model.enable_input_require_grads()  # else nothing that is checkpointed has a gradient to carry
+            model.enable_input_require_grads()  # without it, checkpointed layers get no gradient
     return trained
 
 
 def build_model(
     recipe: Recipe, examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer of the recipe's model section; random weights follow from `train.seed`.
+    """The model and the tokenizer of the recipe's model section.
 
-    A tokenizer that is given is used in place of one that is loaded, or trained on `examples`, which are read for that
-    alone. With `model.layers` the model is a shallow one. Raises ConfigError unless exactly one of `model.name_or_path`
-    and `model.shape` is given, where neither loads, and for more layers than there are.
+    Args:
+        recipe: the recipe; random weights follow from its `train.seed`, and `model.layers` makes the model shallow.
+        examples: examples on which a tokenizer is trained, where a shape names none; read only for that.
+        tokenizer: a tokenizer to use; None: it is loaded or trained.
+
+    Raises:
+        ConfigError: unless exactly one of `model.name_or_path` and `model.shape` is given; for a model that can't be
+            loaded or built; and for more layers than it has.
     """
     section = recipe.model
     if (section.name_or_path is None) == (section.shape is None):
-        raise ConfigError("model needs either name_or_path (pretrained) or shape (random weights), and not both")
+        raise ConfigError("set either model.name_or_path (pretrained) or model.shape (random weights), and not both")
     if section.name_or_path is not None:
         return _pretrained(recipe, section.name_or_path, tokenizer)
-    model_config(recipe)  # settings that can't be are refused before the data is read
+    model_config(recipe)  # reports impossible settings before the data is read
     set_seed(recipe.train.seed)
     shape = {**read_shape(section.shape or "", "model.shape"), **(section.config or {})}
     positions = shape.get("max_position_embeddings", 2048)
@@ -167,33 +171,33 @@ def _pretrained(
     section = recipe.model
     if section.layers is not None and recipe.lora.r is not None and not recipe.lora.merge:
         raise ConfigError(
-            f"model.layers is {section.layers} with lora.merge=false: adapters apart are for the whole model, so "
-            "those of a shallow one must be merged"
+            f"model.layers is {section.layers} with lora.merge=false: unmerged adapters would be loaded onto the model "
+            "with all of its layers; set lora.merge=true"
         )
     changes = _changes(recipe)
     if changes and recipe.lora.r is not None and not recipe.lora.merge:
         raise ConfigError(
-            f"model.config is {changes} with lora.merge=false: adapters apart are loaded onto the model as it was, so "
-            "those of a changed one must be merged"
+            f"model.config is {changes} with lora.merge=false: unmerged adapters would be loaded onto the model "
+            "without these changes; set lora.merge=true"
         )
     if section.gguf_file is not None and recipe.lora.r is not None and not recipe.lora.merge:
         raise ConfigError(
-            f"model.gguf_file is {section.gguf_file!r} with lora.merge=false: adapters apart remember the folder or "
-            "Hub name of the model that they are for and not a file in it, so those of a GGUF file must be merged"
+            f"model.gguf_file is {section.gguf_file!r} with lora.merge=false: unmerged adapters save the name of their "
+            "base model, but no GGUF file in it; set lora.merge=true"
         )
     set_seed(recipe.train.seed)
     options: dict[str, Any] = {"gguf_file": section.gguf_file, "trust_remote_code": section.trust_remote_code}
-    # Not of adapters apart, which are refused below.
-    whole = section.gguf_file is None and (Path(name) / "config.json").is_file()
-    config = _pretrained_config(recipe, name, changes) if changes or whole else None
+    # A folder of adapters has no config.json; it is refused below.
+    has_config = section.gguf_file is None and (Path(name) / "config.json").is_file()
+    config = _pretrained_config(recipe, name, changes) if changes or has_config else None
     changed: dict[str, Any] = {"config": config} if changes else {}
     check_readable(recipe)
-    # The model first: of code that isn't trusted a tokenizer says less.
+    # The model is loaded before the tokenizer, whose error for code that isn't trusted says less.
     model = load_model(name, getattr(torch, section.dtype), **options, **changed)
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            f"model.name_or_path {name!r} holds adapters apart, from which nothing can be trained: merge them into the "
-            "weights that they adapt first (lora.merge=true where they are trained)"
+            f"model.name_or_path {name!r} holds unmerged adapters, which can't be trained further: merge them into "
+            "their base model first (train them with lora.merge=true)"
         )
     if tokenizer is None and section.tokenizer is not None:
         options["gguf_file"] = None
@@ -205,26 +209,26 @@ def _pretrained(
     if section.layers is not None:
         _shrink(model, section)
     if section.layers is not None or changes or section.gguf_file is not None:
-        model.name_or_path = ""  # it is another model than the one of that name, to which its adapters don't belong
+        model.name_or_path = ""  # adapters of the changed model don't fit the model of that name
     return model, tokenizer
 
 
 def _check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     vocab_size = text_config(config).vocab_size
     if vocab_size < len(tokenizer):
-        raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer needs {len(tokenizer)}")
+        raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer has {len(tokenizer)} tokens")
 
 
 def frozen_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | None:
-    """The model of `optim.teacher`, which nothing trains; None where the recipe names none.
+    """The frozen model of `optim.teacher`; None where the recipe names none.
 
-    Raises ConfigError where it can't be loaded, reads other tokens than the model that is trained, or would be sharded.
+    Raises ConfigError where it can't be loaded, has another vocabulary than the trained model, or would be sharded.
     """
     name = recipe.optim.teacher
     if name is None:
         return None
     if is_deepspeed_zero3_enabled():
-        raise ConfigError("optim.teacher is given with ZeRO-3, which would shard it: use stage 2, or none")
+        raise ConfigError("optim.teacher is set with ZeRO-3, which would shard the teacher: use stage 2 at most")
     trust = recipe.model.trust_remote_code
     try:
         model = load_model(name, getattr(torch, recipe.model.dtype), trust_remote_code=trust)
@@ -233,8 +237,8 @@ def frozen_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTra
         raise ConfigError(f"optim.teacher: {error}") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"optim.teacher {name!r} has another tokenizer ({len(own)} tokens) than the model that is trained "
-            f"({len(tokenizer)} tokens): it must read the same tokens"
+            f"optim.teacher {name!r} has another vocabulary ({len(own)} tokens) than the trained model "
+            f"({len(tokenizer)} tokens): both must be the same"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: whole or not at all, checked before they are trusted, the last few and the best kept."""
+"""Checkpoints to resume from: written atomically, verified by checksum before use; the newest and the best are kept."""
 
 import os
 import shutil
@@ -14,20 +14,20 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from skipdecode.checkpoint.checksums import damage, seal
+from skipdecode.checkpoint.checksums import find_damage, write_checksums
 from skipdecode.errors import first_line
 from train.data_order import DataOrder, rows_a_step, rows_hash
 from train.distributed import is_first_process, on_first_process
 from train.output import is_finished
 from train.stops import RunStopped
 
-PARTIAL = "unfinished"  # what is being written is in here, and moves out of it when it is whole
+PARTIAL = "unfinished"  # subfolder in which a checkpoint is written; it is moved out when it is complete
 
 
 class SealedCheckpointTrainer(Trainer):
-    """A Trainer whose checkpoints appear under their name when every rank has written all of its files.
+    """A Trainer whose checkpoints appear under their names only when every rank has written all of its files.
 
-    Ranks on several nodes write to one shared folder.
+    Ranks on several nodes must share one output folder.
     """
 
     _partial_folder: Path | None = None
@@ -41,8 +41,10 @@ class SealedCheckpointTrainer(Trainer):
         return self._order
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Draw the epoch's order first; nothing where every step is done: the Trainer asks after a step alone, and a
-        run that was cut off between its last checkpoint and its end would take one too many.
+        """Set the epoch's data order first, and run nothing if all steps are done.
+
+        The Trainer checks the number of steps only after a step, so a run that was interrupted after its last
+        checkpoint would take one step too many.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -65,7 +67,7 @@ class SealedCheckpointTrainer(Trainer):
         try:
             with stopped_if_unwritten(name, run_folder):
                 super()._save_checkpoint(model, trial)
-                if self.state.best_global_step:  # which the Trainer looks for in the partial folder
+                if self.state.best_global_step:  # the Trainer wrote a path inside the partial folder
                     self.state.best_model_checkpoint = str(
                         run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
                     )
@@ -74,7 +76,7 @@ class SealedCheckpointTrainer(Trainer):
                     self.state.save_to_json(str(partial / name / TRAINER_STATE_NAME))
                     if self._order is not None:
                         self._order.save(partial / name)
-                    seal(partial / name, [file for file in (partial / name).rglob("*") if file.is_file()])
+                    write_checksums(partial / name, [file for file in (partial / name).rglob("*") if file.is_file()])
                     _move(partial / name, run_folder / name)
                     partial.rmdir()
         finally:
@@ -83,7 +85,7 @@ class SealedCheckpointTrainer(Trainer):
             rotate_checkpoints(str(run_folder), self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the newest checkpoint, which a stopped run continues from: the Trainer's limit of 1 is for the best."""
+        """Keep the newest checkpoint, to resume from: with a limit of 1 the Trainer would keep the best one alone."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -91,20 +93,20 @@ class SealedCheckpointTrainer(Trainer):
             self.args.save_total_limit = limit
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of no tied weight, such as that of `lm_head`: a checkpoint holds it once, under its other name."""
+        """Don't warn of missing tied weights, such as `lm_head`: a checkpoint saves them once, under the other name."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_best_model(self) -> None:
-        """Load it if it is as it was written: of one that isn't there, the Trainer warns and keeps the last weights."""
-        run_folder = Path(super()._get_output_dir(None))  # which may have moved since the checkpoint was written
+        """Stop if the best checkpoint is damaged or missing: the Trainer would warn and keep the last weights."""
+        run_folder = Path(super()._get_output_dir(None))  # the folder may have moved since the checkpoint was written
         best = run_folder / Path(str(self.state.best_model_checkpoint)).name
-        found = on_first_process(lambda: damage(best) if best.is_dir() else "it isn't there")
+        found = on_first_process(lambda: find_damage(best) if best.is_dir() else "it doesn't exist")
         if found is not None:
             raise RunStopped(
-                f"train.finish_with is 'best', and the best checkpoint {best} can't be used ({found}): put a good copy "
-                "there, or start anew with output.dir=FOLDER"
+                f"train.finish_with is 'best', but the best checkpoint {best} can't be used ({found}): restore it from "
+                "a copy, or start a new run with output.dir=FOLDER"
             )
         self.state.best_model_checkpoint = str(best)
         super()._load_best_model()
@@ -112,41 +114,39 @@ class SealedCheckpointTrainer(Trainer):
 
 @contextmanager
 def stopped_if_unwritten(name: str, run_folder: Path) -> Iterator[None]:
-    """Raise RunStopped where what is written here can't be, such as on a full disk; no part of it is left."""
+    """Turn a failed write in this context, such as on a full disk, into RunStopped, and remove the partial files."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError where a write fails
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError where a write fails
         if is_first_process():
             shutil.rmtree(run_folder / PARTIAL, ignore_errors=True)
         raise RunStopped(f"{name} could not be written ({first_line(error)}): {resume_advice(run_folder)}") from error
 
 
 def resume_advice(run_folder: Path) -> str:
-    """One line on what the user of a run that stopped has, and can do."""
+    """One line that tells the user of a stopped run what was saved and how to continue."""
     if is_finished(run_folder):
-        return f"{run_folder} holds the trained checkpoint; the same command goes on with what comes after it"
+        return f"{run_folder} holds the trained checkpoint; the same command continues with the steps after training"
     last = next(_newest_first(run_folder), None)
     if last is None:
-        return "no checkpoint had been written; the same command starts the run anew"
+        return "no checkpoint was written yet; the same command restarts the run"
     return f"the last good checkpoint is {last}; the same command continues from it"
 
 
 def last_complete_checkpoint(run_folder: Path, console: Console) -> str | None:
-    """The newest checkpoint whose files are all as they were written; None where there is none.
-
-    Each newer one that is damaged is named, with what is wrong with it.
-    """
+    """The newest checkpoint with intact files, or None; a warning names each newer damaged one and its damage."""
     for checkpoint in _newest_first(run_folder):
-        found = damage(checkpoint)
+        found = find_damage(checkpoint)
         if found is None:
             return str(checkpoint)
-        console.print(f"{checkpoint} is damaged ({found}): the one before it is used", style="yellow", markup=False)
+        console.print(f"{checkpoint} is damaged ({found}): using the one before it", style="yellow", markup=False)
     return None
 
 
 def set_damaged_aside(run_folder: Path, chosen: str | None, console: Console) -> None:
-    """Rename the checkpoints after the one that was chosen, which are damaged: while there is a newer one, new
-    checkpoints are taken for the oldest and deleted.
+    """Rename the damaged checkpoints, which are newer than the chosen one.
+
+    Left in place, they would make the Trainer's rotation delete new checkpoints as the oldest.
     """
     for checkpoint in _newest_first(run_folder):
         if str(checkpoint) == chosen:
@@ -154,7 +154,7 @@ def set_damaged_aside(run_folder: Path, chosen: str | None, console: Console) ->
         aside = run_folder / f"damaged-{checkpoint.name}"
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
-        console.print(f"{checkpoint} is now {aside.name}, for you to remove", style="yellow", markup=False)
+        console.print(f"{checkpoint} was renamed to {aside.name}; you may delete it", style="yellow", markup=False)
 
 
 def _newest_first(run_folder: Path) -> Iterator[Path]:
@@ -167,7 +167,7 @@ def _newest_first(run_folder: Path) -> Iterator[Path]:
 
 
 def _move(source: Path, target: Path) -> None:
-    if target.exists():  # damaged, or of a run that went on from an earlier one
+    if target.exists():  # a damaged checkpoint, or one of a run that resumed from an earlier step
         shutil.rmtree(target)
     os.replace(source, target)
     folder = os.open(target.parent, os.O_RDONLY)

@@ -12,29 +12,31 @@ from train.recipe import Recipe, load_recipe, recipe_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a recipe. Returns the exit status, as `run_command` does.
+    """Run a recipe and return the exit status.
 
-    Beside those, 1 where the run can't go on (a loss that isn't finite) and 143 after SIGTERM. The line of a run that
-    was broken off says which checkpoint is left.
+    The status is that of `run_command`, or 1 where the run can't continue (such as a loss that isn't finite), or 143
+    after SIGTERM. The error message of an interrupted run names the checkpoint to resume from.
     """
     parser = argparse.ArgumentParser(
         prog="train.py",
-        description="Fine-tune a decoder under sampled skip schedules, so that it decodes faster on the clock.",
+        description="Fine-tune a decoder under sampled skip schedules, so that it decodes faster in wall-clock time.",
         epilog=_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--recipe", required=True, metavar="NAME", help=f"a recipe ({', '.join(recipe_names())}) or a YAML file")
-    add("overrides", nargs="*", metavar="key=value", help="changes, such as optim.learning_rate=1e-4")
-    rehearsed = "build everything, run the widest step and some others, say what the run takes, keep nothing"
-    add("--dry-run", action="store_true", help=rehearsed)
+    add("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.learning_rate=1e-4")
+    dry_run_help = (
+        "build everything, run the largest and a few other steps, print the time and memory needed, save nothing"
+    )
+    add("--dry-run", action="store_true", help=dry_run_help)
     options = parser.parse_intermixed_args(arguments)
     return run_command(lambda: _main(options))
 
 
 def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    # Imported here: it takes seconds, and a mistyped key should not.
+    # Imported here, because it takes seconds: a mistyped key is reported at once.
     from eval.processes import leave_group_at_exit
     from train.checkpoints import resume_advice
 
@@ -64,8 +66,8 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _keys() -> str:
-    """Every key of a recipe with its default and what it means."""
-    lines = ["keys of a recipe:"]
+    """The help on every key of a recipe, with its default."""
+    lines = ["recipe keys:"]
     for section_name, section in Recipe.model_fields.items():
         kind = section.annotation
         assert kind is not None

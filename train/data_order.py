@@ -1,4 +1,4 @@
-"""The rows of each optimiser step: a function of the seed and the step, however processes share the rows."""
+"""The rows of each optimiser step: they depend on the seed and the step, not on how processes share the rows."""
 
 import hashlib
 import json
@@ -20,20 +20,20 @@ FILE_NAME = "data_order.json"
 
 
 class DataOrder(Sampler[int]):
-    """The rows of an epoch in the order in which its steps take them, rows of like length together.
+    """The rows of an epoch in the order in which steps use them, with rows of similar length together.
 
-    accelerate deals batches out to the processes in turn, and each process accumulates the gradients of as many as a
-    step has parts. So an epoch's step s has the rows at s * rows_a_step and after, in whatever parts, as long as the
-    order itself knows of nothing but `rows_a_step`: not of a process's batch, nor of the state of a generator, from
-    which each process draws its own dropout and which a run that is resumed would have to find again.
+    accelerate hands batches to the processes in turn, and each process accumulates the gradients of its batches. So
+    step s of an epoch uses the rows from s * rows_a_step on, however they are divided, as long as the order depends
+    only on the seed, the epoch and `rows_a_step`: not on the batch size of a process, nor on the global random
+    generator, from which each process also draws dropout.
 
-    Every step is full. Where the rows don't fill an epoch's last step, some are drawn a second time; on several
-    processes accelerate would do the same, and on one leave that step smaller.
+    Every step is full: where an epoch's last step lacks rows, some are used twice.
 
     Args:
-        lengths: of all rows, in tokens.
-        rows_a_step: of all processes together.
-        rows: what tells them from others, as `rows_hash` gives it.
+        lengths: length of each row in tokens.
+        rows_a_step: rows of one optimiser step, over all processes.
+        seed: the seed of the order.
+        rows: identifies the rows, from `rows_hash`.
     """
 
     def __init__(self, lengths: Sequence[int], rows_a_step: int, seed: int, rows: str = "") -> None:
@@ -47,7 +47,7 @@ class DataOrder(Sampler[int]):
         return ceil(len(self.lengths) / self.rows_a_step) * self.rows_a_step
 
     def start(self, step: int) -> None:
-        """Draw the order of the epoch that a step (0-based, of the whole run) belongs to."""
+        """Select the epoch to which a step of the run (0-based) belongs."""
         self.epoch = step * self.rows_a_step // len(self)
 
     def __iter__(self) -> Iterator[int]:
@@ -62,13 +62,13 @@ class DataOrder(Sampler[int]):
         return (taken[place] for place in order)
 
     def save(self, checkpoint: Path) -> None:
-        """Write into a checkpoint what its steps depend on."""
+        """Save in a checkpoint what the order depends on."""
         values = {"rows_a_step": self.rows_a_step, "rows": self.rows}
         (checkpoint / FILE_NAME).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def rows_hash(rows: datasets.Dataset) -> str:
-    """Of the tokens of all rows."""
+    """A hash of the tokens of all rows."""
     found = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=10_000):
         for column in (batch["prompt_ids"], batch["completion_ids"]):
@@ -78,7 +78,7 @@ def rows_hash(rows: datasets.Dataset) -> str:
 
 
 def rows_a_step(arguments: TrainingArguments) -> int:
-    """Rows of an optimiser step, of all processes together."""
+    """Rows of one optimiser step, over all processes."""
     rows: int = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     return rows
 
@@ -87,23 +87,23 @@ def check_rows(checkpoint: str, rows: datasets.Dataset) -> None:
     """Raise ConfigError where a checkpoint was trained on other rows."""
     before = json.loads(Path(checkpoint, FILE_NAME).read_text(encoding="utf-8"))
     now = rows_hash(rows)
-    if before.get("rows", now) != now:  # earlier versions didn't keep it
+    if before.get("rows", now) != now:  # earlier versions didn't save it
         raise ConfigError(
-            f"{checkpoint} was trained on other rows: bring back the data that they came from, or start anew with "
+            f"{checkpoint} was trained on other rows: restore the original data, or start a new run with "
             "output.dir=FOLDER"
         )
 
 
 def check_rows_a_step(checkpoint: str, arguments: TrainingArguments) -> None:
-    """Raise ConfigError where a checkpoint's steps had another number of rows than those that would follow it.
+    """Raise ConfigError where a checkpoint's steps had another number of rows than this run's.
 
-    How a step is divided may change: into parts, or between processes.
+    The number of accumulated batches and of processes may change.
     """
     try:
         before: int = json.loads(Path(checkpoint, FILE_NAME).read_text(encoding="utf-8"))["rows_a_step"]
     except FileNotFoundError:
         raise ConfigError(
-            f"{checkpoint} was written by a version that drew rows in another order: start anew with output.dir=FOLDER"
+            f"{checkpoint} was written by a version with another data order: start a new run with output.dir=FOLDER"
         ) from None
     now, batch, processes = rows_a_step(arguments), arguments.train_batch_size, arguments.world_size
     if now == before:
@@ -111,9 +111,9 @@ def check_rows_a_step(checkpoint: str, arguments: TrainingArguments) -> None:
     parts, left = divmod(before, batch * processes)
     advice = f"set train.gradient_accumulation_steps={parts}"
     if left:
-        advice = f"let the product of these be {before}"
+        advice = f"choose them so that their product is {before}"
     raise ConfigError(
-        f"{checkpoint} was written with {before} rows a step, and there are {now} (train.per_device_batch_size {batch} "
-        f"x train.gradient_accumulation_steps {arguments.gradient_accumulation_steps} x processes {processes}): "
-        f"{advice}, or start anew with output.dir=FOLDER"
+        f"{checkpoint} was written with {before} rows per step, but now there are {now} (train.per_device_batch_size "
+        f"{batch} x train.gradient_accumulation_steps {arguments.gradient_accumulation_steps} x processes {processes})"
+        f": {advice}, or start a new run with output.dir=FOLDER"
     )

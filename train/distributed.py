@@ -1,4 +1,4 @@
-"""DeepSpeed beneath the Trainer: what must be so before the training arguments are made, and before a run continues."""
+"""Processes of a run, and DeepSpeed: checks and preparation before the Trainer's arguments are made."""
 
 import json
 import os
@@ -19,18 +19,18 @@ from skipdecode.errors import first_line
 from train.recipe import DEEPSPEED
 
 T = TypeVar("T")
-# What a recipe says and DeepSpeed has values of its own for, where its config is silent.
-_RECIPES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+# Settings that the recipe sets, and for which DeepSpeed has its own defaults where its config doesn't.
+_FROM_RECIPE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OF_OPTIMISERS, _OF_ADAM = ("lr", "weight_decay"), ("betas", "eps")
 
 
 def is_first_process() -> bool:
-    """Say whether this process is the one that writes and speaks, as torchrun says; True without torchrun."""
+    """Whether this process is the one that writes files and prints: torchrun's rank 0, or the only process."""
     return int(os.environ.get("WORLD_SIZE", "1")) == 1 or int(os.environ.get("RANK", "0")) == 0
 
 
 def on_first_process(work: Callable[[], T]) -> T:
-    """Do `work` in the first process and return what it gives on all; where it can't, they all raise its error."""
+    """Run `work` in the first process and return its result, or raise its error, in all of them."""
     outcome: list[Any] = [None, None]
     if is_first_process():
         try:
@@ -46,7 +46,7 @@ def on_first_process(work: Callable[[], T]) -> T:
 
 
 def read_deepspeed(name: str) -> dict[str, Any]:
-    """The DeepSpeed config of a name in configs/deepspeed/ or of a JSON file. Raises ConfigError for what isn't one."""
+    """Read a DeepSpeed config by its name in configs/deepspeed/ or its path. Raises ConfigError for an invalid file."""
     path = named_file(name, DEEPSPEED, ".json", "deepspeed.config")
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -72,14 +72,14 @@ def read_deepspeed(name: str) -> dict[str, Any]:
         )
     if "scheduler" in values:
         raise ConfigError(
-            f"deepspeed.config {str(path)!r} has a scheduler: take it out, the recipe's is optim.scheduler"
+            f"deepspeed.config {str(path)!r} has a scheduler: remove it, because the recipe sets optim.scheduler"
         )
     return _left_to_recipe(values)
 
 
 def _left_to_recipe(values: dict[str, Any]) -> dict[str, Any]:
-    """A config with "auto" for what it doesn't say: the recipe does, and else DeepSpeed's defaults would count."""
-    values = {**dict.fromkeys(_RECIPES, "auto"), **values}
+    """Set missing values to "auto", so that the recipe's are used and not DeepSpeed's defaults."""
+    values = {**dict.fromkeys(_FROM_RECIPE, "auto"), **values}
     optimizer = values.get("optimizer")
     if isinstance(optimizer, dict):
         names = _OF_OPTIMISERS + (_OF_ADAM if "adam" in str(optimizer.get("type")).lower() else ())
@@ -91,7 +91,7 @@ def _left_to_recipe(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_deepspeed(name: str) -> dict[str, Any]:
-    """The DeepSpeed config of a name, as `read_deepspeed` gives it, in a process made ready for it.
+    """Read a DeepSpeed config, and set this process up for DeepSpeed.
 
     Raises ConfigError where there is no such config or DeepSpeed isn't installed.
     """
@@ -103,7 +103,7 @@ def prepare_deepspeed(name: str) -> dict[str, Any]:
             f"deepspeed.config is {name!r}, but DeepSpeed is not installed: pip install 'skipdecode[deepspeed]'"
         ) from error
     if not torch.accelerator.is_available():
-        # Else a minute or more of compiling, for an all-reduce in shared memory that gloo does as well.
+        # Don't compile, for a minute or more, an all-reduce in shared memory that gloo does as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         _launch_alone()
@@ -111,30 +111,28 @@ def prepare_deepspeed(name: str) -> dict[str, Any]:
 
 
 def _launch_alone() -> None:
-    """Say what torchrun would to one process; DeepSpeed asks MPI where nobody says it."""
+    """Set torchrun's environment variables for a single process; without them DeepSpeed would look for MPI."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(alone)
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 def check_agreement(name: str, arguments: TrainingArguments) -> None:
-    """Raise ConfigError where a DeepSpeed config says otherwise than the recipe, of precision, batch or optimiser."""
+    """Raise ConfigError where a DeepSpeed config contradicts the recipe's precision, batch size or optimiser."""
     mismatches = arguments.hf_deepspeed_config.mismatches
     if mismatches:
-        # Such as "- ds bf16.enabled=True vs hf bf16|bf16_full_eval=False".
-        disagreements = "; ".join(
-            str(mismatch).removeprefix("- ds ").replace(" vs hf ", " against ") for mismatch in mismatches
-        )
-        raise ConfigError(f'deepspeed.config {name!r} disagrees with the recipe: {disagreements}; write "auto" there')
+        # Each is such as "- ds bf16.enabled=True vs hf bf16|bf16_full_eval=False".
+        differences = "; ".join(str(each).removeprefix("- ds ").replace(" vs hf ", " against ") for each in mismatches)
+        raise ConfigError(f'deepspeed.config {name!r} contradicts the recipe: {differences}; write "auto" there')
 
 
 @contextmanager
 def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
-    """Make a model whole on every process, also where ZeRO-3 would shard it layer by layer.
+    """A context in which models are built unsharded on every process, even with ZeRO-3.
 
-    Random weights that are made in shards are others than those made whole, from the same seed (and BLOOM's can't be).
+    Random weights that are initialised in shards differ from those initialised whole with the same seed, and BLOOM
+    can't be initialised in shards.
     """
     config = getattr(arguments, "hf_deepspeed_config", None)
     if config is None:
@@ -150,12 +148,12 @@ def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
 def check_world_size(checkpoint: str | os.PathLike[str], processes: int) -> None:
     """Raise ConfigError where a DeepSpeed checkpoint was written by another number of processes.
 
-    Each process keeps its own shard of the optimiser, so as many can go on as wrote it.
+    Each process saves its own shard of the optimiser, so a run can only resume with the same number of them.
     """
     shards = len(list(Path(checkpoint).glob("global_step*/*zero_pp_rank_*_optim_states.pt")))
     if shards not in (0, processes):
         wrote = f"{shards} process{'es' if shards > 1 else ''}"
         raise ConfigError(
-            f"{checkpoint} was written by {wrote} and there {'are' if processes > 1 else 'is'} {processes}: "
-            f"continue with {shards}, or start anew with output.dir=FOLDER"
+            f"{checkpoint} was written by {wrote}, but now there {'are' if processes > 1 else 'is'} {processes}: "
+            f"continue with {shards}, or start a new run with output.dir=FOLDER"
         )

@@ -1,4 +1,4 @@
-"""Settings of a recipe that another setting leaves without any effect: they are refused."""
+"""Rules for settings of a recipe that have no effect because of another setting; such settings are errors."""
 
 import json
 from collections.abc import Callable, Collection
@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 from skipdecode.errors import ConfigError
 from skipdecode.schedule.schedule import DEFAULT_RATES
 
-Values: TypeAlias = Any  # a train.recipe.Recipe, whose module imports this one
+Values: TypeAlias = Any  # a train.recipe.Recipe; that module imports this one
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A setting that has no effect beside another one.
+    """A setting that has no effect because of another one.
 
     Attributes:
-        key: of the setting, as in `section.key`.
-        other: the key whose value leaves it without effect.
-        when: whether the values of a recipe do; called only where `key` has another value than its default.
-        advice: what the other value means for this one, and what to do.
+        key: the setting, as `section.key`.
+        other: the key whose value leaves the setting without effect.
+        when: tells from the recipe whether this is so; called only where the setting differs from its default.
+        advice: the reason, and what to do.
     """
 
     key: str
@@ -29,18 +29,20 @@ class Rule:
 
 
 def drop_without_effect(recipe: Values, overrides: Collection[str] | None) -> Values:
-    """The recipe without the settings of its file that an override leaves without effect.
+    """Reset the settings of a recipe's file that an override leaves without effect, and refuse all others.
 
-    An override replaces what stands in the file, and with it what the file says beside it: under `train.max_steps=100`
-    the file's `train.epochs` is dropped. Any other setting without effect is an error, as somebody expects one of it.
+    For example, the override `train.max_steps=100` resets the file's `train.epochs`.
 
     Args:
-        recipe: of the file and the overrides together.
-        overrides: the keys that were overridden; None for the recipe of a run, in which every key is written down, of
-            whoever set it: whatever has no effect is dropped.
+        recipe: the file and the overrides together.
+        overrides: the overridden keys; None for the resolved recipe of a run, in which every key is written, so that
+            any setting without effect is reset.
+
+    Returns:
+        The recipe in which such settings have their defaults.
 
     Raises:
-        ConfigError: for a setting without effect, naming it and the other one.
+        ConfigError: for any other setting without effect; it names both settings.
     """
     for rule in RULES:
         default = _field(recipe, rule.key).default
@@ -48,7 +50,7 @@ def drop_without_effect(recipe: Values, overrides: Collection[str] | None) -> Va
         if value == default or not rule.when(recipe):
             continue
         if overrides is not None and (rule.key in overrides or rule.other not in overrides):
-            raise ConfigError(f"{rule.key} is {_said(value)} and {rule.other} is {_said(other)}: {rule.advice}")
+            raise ConfigError(f"{rule.key} is {_as_yaml(value)} and {rule.other} is {_as_yaml(other)}: {rule.advice}")
         section, name = rule.key.split(".")
         changed = getattr(recipe, section).model_copy(update={name: default})
         recipe = recipe.model_copy(update={section: changed})
@@ -65,8 +67,7 @@ def _value(recipe: Values, key: str) -> Any:
     return getattr(getattr(recipe, section), name)
 
 
-def _said(value: Any) -> str:
-    """A value as YAML has it, where null is None."""
+def _as_yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -91,7 +92,7 @@ def _trains_exits(recipe: Values) -> bool:
 
 
 def _differs_from_exits(key: str, own: Any) -> Callable[[Values], bool]:
-    """Whether a setting isn't the one that exits have anyway, which is no contradiction."""
+    """Whether exits are trained and the setting contradicts the value that they need."""
     return lambda recipe: _trains_exits(recipe) and _value(recipe, key) != own
 
 
@@ -100,8 +101,10 @@ def _full_depth_alone(recipe: Values) -> bool:
 
 
 def _loss_is_all_divergence(recipe: Values) -> bool:
-    """Whether every step learns from a teacher's output alone: it is a frozen model, or full depth itself, which learns
-    the labels, isn't among the targets. Of schedules from files that isn't known here.
+    """Whether no step learns from the labels.
+
+    Distillation must be the whole loss, and the teacher a frozen model, or full depth (which does learn the labels)
+    must be missing from the targets. Of schedules from files this isn't known here.
     """
     if recipe.optim.teacher is not None:
         return bool(recipe.optim.distillation == 1)
@@ -110,7 +113,7 @@ def _loss_is_all_divergence(recipe: Values) -> bool:
 
 
 def _one_depth(recipe: Values) -> bool:
-    """Whether all tokens of a step run equally many layers, so that all weigh the same."""
+    """Whether all tokens of a step run the same number of layers, and so have the same weight."""
     schedule = recipe.schedule
     constant = schedule.files is None and schedule.decay == "constant" and schedule.prompt == "max"
     return constant and not _trains_exits(recipe)
@@ -121,60 +124,60 @@ def _one_between(recipe: Values) -> bool:
     return recipe.schedule.sampling == "sandwich" and 1 < len(targets) <= 3
 
 
-_FROM_FILES = "a schedule from a file has its own; leave it out"
-_OF_EXITS = "exits are decoded by a constant budget of the lowest layers; leave it out"
-_ALONE = "full depth alone is trained, which skips nothing; name other targets, or leave it out"
-_WITHOUT_W_AND_B = "nothing is sent to Weights & Biases; leave it out, or turn tracking on"
-_NOT_EVALUATED = "nothing is evaluated; name targets, such as evaluation.speedups=[1,2], or leave it out"
-_UNPUBLISHED = "nothing is published; name the repository, or leave it out"
-_NO_ADAPTERS = "no adapters are trained; set their rank, such as lora.r=16, or leave it out"
-_DIVERGENCE = "no step learns from the labels; lower the share, name the target 1 too, or leave it out"
+_FROM_FILES = "each schedule file sets this itself; remove it"
+_OF_EXITS = "exits are decoded with a constant budget of the lowest layers; remove it"
+_ALONE = "only full depth is trained, which skips no layer; add other targets, or remove it"
+_WITHOUT_W_AND_B = "nothing is sent to Weights & Biases; remove it, or turn tracking on"
+_NOT_EVALUATED = "nothing is evaluated; set targets, such as evaluation.speedups=[1,2], or remove it"
+_UNPUBLISHED = "nothing is published; set the repository, or remove it"
+_NO_ADAPTERS = "no adapters are trained; set their rank, such as lora.r=16, or remove it"
+_DIVERGENCE = "no step learns from the labels; lower optim.distillation, add the target 1, or remove it"
 
 RULES: tuple[Rule, ...] = (
     Rule(
         *("model.gguf_file", "model.name_or_path", _is_null("model.name_or_path")),
-        "name the folder, or the repository of the Hub, that holds the file",
+        "set the folder or the Hub repository that holds the file",
     ),
     Rule(
         *("model.keep", "model.layers", _is_null("model.layers")),
-        "say how many layers are kept, as in model.layers=4",
+        "set how many layers to keep, such as model.layers=4",
     ),
     Rule(
         *("model.order", "model.keep", lambda recipe: recipe.model.keep != "order"),
-        "layers are kept by an order under model.keep=order alone; set that, or leave it out",
+        "an order is used only with model.keep=order; set that, or remove it",
     ),
     Rule(
         *("model.vocab_size", "model.name_or_path"),
         lambda recipe: recipe.model.name_or_path is not None and recipe.model.shape is None,
-        "a pretrained model has a tokenizer, and none is trained; leave it out",
+        "a pretrained model has a tokenizer, so none is trained; remove it",
     ),
     Rule(
         *("model.vocab_size", "model.tokenizer", _is_set("model.tokenizer")),
-        "that tokenizer is used, and none is trained; leave it out",
+        "that tokenizer is used, so none is trained; remove it",
     ),
     Rule(
         *("model.trust_remote_code", "model.name_or_path"),
         lambda recipe: recipe.model.name_or_path is None and recipe.model.tokenizer is None,
-        "no checkpoint is loaded that could bring code; leave it out",
+        "no checkpoint is loaded that could hold code; remove it",
     ),
     *(
         Rule(
             *("schedule.sampling", key, _has_one(key)),
-            "with one schedule there is no other to train in the same step; name more, or leave it out",
+            "there is only one schedule, so a step can't combine several; add more, or remove it",
         )
         for key in ("schedule.speedups", "schedule.files")
     ),
     *(
-        Rule(*("schedule.weights", key, _has_one(key)), "there is one schedule alone to draw; leave it out")
+        Rule(*("schedule.weights", key, _has_one(key)), "there is only one schedule to sample; remove it")
         for key in ("schedule.speedups", "schedule.files")
     ),
     Rule(
         *("schedule.weights", "schedule.sampling", _one_between),
-        "the slowest and the fastest are in every step, which leaves one at most to draw; leave it out",
+        "every step runs the slowest and the fastest, which leaves at most one to sample; remove it",
     ),
     Rule(
         *("schedule.weights", "schedule.speedup_range", _is_set("schedule.speedup_range")),
-        "a range is drawn from evenly; leave it out, or name single targets (schedule.speedups)",
+        "a range is sampled uniformly; remove it, or list targets in schedule.speedups",
     ),
     *(
         Rule(f"schedule.{name}", "schedule.files", _is_set("schedule.files"), _FROM_FILES)
@@ -192,26 +195,26 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("schedule.order", "schedule.placement", lambda recipe: recipe.schedule.placement != "order"),
-        "layers run by an order under schedule.placement=order alone; set that, or leave it out",
+        "an order is used only with schedule.placement=order; set that, or remove it",
     ),
     Rule(
         *("schedule.decay_rate", "schedule.decay", lambda recipe: recipe.schedule.decay not in DEFAULT_RATES),
-        f"that decay takes no rate; leave it out, or name one of {', '.join(DEFAULT_RATES)}",
+        f"that decay has no rate; remove it, or use one of {', '.join(DEFAULT_RATES)}",
     ),
     Rule(
-        # A spread of 0 is what a constant budget has.
+        # A spread of 0 doesn't contradict a constant schedule.
         *("schedule.spread", "schedule.decay"),
         lambda recipe: recipe.schedule.decay == "constant" and recipe.schedule.spread != 0,
-        "that budget stays as it is; leave it out, or name another decay",
+        "a constant schedule has no spread; remove it, or use another decay",
     ),
     Rule(
         *("schedule.prompt_stop", "schedule.speedups", _full_depth_alone),
-        "at full depth prompts don't stop; name other targets, or leave it out",
+        "at full depth prompts don't stop early; add other targets, or remove it",
     ),
     Rule(
         *("schedule.default_speedup", "lora.merge"),
         lambda recipe: recipe.lora.r is not None and not recipe.lora.merge,
-        "adapters apart have no generation_config.json, where the speed of a whole checkpoint stands; leave it out",
+        "unmerged adapters have no generation_config.json, where the default speed is saved; remove it",
     ),
     Rule(
         *("optim.warmup_steps", "optim.scheduler", _is("optim.scheduler", "constant")),
@@ -219,13 +222,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("schedule.weights", "schedule.sampling", _is("schedule.sampling", "all")),
-        "every target is in every step, and nothing is drawn; leave it out",
+        "every step runs every target, so nothing is sampled; remove it",
     ),
     Rule(
         *("optim.teacher", "optim.distillation", _is("optim.distillation", 0)),
-        "no share of the loss is a teacher's; set one, such as optim.distillation=1, or leave it out",
+        "the teacher has no weight in the loss; set one, such as optim.distillation=1, or remove it",
     ),
-    Rule("optim.teacher", "optim.exits", _trains_exits, "the last exit teaches the others; leave it out"),
+    Rule("optim.teacher", "optim.exits", _trains_exits, "the last exit teaches the others; remove it"),
     Rule(
         *("optim.distillation", "schedule.speedups"),
         lambda recipe: _full_depth_alone(recipe) and recipe.optim.teacher is None,
@@ -234,22 +237,22 @@ RULES: tuple[Rule, ...] = (
     Rule("optim.depth_weight_power", "schedule.speedups", _full_depth_alone, _ALONE),
     Rule(
         *("optim.depth_weight_power", "schedule.decay", _one_depth),
-        "with schedule.prompt 'max' all tokens then run equally many layers, and weigh the same; leave it out",
+        "with schedule.prompt 'max' all tokens then run the same number of layers and have equal weight; remove it",
     ),
     Rule("optim.depth_weight_power", "optim.distillation", _loss_is_all_divergence, _DIVERGENCE),
     Rule("optim.label_smoothing", "optim.distillation", _loss_is_all_divergence, _DIVERGENCE),
     Rule(
         *("train.epochs", "train.max_steps", _is_set("train.max_steps")),
-        "the run ends after so many steps, whatever the epochs; leave it out, or set train.max_steps=null",
+        "train.max_steps alone ends the run; remove train.epochs, or set train.max_steps=null",
     ),
     Rule(
         *("train.finish_with", "train.validate_rows", _is("train.validate_rows", 0)),
-        "it needs a validation, whose loss says which weights are best, such as train.validate_rows=256",
+        "the best weights are chosen by validation loss; set, for example, train.validate_rows=256",
     ),
     Rule(
         *("train.finish_with", "train.save_steps"),
         lambda recipe: recipe.train.max_steps is not None and recipe.train.save_steps >= recipe.train.max_steps,
-        "the only checkpoint is the last one; save more often, such as every tenth of train.max_steps, or leave it out",
+        "the only checkpoint is the last one; save more often, such as ten times in train.max_steps, or remove it",
     ),
     *(
         Rule(f"lora.{name}", "lora.r", _is_null("lora.r"), _NO_ADAPTERS)

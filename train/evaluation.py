@@ -1,4 +1,4 @@
-"""The evaluation that follows training: checked before it, done after it."""
+"""The evaluation after training; its settings are checked before training."""
 
 import gc
 import shlex
@@ -39,22 +39,22 @@ def check_evaluation(recipe: Recipe, task: Task, prepared: Prepared) -> None:
         cost = prepared.cost
         batch = [prepared.skip_config.prompt_length] * section.batch_size
         for speedup in section.speedups:
-            prepared.skip_config.schedule_for(cost, speedup, prompts=[batch])
+            prepared.skip_config.plan_for(cost, speedup, prompts=[batch], strict=True)
     except ConfigError as error:
         raise ConfigError(
-            f"the evaluation after training can't be done: {error} (evaluation.speedups=null trains without)"
+            f"the evaluation after training would fail: {error} (evaluation.speedups=null turns it off)"
         ) from error
 
 
 def release_memory() -> None:
-    """Free what nothing holds any longer: a trainer and its optimiser, a model that has decoded."""
+    """Free the memory of unused objects, such as a trainer with its optimiser."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def evaluate_run(recipe: Recipe, task: Task, folder: Path) -> Report:
-    """Evaluate the finished checkpoint in a run's folder."""
+    """Evaluate the finished checkpoint in the folder of a run."""
     release_memory()
     section = recipe.evaluation
     words = ["--checkpoint", str(folder), "--speedup", *(f"{speedup:g}" for speedup in section.speedups or ())]

@@ -1,4 +1,4 @@
-"""Multi-layer early exit: the hidden states after every layer of one forward pass, for the head that they share."""
+"""Multi-layer early exit: the hidden states after every layer of one forward pass, and the LM head that they share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +14,12 @@ from skipdecode.families import decoder_layers, exit_head
 
 @dataclass(frozen=True)
 class Exits:
-    """The outputs of each layer of a forward pass.
+    """The outputs of every layer in a forward pass.
 
     Attributes:
-        hidden: after each layer, bottom first, of the columns that predict the completion, [batch, new tokens, hidden].
-        head: turns any of them into logits, [batch, new tokens, vocabulary].
+        hidden: the states after each layer, bottom first, at the positions that predict the completion, each
+            [batch, new tokens, hidden].
+        head: computes logits from any of them, [batch, new tokens, vocabulary].
     """
 
     hidden: tuple[torch.Tensor, ...]
@@ -31,23 +32,23 @@ def run_exits(
     new_tokens: int,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Exits:
-    """Record what every layer gives in one forward pass at full depth.
+    """Record the output of every layer in one full-depth forward pass.
 
     Args:
         model: a causal language model, wrapped or not.
-        run: the forward pass of a batch laid out in columns, through whatever wraps the model.
-        new_tokens: columns of the completions.
-        autocast: what the pass runs under, for the head, which is called outside of it.
+        run: runs the forward pass of a collated batch, through any wrapper of the model.
+        new_tokens: length of the completions.
+        autocast: makes the pass's precision context for the head, which is called after the pass.
 
     Raises:
-        ConfigError: for a family whose final norm is not known; where the pass left a layer out.
+        ConfigError: for a family whose final norm isn't known, and where the pass skipped a layer.
     """
     layers = decoder_layers(model)
     outputs: list[torch.Tensor] = []
 
     def record(layer: nn.Module, inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output  # [batch, columns, hidden]
-        # Token 0 is predicted by the prompt's last column; what stands in the last column predicts nothing.
+        hidden = output[0] if isinstance(output, tuple) else output  # [batch, positions, hidden]
+        # The last prompt position predicts token 0, and the last position predicts nothing.
         outputs.append(hidden[:, -new_tokens - 1 : -1])  # [batch, new tokens, hidden]
 
     hooks = [layer.register_forward_hook(record) for layer in layers]
@@ -58,8 +59,8 @@ def run_exits(
             hook.remove()
     if len(outputs) != len(layers):
         raise ConfigError(
-            f"{len(outputs)} of {len(layers)} layers ran: every exit has a loss in each step, so none may be dropped "
-            "(model.config.layerdrop=0)"
+            f"only {len(outputs)} of {len(layers)} layers ran, but each one has an exit whose loss is needed (set "
+            "model.config.layerdrop=0)"
         )
     to_logits = exit_head(model)
 

@@ -1,4 +1,4 @@
-"""The end of a run: its finished checkpoint, which knows how long its texts are."""
+"""The end of a run: its finished checkpoint, with measured lengths of the sequences that it generates."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from data.rows import row_lengths
 from eval.decoding import spread_over_lengths
 from eval.systems.base import Checkpoint, SkipSystem
 from skipdecode import SkipSchedule
-from skipdecode.checkpoint.checksums import seal
+from skipdecode.checkpoint.checksums import write_checksums
 from skipdecode.checkpoint.loading import load
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
@@ -34,7 +34,7 @@ from train.evaluation import release_memory
 from train.recipe import Recipe
 from train.sampling import default_speedup
 
-ROWS = 64  # that are decoded together
+BATCH_SIZE = 64  # prompts decoded together to measure lengths
 
 
 def finish(
@@ -45,32 +45,37 @@ def finish(
     folder: Path,
     console: Console,
 ) -> None:
-    """Move what was saved below `folder` into it; its config file, the mark of a finished run, comes last."""
+    """Complete the checkpoint saved in the subfolder PARTIAL, and move it into `folder`.
+
+    Its config file comes last, because it marks a finished run.
+    """
     partial = folder / PARTIAL
-    most = recipe.evaluation.max_new_tokens or task.max_new_tokens
+    max_new_tokens = recipe.evaluation.max_new_tokens or task.max_new_tokens
     with stopped_if_unwritten("the finished checkpoint", folder):
-        (partial / "training_args.bin").unlink(missing_ok=True)  # pickled; recipe.yaml says it all
+        (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle, which recipe.yaml makes unnecessary
         if recipe.lora.r is not None and recipe.lora.merge:
             base, _ = build_model(recipe, [], tokenizer)
             settle_generation(recipe, base, tokenizer)
             merge_adapters(base, partial)
             del base
-        if (partial / "config.json").exists():  # not adapters apart
+        if (partial / "config.json").exists():  # unmerged adapters have none
             write_custom_generate(partial)
-            _limit_new_tokens(partial, most)
+            _save_max_new_tokens(partial, max_new_tokens)
             config = SkipConfig.load(partial)
             assert config is not None  # the trainer saves it
             save_default_speedup(partial, default_speedup(recipe.schedule.default_speedup, config.schedules))
     texts, count = None, recipe.schedule.texts
     if count:
-        lengths, _ = row_lengths(rows)  # of rows that may be more than fit into memory
+        lengths, _ = row_lengths(rows)
         prompts = [rows[n]["prompt_ids"] for n in spread_over_lengths(lengths.tolist(), count)]
-        texts = measure_texts(partial, prompts, most, console, trust_remote_code=recipe.model.trust_remote_code)
+        texts = measure_lengths(
+            partial, prompts, max_new_tokens, console, trust_remote_code=recipe.model.trust_remote_code
+        )
     with stopped_if_unwritten("the finished checkpoint", folder):
         config = SkipConfig.load(partial)
         assert config is not None  # the trainer saves it
-        replace(config, texts=texts).save(partial)
-        seal(partial)
+        replace(config, lengths_by_prompt=texts).save(partial)
+        write_checksums(partial)
         for file in sorted(partial.iterdir(), key=lambda f: f.name in ("config.json", "adapter_config.json")):
             if file.is_dir():
                 shutil.rmtree(folder / file.name, ignore_errors=True)
@@ -78,7 +83,7 @@ def finish(
         partial.rmdir()
 
 
-def measure_texts(
+def measure_lengths(
     folder: Path,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
@@ -86,9 +91,19 @@ def measure_texts(
     *,
     trust_remote_code: bool = False,
 ) -> LengthsByPrompt | None:
-    """How long the texts are that a checkpoint writes behind prompts, token ids, at the slowest speed that was trained.
+    """Measure the lengths of the sequences that a checkpoint generates at the slowest trained speed.
 
-    Full depth's are noise where it wasn't among those. None, which is said, where the memory doesn't suffice.
+    The slowest trained speed is used because a model that wasn't trained at full depth may write noise there.
+
+    Args:
+        folder: the checkpoint.
+        prompts: token ids of each prompt.
+        max_new_tokens: the longest sequence to generate.
+        console: where progress and warnings are printed.
+        trust_remote_code: whether the checkpoint's own code may run.
+
+    Returns:
+        Pairs of prompt and output length; None, with a warning, where memory is insufficient.
     """
     release_memory()
     pairs: list[tuple[int, int]] = []
@@ -101,22 +116,22 @@ def measure_texts(
         system = SkipSystem("slowest", checkpoint, schedules[min(schedules)])
         positions = longest_sequence(model.config) or 2**31
         with Progress(console=console, transient=True) as progress:
-            for start in progress.track(range(0, len(prompts), ROWS), description="lengths of its texts"):
-                batch = prompts[start : start + ROWS]
-                room = positions - max(map(len, batch)) + 1
-                found = system.decode(batch, min(max_new_tokens, room)).lengths
+            for start in progress.track(range(0, len(prompts), BATCH_SIZE), description="measuring output lengths"):
+                batch = prompts[start : start + BATCH_SIZE]
+                available = positions - max(map(len, batch)) + 1
+                found = system.decode(batch, min(max_new_tokens, available)).lengths
                 pairs += [(len(ids), length) for ids, length in zip(batch, found, strict=True)]
     except (MemoryError, torch.OutOfMemoryError) as error:
         console.print(
-            f"the lengths of its texts are unknown: decoding {ROWS} at once took too much memory "
-            f"({first_line(error)}); its speeds are solved for texts as long as those of the training"
+            f"the checkpoint's output lengths couldn't be measured: decoding {BATCH_SIZE} prompts at once took too "
+            f"much memory ({first_line(error)}); its schedules are solved for the lengths of the training completions"
         )
         return None
     return LengthsByPrompt.of(pairs)
 
 
-def _limit_new_tokens(folder: Path, most: int) -> None:
-    """Set how much `generate` writes where its caller doesn't say: else transformers stops after 20 tokens."""
+def _save_max_new_tokens(folder: Path, max_new_tokens: int) -> None:
+    """Set the default of `generate`, which would otherwise stop after transformers' 20 tokens."""
     config = GenerationConfig.from_pretrained(folder)
-    config.max_new_tokens = most
+    config.max_new_tokens = max_new_tokens
     config.save_pretrained(folder)

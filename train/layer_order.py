@@ -1,4 +1,4 @@
-"""The order of layers that a recipe's schedules run by: measured before training, read from a file, or written out."""
+"""The layer order of a recipe's schedules: measured before training, read from a file, or given as a list."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 
 def given_order(value: str | Sequence[int], num_layers: int, key: str) -> tuple[int, ...]:
-    """The order that a recipe's `key` names, a file or a list. Raises ConfigError that names the key."""
+    """The order that a recipe's key gives as a file or a list. Raises ConfigError that names the key."""
     try:
         return read_order(value, num_layers) if isinstance(value, str) else check_order(value, num_layers)
     except ConfigError as error:
@@ -28,14 +28,14 @@ def given_order(value: str | Sequence[int], num_layers: int, key: str) -> tuple[
 
 
 def stand_in_order(num_layers: int) -> tuple[int, ...]:
-    """An order for what depends on the number of layers alone, such as the cost of a schedule."""
+    """A placeholder order, where only the number of layers matters, such as for the cost of a schedule."""
     return (0, *range(num_layers - 1, 0, -1))
 
 
 def measured_order(recipe: Recipe, model: Any, rows: datasets.Dataset, folder: Path) -> LayerOrder | None:
-    """The order of a run with `schedule.order=auto`: the one that `folder` holds, else one that is measured now.
+    """The layer order of a run with `schedule.order=auto`: saved in its folder, or else measured now.
 
-    None for every other recipe. All processes measure the same rows, and the first one's order counts. Raises
+    All processes measure the same rows, and the first one's order is used. Returns None for any other recipe. Raises
     ConfigError where the model is sharded (ZeRO-3), and for a damaged file.
     """
     if recipe.schedule.order != AUTO:
@@ -45,13 +45,13 @@ def measured_order(recipe: Recipe, model: Any, rows: datasets.Dataset, folder: P
         return kept
     if any(hasattr(parameter, "ds_numel") for parameter in model.parameters()):
         raise ConfigError(
-            "schedule.order is 'auto' with ZeRO-3, which shards the weights: find the order first, with "
-            "`skipdecode order MODEL --output order.json`, and name that file"
+            "schedule.order is 'auto' with ZeRO-3, which shards the weights: measure the order first with "
+            "`skipdecode order MODEL --output order.json`, and set schedule.order to that file"
         )
     chosen = choose_rows(rows, ORDER_ROWS, seed=recipe.train.seed)
     console = make_console(stderr=True, quiet=not is_first_process())
     with Progress(*bar_columns(), TaskProgressColumn(), TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("order of layers", total=None)
+        bar = progress.add_task("measuring the layer order", total=None)
         found = find_order(
             model, chosen, advance=lambda done, total, _: progress.update(bar, completed=done, total=total)
         )

@@ -1,4 +1,4 @@
-"""The training objective: next-token loss on completions, under a schedule, seen band by band of depth."""
+"""The training objective: next-token loss on completions under a schedule, logged by bands of depth."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from skipdecode.training.batch_layout import IGNORED
 from train.exits import Exits
 from train.recipe import OptimSection
 
-BANDS = 4  # the depth is cut into as many bands for logging
+BANDS = 4  # number of bands into which the depth is divided for logging
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,12 @@ class Objective:
     """The loss that a training step minimises.
 
     Attributes:
-        depth_weight_power, label_smoothing: as in `completion_loss`.
-        distillation: share of the loss of each schedule that skips, or of each exit below the last layer, which is its
-            divergence from full depth.
-        exits: whether the loss is that of an exit after every layer, instead of the last one's alone.
-        frozen_teacher: whether a frozen model teaches, full depth too, in place of the model's own full depth.
+        depth_weight_power: see `completion_loss`.
+        label_smoothing: see `completion_loss`.
+        distillation: weight of the divergence from full depth in the loss of each schedule that skips layers, or of
+            each exit below the last layer.
+        exits: whether every layer has an exit with a loss, instead of the last layer alone.
+        frozen_teacher: whether a frozen model teaches every schedule, instead of the trained model's own full depth.
     """
 
     depth_weight_power: float = 0.0
@@ -46,16 +47,20 @@ class Objective:
         )
 
     def totals(self, schedules: Sequence[SkipSchedule], labels: torch.Tensor) -> torch.Tensor:
-        """The divisors of a batch's losses: its tokens, and for each schedule their weights, [1 + schedules].
+        """The divisors of a batch's losses: the number of tokens, and the sum of their weights under each schedule.
 
-        Those of a step's parts and processes add up to the step's.
+        The divisors of a step are the sums over its accumulated batches and its processes.
 
         Args:
-            schedules, labels: as in `shares`.
+            schedules: see `shares`.
+            labels: see `shares`.
+
+        Returns:
+            [1 + schedules].
         """
         tokens = (labels != IGNORED).sum(dim=0).float()  # [new tokens]
         weights = [
-            column_weights(predicting_budgets(s, len(tokens)), s.num_layers, self.depth_weight_power, tokens)
+            position_weights(predicting_budgets(s, len(tokens)), s.num_layers, self.depth_weight_power, tokens)
             for s in schedules
         ]
         return torch.stack([tokens.sum(), *((tokens * weight).sum() for weight in weights)])
@@ -71,21 +76,21 @@ class Objective:
         totals: torch.Tensor | None = None,
         bands: "DepthBands | None" = None,
     ) -> Iterator[torch.Tensor]:
-        """The loss of each schedule of a step over their number: their sum is what the step minimises.
+        """Yield the loss of each schedule of a step, divided by their number; the step minimises the sum.
 
-        With exits, the mean over the exits of the only schedule.
-
-        One at a time, so that each can be differentiated, and its activations freed, before the next one's pass.
+        With exits there is one schedule, and its loss is the mean over the exits. Losses come one at a time, so that
+        the caller can run each backward pass, which frees its activations, before the next forward pass.
 
         Args:
-            schedules: full depth, where it is among them, is the first: its output teaches the others. With exits it
-                is all that there is.
-            labels: of the completion, [batch, new tokens].
-            run: gives logits under a schedule, from the prompt's last column on, [batch, new tokens + 1, vocabulary].
-            teach: gives those of the teacher, without a gradient; called once at most.
-            run_exits: gives every layer's output under a schedule; called with exits alone.
-            totals: of the whole step, where this batch is a part of it; by default this batch's own.
-            bands: as in `completion_loss`.
+            schedules: full depth must come first if it is among them, because its output teaches the others. With
+                exits it is the only schedule.
+            labels: the completions' tokens, [batch, new tokens].
+            run: computes logits under a schedule, from the last prompt position on,
+                [batch, new tokens + 1, vocabulary].
+            teach: computes the teacher's logits, without a gradient; called at most once.
+            run_exits: computes every layer's output under a schedule; called only with exits.
+            totals: divisors of the whole step, where this batch is a part of it; None: this batch's own.
+            bands: see `completion_loss`.
         """
         num_items, *total_weights = self.totals(schedules, labels) if totals is None else totals
         if self.exits:
@@ -114,7 +119,7 @@ class Objective:
                 loss = (1 - self.distillation) * loss + self.distillation * divergence
             elif self.distillation:
                 teacher = logits.detach()
-            del logits  # else the next pass would hold them too
+            del logits  # free them before the next pass
             yield loss / len(schedules)
 
     def exits_loss(
@@ -125,23 +130,26 @@ class Objective:
         num_items: torch.Tensor | int,
         bands: "DepthBands | None" = None,
     ) -> torch.Tensor:
-        """The mean loss over exits after every layer, weighted ~ (layers of the exit) ** `depth_weight_power`.
+        """The mean loss over the exits after every layer, weighted by (layers of the exit) ** `depth_weight_power`.
 
-        Power 1 is the training objective of CALM (Schuster et al. 2022, arXiv 2207.07061), 0 weighs all exits alike.
+        Power 1 is the training objective of CALM (Schuster et al. 2022, arXiv 2207.07061); 0 weighs all exits equally.
 
         Args:
-            exits: of a forward pass at full depth.
-            labels: of the completion, [batch, new tokens].
-            num_items: tokens to divide by.
-            bands: as in `completion_loss`; each exit counts in the band of its depth.
+            exits: outputs of a full-depth forward pass.
+            labels: the completions' tokens, [batch, new tokens].
+            num_items: number of tokens to divide by.
+            bands: see `completion_loss`; an exit counts in the band of its depth.
+
+        Returns:
+            A scalar.
         """
         depth, counted = len(exits.hidden), labels != IGNORED
         with torch.no_grad():
             taught = exits.head(exits.hidden[-1]) if self.distillation else None
         total, weights = torch.zeros((), device=labels.device), 0.0
         for layers, hidden in enumerate(exits.hidden, start=1):
-            # The logits of one exit are as large as those of a whole step without exits: they are computed again in
-            # the backward pass, so that no two exits' are held at the same time.
+            # One exit's logits are as large as those of a whole step without exits. They are recomputed in the backward
+            # pass, so that memory never holds those of two exits.
             plain, losses = checkpoint(
                 self._exit_losses,
                 exits.head,
@@ -164,7 +172,7 @@ class Objective:
         labels: torch.Tensor,
         taught: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one exit's tokens: the loss against the labels, and with the teacher's share, each [batch, new tokens]."""
+        """The token losses of one exit, each [batch, new tokens]: against the labels, and including distillation."""
         logits = head(hidden)
         losses = token_losses(logits, labels, self.label_smoothing)
         if taught is None:
@@ -174,25 +182,25 @@ class Objective:
 
 
 def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:
-    """A collated batch: its prompt columns, what the model is called with, and labels [batch, new tokens]."""
+    """Split a collated batch into its prompt length, the model's arguments, and labels [batch, new tokens]."""
     prompt_columns: int = batch["prompt_columns"]
     labels = batch["labels"][:, prompt_columns:]
-    columns = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    columns["logits_to_keep"] = labels.shape[1] + 1  # from the prompt's last column on
-    return prompt_columns, {**columns, "use_cache": False}, labels
+    arguments = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    arguments["logits_to_keep"] = labels.shape[1] + 1  # from the last prompt position on
+    return prompt_columns, {**arguments, "use_cache": False}, labels
 
 
 def predicting_budgets(schedule: SkipSchedule, new_tokens: int) -> list[int]:
-    """The number of layers that ran in the column that predicts each of the first `new_tokens` generated tokens.
+    """The number of layers run at the position that predicts each of the first `new_tokens` generated tokens.
 
-    Token 0 is predicted by the prompt's last column, token i + 1 by step i.
+    The last prompt position predicts token 0; step i predicts token i + 1.
     """
     return [len(schedule.prompt_layers), *(schedule.budget(i) for i in range(new_tokens - 1))]
 
 
 @dataclass
 class DepthBands:
-    """Sums of token losses by how deep the token's column ran, over the steps since the last `take`."""
+    """Sums of token losses since the last `take`, grouped by the number of layers that predicted the token."""
 
     num_layers: int
     sums: list[float] = field(default_factory=lambda: [0.0] * BANDS)
@@ -202,20 +210,20 @@ class DepthBands:
         return min(BANDS - 1, (budget - 1) * BANDS // self.num_layers)
 
     def name(self, band: int) -> str:
-        """Name a band by its budgets, such as `loss_layers_1_to_3`."""
+        """The metric name of a band, such as `loss_layers_1_to_3`."""
         inside = [k for k in range(1, self.num_layers + 1) if self.band(k) == band]
         return f"loss_layers_{inside[0]}_to_{inside[-1]}" if inside else f"loss_band_{band}"
 
     def add(self, losses: torch.Tensor, counted: torch.Tensor, budgets: list[int]) -> None:
-        """Count token losses [batch, new tokens] where `counted` holds; `budgets` is one number a column."""
-        by_column = (losses.detach() * counted).sum(dim=0).tolist()  # one transfer from the device
+        """Add token losses [batch, new tokens] where `counted` is true; `budgets` has one number per position."""
+        by_position = (losses.detach() * counted).sum(dim=0).tolist()  # one transfer from the device
         tokens = counted.sum(dim=0).tolist()
-        for total, count, budget in zip(by_column, tokens, budgets, strict=True):
+        for total, count, budget in zip(by_position, tokens, budgets, strict=True):
             self.sums[self.band(budget)] += total
             self.counts[self.band(budget)] += count
 
     def take(self) -> dict[str, float]:
-        """The mean loss of each band since the last call; bands without a token are left out."""
+        """The mean loss of each band since the last call; bands without tokens are left out."""
         means = {self.name(b): s / n for b, (s, n) in enumerate(zip(self.sums, self.counts, strict=True)) if n}
         self.sums, self.counts = [0.0] * BANDS, [0.0] * BANDS
         return means
@@ -232,32 +240,35 @@ def completion_loss(
     label_smoothing: float = 0.0,
     bands: DepthBands | None = None,
 ) -> torch.Tensor:
-    """The mean next-token loss over the tokens of completions; prompts and padding don't count.
+    """The mean next-token loss over the completions' tokens; prompts and padding don't count.
 
-    A token's loss flows into the layers that its own column ran, and through attention into those that computed the
-    keys and values which these layers read; that is the exact gradient of the masked model, and nothing is cut off.
+    The gradient is exact: a token's loss reaches the layers run at its own position and, through attention, the layers
+    that computed the keys and values they read.
 
     Args:
-        logits: of the columns that predict the completion, [batch, new tokens, vocabulary].
-        labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none.
-        budgets: layers that ran in each predicting column, as `predicting_budgets` gives them.
-        num_layers: layers of the model.
-        total_weight: the tokens' weights to divide by, where the batch is a part of a step; by default this batch's.
-        depth_weight_power: weight of a token = (budget / num_layers) ** power. Above 0 favours tokens that run deep,
-            below 0 those that run few layers.
-        label_smoothing: share of the target probability spread over the vocabulary.
-        bands: where to count losses by depth (without smoothing's share or weights).
+        logits: logits at the positions that predict the completion, [batch, new tokens, vocabulary].
+        labels: the completions' tokens, [batch, new tokens]; IGNORED where there is none.
+        budgets: number of layers run at each predicting position, from `predicting_budgets`.
+        num_layers: number of layers of the model.
+        total_weight: sum of token weights to divide by, where the batch is a part of a step; None: this batch's own.
+        depth_weight_power: a token's weight is (budget / num_layers) ** power. Powers above 0 favour tokens with many
+            layers, powers below 0 those with few.
+        label_smoothing: share of the target probability that is spread over the vocabulary.
+        bands: where losses are counted by depth; token weights don't apply there.
+
+    Returns:
+        A scalar.
     """
     counted = labels != IGNORED
     losses = token_losses(logits, labels, label_smoothing)
     if bands is not None:
         bands.add(losses, counted, budgets)
-    weights = column_weights(budgets, num_layers, depth_weight_power, losses)
+    weights = position_weights(budgets, num_layers, depth_weight_power, losses)
     return (losses * weights).sum() / ((counted * weights).sum() if total_weight is None else total_weight)
 
 
-def column_weights(budgets: list[int], num_layers: int, power: float, like: torch.Tensor) -> torch.Tensor:
-    """The weight of a token in each predicting column, [new tokens], of the type and on the device of `like`."""
+def position_weights(budgets: list[int], num_layers: int, power: float, like: torch.Tensor) -> torch.Tensor:
+    """The weight of a token at each predicting position, [new tokens], with the dtype and device of `like`."""
     return like.new_tensor([(budget / num_layers) ** power for budget in budgets])
 
 
@@ -271,9 +282,13 @@ def distillation_loss(
     """The mean Kullback-Leibler divergence, in nats, from a teacher's next-token distribution to the student's.
 
     Args:
-        logits, teacher_logits: of the columns that predict the completion, [batch, new tokens, vocabulary].
-        labels: the completion's tokens, [batch, new tokens]; IGNORED where there is none to count.
-        num_items: tokens to divide by.
+        logits: logits at the positions that predict the completion, [batch, new tokens, vocabulary].
+        teacher_logits: the teacher's logits, likewise.
+        labels: the completions' tokens, [batch, new tokens]; IGNORED at positions that don't count.
+        num_items: number of tokens to divide by.
+
+    Returns:
+        A scalar.
     """
     counted = labels != IGNORED
     divergence = _token_divergences(logits, teacher_logits)
@@ -281,7 +296,7 @@ def distillation_loss(
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Each token's loss, [batch, new tokens]; 0 where there is none to count."""
+    """Each token's cross-entropy, [batch, new tokens]; 0 where the label is IGNORED."""
     flat = logits.float().reshape(-1, logits.shape[-1])  # [batch * new tokens, vocabulary]
     losses = functional.cross_entropy(
         flat, labels.reshape(-1), ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
@@ -290,7 +305,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: fl
 
 
 def _token_divergences(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Each token's divergence from the teacher, also where there is none to count, [batch, new tokens]."""
+    """The divergence from the teacher at every position, [batch, new tokens]."""
     student = functional.log_softmax(logits.float(), dim=-1)
     teacher = functional.log_softmax(teacher_logits.float(), dim=-1)
     return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)

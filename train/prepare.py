@@ -1,4 +1,4 @@
-"""Everything that a run needs, built and checked before anything is written."""
+"""Building and checking everything that a run needs, before any file is written."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from data import Task
-from data.columns import ColumnCollator
+from data.batches import BatchCollator
 from data.own import OwnText
 from data.rows import Encoded, encode_task, row_lengths
 from data.task import Split
@@ -36,25 +36,25 @@ from train.recipe import Recipe
 from train.sampling import ScheduleSampler, default_speedup, make_sampler
 from train.trainer import SkipTrainer, check_positions
 
-LONGEST_EXAMPLE = 400  # characters of a prompt that a checkpoint remembers as an example
+MAX_EXAMPLE_CHARACTERS = 400  # a longer prompt isn't saved in the checkpoint as its example
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model, the rows that it trains on and the schedules that it trains under.
+    """A model with its training rows and its schedules, ready for the Trainer.
 
     Attributes:
-        model: as it is trained: a PeftModel around it where adapters are.
-        tokenizer: its own.
+        model: the model to train, inside a PeftModel if it has adapters.
+        tokenizer: the model's tokenizer.
         encoded: the training rows.
-        validation: rows whose loss is taken at every checkpoint, or None.
-        sampler: of the schedules of each step.
-        skip_config: what the checkpoint will remember.
-        arguments: the Trainer's.
-        left_out: settings of the base model that the finished checkpoint goes without, with where they stood.
-        layer_order: that was measured for the run; None where the recipe asks for none.
-        profile: of the machine that targets were solved by; None for the analytical cost model.
-        teacher: the frozen model of `optim.teacher`.
+        validation: rows whose loss is computed at every checkpoint, or None.
+        sampler: samples the schedules of each step.
+        skip_config: the schedules and settings that the checkpoint will save.
+        arguments: the Trainer's arguments.
+        left_out: the base model's generation settings that the finished checkpoint omits, each with its file.
+        layer_order: the order of layers measured for the run; None where the recipe doesn't ask for one.
+        profile: the calibrated profile by which targets were solved; None for the analytical cost model.
+        teacher: the frozen model of `optim.teacher`, or None.
     """
 
     model: Any
@@ -71,17 +71,17 @@ class Prepared:
 
     @property
     def cost(self) -> CostModel:
-        """Of the finished checkpoint's decode steps."""
+        """The cost model of the finished checkpoint's decode steps."""
         return _cost(self.model, self.arguments)
 
     @property
     def rows_a_step(self) -> int:
-        """Rows of an optimiser step, on all processes together."""
+        """Rows of one optimiser step, over all processes."""
         return rows_a_step(self.arguments)
 
     @property
     def steps(self) -> int:
-        """The optimiser steps of the whole run, as the Trainer counts them."""
+        """Number of optimiser steps in the run, as the Trainer counts them."""
         if self.arguments.max_steps > 0:
             return self.arguments.max_steps
         an_epoch = max(1, math.ceil(len(self.encoded.rows) / self.rows_a_step))
@@ -89,23 +89,29 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure_order: bool = True) -> Prepared:
-    """Build what a recipe names, for a run with the arguments of `make_arguments`.
+    """Build everything that a recipe names.
 
-    Without `measure_order` another order stands in for one that would be measured (`schedule.order=auto`).
+    Args:
+        recipe: the recipe of the run.
+        task: its task.
+        arguments: from `make_arguments`.
+        measure_order: whether to measure the layer order of `schedule.order=auto`; a placeholder is used otherwise.
 
-    Raises ConfigError for settings and data that can't be used.
+    Raises:
+        ConfigError: for settings and data that can't be used.
     """
     validate_rows = recipe.train.validate_rows
     splits: tuple[Split, ...] = ("train", "validation") if validate_rows else ("train",)
     for split in splits:
-        task.files(split)  # one that isn't there is missed before a large model is loaded
-    whole = recipe.model.shape is not None or recipe.model.gguf_file is not None  # not read into shards by ZeRO-3
-    with whole_weights(arguments) if whole else nullcontext():
+        task.files(split)  # a missing file is reported before a large model is loaded
+    # ZeRO-3 can't read these in shards.
+    unsharded = recipe.model.shape is not None or recipe.model.gguf_file is not None
+    with whole_weights(arguments) if unsharded else nullcontext():
         model, tokenizer = build_model(recipe, islice(task.stream("train"), recipe.data.limit))
     with whole_weights(arguments):
         left_out = settle_generation(recipe, model, tokenizer)
     validation = None
-    with arguments.main_process_first(desc="tokenising"):  # of each machine; the others find its rows
+    with arguments.main_process_first(desc="tokenising"):  # the other processes then find the rows in the cache
         encoded = _encode(recipe, task, tokenizer, "train", recipe.data.limit)
         if validate_rows:
             rows = _encode(recipe, task, tokenizer, "validation", validate_rows).rows
@@ -115,8 +121,8 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
         check_positions(model, sum(int(lengths.max()) for lengths in row_lengths(validation)))
     if rate := getattr(text_config(model.config), "layerdrop", 0):
         raise ConfigError(
-            f"the model's config has layerdrop {rate}, by which steps leave out layers that their schedule runs: set "
-            "model.config.layerdrop=0"
+            f"the model's config sets layerdrop to {rate}, which would randomly skip layers that the schedule runs: "
+            "set model.config.layerdrop=0"
         )
     folder, sizes = Path(str(arguments.output_dir)), _cost(model, arguments)
     layer_order = measured_order(recipe, model, encoded.rows, folder) if measure_order else None
@@ -127,14 +133,14 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
         recipe, task, sizes, encoded.rows, order=order, profile=profile, machine=machine
     )
     example = tokenizer.decode(encoded.rows[0]["prompt_ids"], skip_special_tokens=True)
-    # Data of one's own may be private, and what a checkpoint holds is published.
-    if len(example) <= LONGEST_EXAMPLE and task.name != OwnText.name:
+    # A user's own data may be private, and the checkpoint may be published.
+    if len(example) <= MAX_EXAMPLE_CHARACTERS and task.name != OwnText.name:
         skip_config = replace(skip_config, task={**skip_config.task, "example": example})
     start = recipe.model.name_or_path
-    if start is not None and not Path(start).exists():  # it was loaded: it is on the Hub
+    if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
         skip_config = replace(skip_config, base_model=start)
     if recipe.optim.exits == "all":
-        exit_head(model)  # refused now, where the family's isn't known
+        exit_head(model)  # raises ConfigError where the family's final norm isn't known
     trained = as_it_trains(model, recipe)
     teacher = frozen_teacher(recipe, tokenizer)
     found: dict[str, Any] = {"layer_order": layer_order, "profile": profile, "teacher": teacher}
@@ -142,77 +148,82 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
 
 
 def _cost(model: Any, arguments: TrainingArguments) -> CostModel:
-    """Of a model in the type that it is saved in: by DeepSpeed that of the computation."""
+    """The cost model for the data type in which the model is saved; DeepSpeed saves in the computation's type."""
     computed = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
     return CostModel.of(model, computed if arguments.deepspeed else None)
 
 
 def warn_left_out(console: Console, prepared: Prepared) -> None:
-    """Say which settings of the base model the finished checkpoint goes without, where there are any."""
+    """Print which settings of the base model the finished checkpoint will omit, if any."""
     if prepared.left_out:
         settings = "; ".join(prepared.left_out)
         console.print(
-            f"the finished checkpoint goes without what skipping layers has no use for: {settings}", soft_wrap=True
+            "the finished checkpoint omits these settings of the base model, which decoding with layer skipping "
+            f"doesn't use: {settings}",
+            soft_wrap=True,
         )
 
 
 def introduce(console: Console, name: str, prepared: Prepared) -> None:
-    """Say what is about to be trained."""
+    """Print what is about to be trained, with warnings about its settings."""
     model, encoded, arguments = prepared.model, prepared.encoded, prepared.arguments
     processes = arguments.world_size
     held = count_parameters(model.parameters())
     trained = count_parameters(p for p in model.parameters() if p.requires_grad)
     console.print(
         f"{name}: {held / 1e6:.2f} M parameters{f' ({trained / 1e6:.2f} M trained)' if trained < held else ''}, "
-        f"{len(encoded.rows)} rows, {prepared.rows_a_step} a step on {processes} process{'es' if processes > 1 else ''}"
+        f"{len(encoded.rows)} rows, {prepared.rows_a_step} per step on {processes} "
+        f"process{'es' if processes > 1 else ''}"
     )
     warn_left_out(console, prepared)
     if encoded.prompts_cut:
         console.print(
-            f"{encoded.prompts_cut} prompts were cut to data.max_prompt_tokens, at the end of their article or post"
+            f"{encoded.prompts_cut} prompts were truncated to data.max_prompt_tokens: the end of their article or post "
+            "was removed"
         )
     if encoded.completions_cut:
-        console.print(f"{encoded.completions_cut} completions were cut to data.max_completion_tokens")
+        console.print(f"{encoded.completions_cut} completions were truncated to data.max_completion_tokens")
     if arguments.warmup_steps >= prepared.steps:
         console.print(
-            f"optim.warmup_steps is {arguments.warmup_steps:g} and the run has {prepared.steps} steps: its learning "
-            "rate rises to the end, and never reaches optim.learning_rate"
+            f"optim.warmup_steps is {arguments.warmup_steps:g}, but the run has only {prepared.steps} steps: the "
+            "learning rate never reaches optim.learning_rate"
         )
     rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
     if rounded and not arguments.deepspeed:
         console.print(
-            "model.dtype is bfloat16, and so are the weights that AdamW changes: steps below a part in 256 of a weight "
-            "are lost; model.dtype=float32 train.precision=bf16 computes as fast and loses none"
+            "model.dtype is bfloat16, so AdamW loses updates smaller than 1/256 of a weight; model.dtype=float32 with "
+            "train.precision=bf16 is as fast and loses none"
         )
-    clock = f"the analytical cost model of a {prepared.skip_config.solver.get('machine', 'gpu').upper()}"
+    source = f"the analytical cost model of a {prepared.skip_config.solver.get('machine', 'gpu').upper()}"
     if prepared.profile is not None:
-        clock = f"times of {prepared.profile.setting.get('processor')}, measured {prepared.profile.date}"
-    console.print(f"targets are solved by {clock}", soft_wrap=True)
+        processor = prepared.profile.setting.get("processor")
+        source = f"a profile calibrated on {processor}, {prepared.profile.date}"
+    console.print(f"targets are solved by {source}", soft_wrap=True)
     for line in describe_schedules(prepared):
         console.print(f"  {line}", soft_wrap=True)
 
 
 def describe_schedules(prepared: Prepared) -> list[str]:
-    """A line for each target."""
+    """One line for each target: its budgets and its predicted speedup."""
     over = prepared.skip_config.over
     cost = prepared.skip_config.cost_for(prepared.cost, profile=prepared.profile)
-    of = "decoding" if over == "decode" else "prompt and decoding"
+    kind = "decode" if over == "decode" else "end-to-end"
     return [
         f"target {speedup:g}x: {schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers over "
-        f"{schedule.horizon} tokens, {schedule.prompt_depth} for prompts, predicted "
-        f"{cost.speedup(schedule, over=over):.2f}x of {of}"
+        f"{schedule.horizon} tokens, {schedule.prompt_depth} for prompts, predicted speedup "
+        f"{cost.speedup(schedule, over=over):.2f}x ({kind})"
         for speedup, schedule in zip(prepared.sampler.speedups, prepared.sampler.schedules, strict=True)
     ]
 
 
 def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCallback]) -> SkipTrainer:
-    """The trainer of what was prepared; what it shows, the callbacks do."""
+    """The trainer of a prepared run; the callbacks do all of its output."""
     trainer = SkipTrainer(
         model=prepared.model,
         args=prepared.arguments,
         train_dataset=prepared.encoded.rows,
         eval_dataset=prepared.validation,
-        data_collator=ColumnCollator(prepared.tokenizer.pad_token_id),
+        data_collator=BatchCollator(prepared.tokenizer.pad_token_id),
         processing_class=prepared.tokenizer,
         callbacks=callbacks,
         sampler=prepared.sampler,
@@ -234,13 +245,22 @@ def recipe_sampler(
     profile: Profile | None = None,
     machine: str | None = None,
 ) -> tuple[ScheduleSampler, SkipConfig]:
-    """The recipe's schedules, to draw from and to save, for texts and prompts as long as those of the training rows.
+    """The recipe's schedules: a sampler for training, and the settings that the checkpoint saves.
 
-    `order` is the one that was measured for `schedule.order=auto`; without it another one stands in. Targets are solved
-    by a machine's `profile` where there is one, else by the analytical cost model of a `machine` ("gpu" or "cpu").
+    With `optim.exits: all` only full depth is trained, and the checkpoint solves any other target as a fixed exit
+    layer.
 
-    With `optim.exits: all` there is full depth alone to draw from, and any other target of the checkpoint is solved as
-    a fixed exit. Raises ConfigError where the recipe asks for something else, and as `make_sampler` does.
+    Args:
+        recipe: the recipe of the run.
+        task: its task.
+        cost: the cost model of the model.
+        rows: the training rows, whose lengths targets are solved for; None: lengths follow from the settings alone.
+        order: the order measured for `schedule.order=auto`; None: a placeholder is used.
+        profile: the calibrated profile by which targets are solved; None: the analytical cost model.
+        machine: "gpu" or "cpu", whose rates the analytical cost model uses; None: its default.
+
+    Raises:
+        ConfigError: for settings that contradict each other, and as `make_sampler` does.
     """
     section = recipe.schedule
     solver: dict[str, Any] = {
@@ -274,8 +294,8 @@ def recipe_sampler(
     if recipe.optim.exits == "all":
         if section.speedups != [1] or section.speedup_range is not None or section.files is not None:
             raise ConfigError(
-                "optim.exits is 'all', which trains every exit in one pass at full depth: it needs "
-                f"schedule.speedups=[1] (now {section.speedups}) with speedup_range and files null"
+                "optim.exits is 'all', which trains every exit in one full-depth pass: it needs schedule.speedups=[1] "
+                f"(now {section.speedups}), and speedup_range and files must be null"
             )
         solver |= {"decay": "constant", "decay_rate": None, "placement": "bottom"}
     sampler = make_sampler(
@@ -290,7 +310,7 @@ def recipe_sampler(
         profile=profile,
     )
     _check_effects(recipe, sampler.schedules)
-    default_speedup(section.default_speedup, sampler.speedups)  # for its error, before anything is trained
+    default_speedup(section.default_speedup, sampler.speedups)  # raises its error before anything is trained
     described = {
         "name": task.name,
         "options": dict(recipe.data.options),
@@ -300,27 +320,27 @@ def recipe_sampler(
 
 
 def _check_effects(recipe: Recipe, schedules: Sequence[SkipSchedule]) -> None:
-    """Raises ConfigError for settings without effect under these schedules, of which `train.effects` knows none."""
+    """Raises ConfigError for settings without effect under these schedules; `train.effects` sees the recipe alone."""
     section, share = recipe.schedule, recipe.optim.distillation
-    taught = share and recipe.optim.teacher is None and recipe.optim.exits == "last"  # by its own full depth
-    if taught and not any(schedule.skips for schedule in schedules):
+    self_taught = share and recipe.optim.teacher is None and recipe.optim.exits == "last"
+    if self_taught and not any(schedule.skips for schedule in schedules):
         raise ConfigError(
-            f"optim.distillation is {share:g} and schedule.files is {section.files}: they skip no layer, and what runs "
-            "at full depth learns from the labels alone; leave it out"
+            f"optim.distillation is {share:g}, but no schedule in schedule.files ({section.files}) skips a layer, and "
+            "full depth learns from the labels alone; remove optim.distillation"
         )
     skipping = [schedule for schedule in schedules if schedule.min_layers < schedule.num_layers]
     if section.prompt_stop is not None and skipping and not any(schedule.stopped_layers for schedule in skipping):
         raise ConfigError(
-            f"schedule.prompt_stop is {section.prompt_stop} and schedule.prompt is {section.prompt!r}: prompts run "
-            f"{max(schedule.prompt_budget for schedule in skipping)} layers at most, so none stops; lower it, or leave "
-            "it out"
+            f"schedule.prompt_stop is {section.prompt_stop} and schedule.prompt is {section.prompt!r}: prompts run at "
+            f"most {max(schedule.prompt_budget for schedule in skipping)} layers, so they never stop early; lower "
+            "schedule.prompt_stop, or remove it"
         )
 
 
 def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
-    """The solver's settings by which batches of other sizes and other speeds get schedules as these are (law 4).
+    """The solver settings with which other batch sizes and speeds get schedules of the same kind as these.
 
-    Raises ConfigError where the schedules have no such settings in common.
+    Raises ConfigError where the schedules differ in such a setting.
     """
     skipping = [schedule for schedule in schedules if schedule.skips]
     if not skipping:
@@ -330,14 +350,14 @@ def _kind_of(schedules: Sequence[SkipSchedule]) -> dict[str, Any]:
         values = list(dict.fromkeys(getattr(schedule, name) for schedule in skipping))
         if len(values) > 1:
             raise ConfigError(
-                f"schedule.files differ in {name} ({values[0]} and {values[1]}): a checkpoint solves schedules for "
-                "batches of other sizes by one setting of it; train one for each"
+                f"schedule.files differ in {name} ({values[0]} and {values[1]}): a checkpoint needs a single value to "
+                "solve schedules for other batch sizes; train one checkpoint for each value"
             )
         kind |= {name: values[0]} if values[0] is not None else {}
     if "order" in kind:
-        kind["order"] = list(kind["order"])  # as JSON gives it back
+        kind["order"] = list(kind["order"])  # a list, as JSON reads it back
     prompts = [schedule.prompt for schedule in skipping]
-    layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # which the solver may have lowered
+    layers = [prompt for prompt in prompts if not isinstance(prompt, str)]  # the solver may have lowered some
     kind["prompt"] = "full" if "full" in prompts else max(layers) if layers else "max"
     return kind
 
@@ -357,23 +377,22 @@ def _encode(recipe: Recipe, task: Task, tokenizer: PreTrainedTokenizerBase, spli
 
 
 def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
-    """The Trainer's arguments for a run into `folder`, which is not touched; they bring its processes together.
+    """The Trainer's arguments for a run into `folder`, where nothing is written; making them starts torch.distributed.
 
-    They come before the model: ZeRO-3 reads pretrained weights straight into shards. Raises ConfigError for settings
-    that can't be used here.
+    They are made before the model, because ZeRO-3 reads pretrained weights directly into shards. Raises ConfigError for
+    settings that can't be used on this machine.
     """
     optim, section = recipe.optim, recipe.train
-    apart = recipe.lora.r is not None or recipe.deepspeed.config is not None  # both keep what is trained in float32
-    if recipe.model.dtype == "float16" and not apart:
+    # LoRA and DeepSpeed both keep the trained weights in float32.
+    float32_copy = recipe.lora.r is not None or recipe.deepspeed.config is not None
+    if recipe.model.dtype == "float16" and not float32_copy:
         raise ConfigError(
-            "model.dtype is 'float16', in which AdamW's steps are no numbers soon: leave model.dtype at float32, with "
+            "model.dtype is 'float16', in which AdamW's updates overflow to NaN: keep model.dtype=float32 and set "
             "train.precision for a faster computation"
         )
     on_cpu = not torch.accelerator.is_available()
     if recipe.model.dtype == "float16" and section.precision == "bf16" and on_cpu and recipe.deepspeed.config is None:
-        raise ConfigError(
-            "model.dtype is 'float16' with train.precision 'bf16', which needs a GPU: set model.dtype=bfloat16"
-        )
+        raise ConfigError("model.dtype 'float16' with train.precision 'bf16' needs a GPU: set model.dtype=bfloat16")
     if section.precision == "fp16" and on_cpu:
         raise ConfigError("train.precision is 'fp16', which needs a GPU: expected float32 or bf16 on CPU")
     deepspeed = None if recipe.deepspeed.config is None else prepare_deepspeed(recipe.deepspeed.config)
@@ -401,22 +420,22 @@ def make_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             per_device_eval_batch_size=section.per_device_batch_size,
             metric_for_best_model="loss" if section.validate_rows else None,
             load_best_model_at_end=section.finish_with == "best",
-            logging_nan_inf_filter=False,  # it would log the mean of the rest
+            logging_nan_inf_filter=False,  # the filter would hide a loss that isn't finite
             seed=section.seed,
             train_sampling_strategy="group_by_length",
             remove_unused_columns=False,
             report_to=["wandb"] if recipe.tracking.wandb != "off" else [],
             deepspeed=deepspeed,
-            use_cpu=on_cpu,  # else torchrun's processes would each train alone
+            use_cpu=on_cpu,  # without it, each of torchrun's processes would train alone
             dataloader_pin_memory=not on_cpu,
-            disable_tqdm=True,  # for train.progress to show
+            disable_tqdm=True,  # train.progress shows the bar
         )
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"these training settings can't be used here: {' '.join(str(error).split())}") from error
-    if arguments.n_gpu > 1:  # the Trainer would take DataParallel, whose copies no schedule reaches
+        raise ConfigError(f"these training settings can't be used: {' '.join(str(error).split())}") from error
+    if arguments.n_gpu > 1:  # the Trainer would use DataParallel, whose model copies don't follow the schedule
         raise ConfigError(
-            f"one process sees {arguments.n_gpu} GPUs: start one for each, torchrun --nproc_per_node {arguments.n_gpu} "
-            "train.py …, or show it a single one, CUDA_VISIBLE_DEVICES=0"
+            f"one process sees {arguments.n_gpu} GPUs: start one process for each with torchrun --nproc_per_node "
+            f"{arguments.n_gpu} train.py …, or make a single GPU visible with CUDA_VISIBLE_DEVICES=0"
         )
     if recipe.deepspeed.config is not None:
         check_agreement(recipe.deepspeed.config, arguments)

@@ -1,4 +1,4 @@
-"""A training run on the terminal: one bar, and now and then a row of figures."""
+"""The terminal output of a training run: a progress bar and rows of metrics."""
 
 import datetime
 import logging
@@ -13,14 +13,14 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from train.distributed import is_first_process
 
-ROWS = 40  # of figures, and of validations, at most in a whole run
-WIDTHS = {"step": 15, "loss": 10, "grad norm": 12, "layers/token": 15, "tokens/s": 12, "to go": 15}  # 79 in all
+MAX_ROWS = 40  # of metrics, and of validations, printed in a run
+WIDTHS = {"step": 15, "loss": 10, "grad norm": 12, "layers/token": 15, "tokens/s": 12, "time left": 15}  # 79 in all
 
 
 class TrainingProgress(TrainerCallback):
-    """Shows loss, speed and time to go: on a terminal in a bar, and everywhere in rows of one line.
+    """Prints rows with loss, speed and the time left, and on a terminal shows them in a bar too.
 
-    A context, so that the bar is closed however the run ends. All figures stand in `metrics.jsonl`.
+    It is a context manager that closes the bar however the run ends. All metrics are in `metrics.jsonl`.
     """
 
     def __init__(self, console: Console) -> None:
@@ -32,12 +32,12 @@ class TrainingProgress(TrainerCallback):
             console=console,
             expand=True,
             refresh_per_second=2,
-            speed_estimate_period=math.inf,  # the last thousand steps: schedules differ, so a few say little
+            speed_estimate_period=math.inf,  # of the last thousand steps: schedules differ, so a few steps say little
             disable=console.quiet or not console.is_interactive,
         )
         self._task = self._bar.add_task("")
-        self._figures = ""  # of the last log, for the bar
-        self._last_row: dict[str, int] = {}  # kind of row -> its step
+        self._metrics = ""  # of the last log, for the bar
+        self._last_row: dict[str, int] = {}  # kind of row -> step at which it was last printed
 
     def __enter__(self) -> "TrainingProgress":
         return self
@@ -55,11 +55,11 @@ class TrainingProgress(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
-            self._figures = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s, "
+            self._metrics = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s, "
             self._describe()
-            if "figures" not in self._last_row:
+            if "metrics" not in self._last_row:
                 self._print_row({name: name for name in WIDTHS})
-            if self._is_due("figures", state):
+            if self._is_due("metrics", state):
                 self._print_row(
                     {
                         "step": f"{state.global_step}/{state.max_steps}",
@@ -67,22 +67,22 @@ class TrainingProgress(TrainerCallback):
                         "grad norm": f"{logs.get('grad_norm', math.nan):.3g}",
                         "layers/token": f"{logs['layers_per_token']:.2f}",
                         "tokens/s": f"{logs['tokens_per_second']:,.0f}",
-                        "to go": self._time_to_go(),
+                        "time left": self._time_left(),
                     }
                 )
         elif "eval_loss" in logs and self._is_due("validation", state):
             targets = [name for name in logs if name.startswith("eval_loss_")]  # from the slowest to the fastest
             losses = [f"{logs[name]:.3f} at {name.removeprefix('eval_loss_')}" for name in targets]
-            said = f"{losses[0]} to {losses[-1]}" if len(losses) > 1 else losses[0]
-            self._console.print(f"validation after step {state.global_step}: loss {said}")
+            shown = f"{losses[0]} to {losses[-1]}" if len(losses) > 1 else losses[0]
+            self._console.print(f"validation after step {state.global_step}: loss {shown}")
 
     def _describe(self) -> None:
-        self._bar.update(self._task, description=f"{self._figures}{self._time_to_go()} to go")
+        self._bar.update(self._task, description=f"{self._metrics}{self._time_left()} left")
 
     def _is_due(self, kind: str, state: TrainerState) -> bool:
-        """Say whether a row of a kind is shown in this step; the last step's is."""
+        """Whether to print a row of this kind after this step; the last step always prints one."""
         passed = state.global_step - self._last_row.get(kind, -state.max_steps)
-        if passed < state.max_steps / ROWS and state.global_step < state.max_steps:
+        if passed < state.max_steps / MAX_ROWS and state.global_step < state.max_steps:
             return False
         self._last_row[kind] = state.global_step
         return True
@@ -90,23 +90,23 @@ class TrainingProgress(TrainerCallback):
     def _print_row(self, cells: dict[str, str]) -> None:
         self._console.print("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()), soft_wrap=True)
 
-    def _time_to_go(self) -> str:
-        """The time to go, such as 0:04:12; before the second step a question mark."""
+    def _time_left(self) -> str:
+        """The estimated time left, such as 0:04:12; before the second step a question mark."""
         seconds = self._bar.tasks[0].time_remaining
         return "?" if seconds is None else str(datetime.timedelta(seconds=seconds))
 
 
 def quiet_libraries(*, with_deepspeed: bool) -> None:
-    """Keep other libraries' progress bars, and what they say in runs that don't concern them, off this process' output.
+    """Silence other libraries' progress bars, and warnings that don't concern this run.
 
     Args:
         with_deepspeed: let DeepSpeed's warnings through; accelerate imports it wherever it is installed.
     """
-    downloads = not are_progress_bars_disabled()  # which take minutes
-    disable_progress_bar()  # of weights that are written and loaded
-    if downloads:
+    show_downloads = not are_progress_bars_disabled()
+    disable_progress_bar()  # of loading and saving weights; it turns off the download bars too
+    if show_downloads:
         enable_progress_bars()
     if not is_first_process():
-        set_verbosity_error()  # the first one says it
+        set_verbosity_error()  # the first process prints the warnings
     if not with_deepspeed:
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)

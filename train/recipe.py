@@ -1,4 +1,4 @@
-"""Recipes: one YAML file a complete run, made of typed sections."""
+"""Recipes: one YAML file describes a complete run, in typed sections."""
 
 import math
 import os
@@ -11,141 +11,156 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from configs.files import ROOT, YAML_ERRORS, named_file, read_yaml
 from eval.score.tokenizers import Tokenizer
 from skipdecode.errors import ConfigError, first_line, unknown
-from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
 from train.effects import drop_without_effect
 
-# Not with the sampler, whose imports take seconds that a mistyped key should not.
+# Defined here and not beside the sampler, whose imports take seconds: a mistyped key is reported at once.
 Sampling = Literal["one", "sandwich", "all"]
 RECIPES = ROOT / "recipes"
 DEEPSPEED = ROOT / "configs" / "deepspeed"
-LARGEST = 2**32 - 1  # of a number in a recipe, as seeds are; NaN and infinity are in no range
+MAX_NUMBER = 2**32 - 1  # the largest number allowed in a recipe, which is the largest seed
 
 
 class Section(BaseModel):
-    """A section of a recipe: strict types, no unknown key, not to be changed."""
+    """A section of a recipe: types are strict, unknown keys are errors, and values can't be changed afterwards."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _expand_home(value: str | None) -> str | None:
-    """A shell expands `~` at the start of a word alone, not behind `output.dir=`."""
+    """Expand `~`, which a shell leaves alone in `output.dir=~/run`."""
     return value if value is None else os.path.expanduser(value)
 
 
 class ModelSection(Section):
-    """The model that is trained: a pretrained one, or a shape with random weights."""
+    """The model to train: a pretrained one, or one of a given shape with random weights."""
 
     name_or_path: str | None = Field(None, description="a model on the Hub, or a local folder")
     gguf_file: str | None = Field(
-        None, description="a GGUF file in name_or_path, to read model and tokenizer from, dequantised; null: none"
+        None, description="a GGUF file in name_or_path; model and tokenizer are read from it and dequantised"
     )
     _expand = field_validator("name_or_path")(_expand_home)
-    shape: str | None = Field(None, description="random weights instead: a name in configs/model/, or a YAML file")
-    trust_remote_code: bool = Field(False, description="run Python code that the checkpoint brings; else it is refused")
+    shape: str | None = Field(None, description="a name in configs/model/, or a YAML file: a model of random weights")
+    trust_remote_code: bool = Field(False, description="run the Python code in the checkpoint; false refuses such code")
     config: dict[str, Any] | None = Field(None, description="values of the model's config to change, such as dropout")
     layers: int | None = Field(
-        None, ge=1, description="a shallow model: so many of its layers, of the pretrained ones too; null: all"
+        None, ge=1, description="keep only this many layers and train a shallow model; null: keep all"
     )
     keep: Placement | None = Field(
         None,
-        description="which of them: even, the first and the last among them (null is that); top, the first and the "
-        "last ones; bottom, the first ones; ends, as many of either; order, the first ones of model.order",
+        description="which layers a shallow model keeps: even (also null), spaced evenly, with the first and the last; "
+        "top, the first layer and the last ones; bottom, the first ones; ends, half from each end; order, the first "
+        "ones in model.order",
     )
     order: str | list[int] | None = Field(
-        None, description="with keep=order: the layers, the most important one first, or a file of `skipdecode order`"
+        None, description="with keep=order: the layers, most important first, or a file written by `skipdecode order`"
     )
-    tokenizer: str | None = Field(None, description="a Hub name or folder; with a shape, null trains one on the task")
-    vocab_size: int = Field(512, ge=1, le=1_000_000, description="tokens of the tokenizer that is trained for a shape")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the weights")
+    tokenizer: str | None = Field(
+        None, description="a Hub name or folder; null: the model's own, or with a shape, one trained on the task"
+    )
+    vocab_size: int = Field(512, ge=1, le=1_000_000, description="size of the tokenizer that is trained for a shape")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="data type of the weights")
 
 
 class DataSection(Section):
-    """The data that it is trained on."""
+    """The training data."""
 
     task: str = Field(description="the task's name")
-    path: str | None = Field(None, description="a local folder; null reads the Hub, or is right for a built-in task")
+    path: str | None = Field(None, description="a local folder; null: the Hub, or nothing for a built-in task")
     _expand = field_validator("path", "cache_dir", check_fields=False)(_expand_home)
     options: dict[str, Any] = Field({}, description="the task's own options, such as delexicalise")
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="null: the task's default; a longer article or post is cut, another prompt is an error"
+        None,
+        ge=1,
+        description="null: the task's default; longer articles and posts are truncated, other long prompts are errors",
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="null: the task's default; longer ones are cut")
-    limit: int | None = Field(None, ge=1, description="only the first so many examples; null: all")
-    num_proc: int | None = Field(None, ge=1, description="processes that tokenise; null: one")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="null: the task's default; longer completions are truncated"
+    )
+    limit: int | None = Field(None, ge=1, description="use only this many examples, the first ones; null: all")
+    num_proc: int | None = Field(None, ge=1, description="number of tokenisation processes; null: one")
     cache_dir: str | None = Field(
-        None, description="where tokenised rows are kept for the next start; null: the datasets library's own cache"
+        None, description="folder in which tokenised rows are cached; null: the cache of the datasets library"
     )
 
 
 class ScheduleSection(Section):
-    """The schedules that training draws from in each optimiser step."""
+    """The skip schedules under which the optimiser steps run."""
 
-    speedups: list[float] | None = Field(None, description="target speedups to draw from; [1] trains at full depth")
-    files: list[str] | None = Field(None, description="schedules to draw from instead: JSON files of SkipSchedule")
+    speedups: list[float] | None = Field(None, description="target speedups to sample from; [1] trains at full depth")
+    files: list[str] | None = Field(None, description="JSON files of SkipSchedule to sample from, instead of speedups")
     sampling: Sampling = Field(
         "one",
-        description="one: a schedule a step; sandwich: slowest, fastest and one drawn between, in each step; all: "
-        "every target in each step",
+        description="one: each step samples one schedule; sandwich: each step runs the slowest, the fastest and one "
+        "sampled in between; all: each step runs every target",
     )
     weights: list[float] | None = Field(
-        None, description="how often each target or file is drawn (with sandwich: between its ends); null: equally"
+        None,
+        description="relative sampling frequency of each target or file (with sandwich, of those in between); null: "
+        "equal",
     )
-    speedup_range: list[float] | None = Field(None, description="[lowest, highest] to draw from, instead of a list")
+    speedup_range: list[float] | None = Field(
+        None, description="[lowest, highest]: a range of target speedups to sample from, instead of speedups"
+    )
     horizon: int | None = Field(
-        None, ge=1, le=LONGEST_HORIZON, description="tokens over which the budget falls; null: the task's"
+        None, ge=1, le=MAX_HORIZON, description="tokens over which the budget decays; null: the task's default"
     )
-    decay: Decay = Field("linear", description="how the budget falls")
-    decay_rate: float | None = Field(None, description="exponent, rate or plateaus of the decay")
-    placement: Placement = Field("top", description="where the layers that run lie")
+    decay: Decay = Field("linear", description="shape of the budget's decay")
+    decay_rate: float | None = Field(None, description="exponent, rate or number of plateaus of the decay")
+    placement: Placement = Field("top", description="which layers a budget runs")
     order: str | list[int] | None = Field(
         None,
-        description="with placement=order: the layers, the most important one first; a file of `skipdecode order`; or "
-        "auto: measured on the training rows before training, which takes minutes, and kept with the run",
+        description="with placement=order: the layers, most important first; a file written by `skipdecode order`; or "
+        "auto: the order is measured on the training rows before training, which takes minutes, and saved with the run",
     )
     prompt: PromptPolicy | int = Field(
-        "full", description="full: prompts run every layer; max: those of the largest budget; a number: so many at most"
+        "full",
+        description="layers that prompts run: full, every layer; max, those of the largest budget; a number, at most "
+        "this many",
     )
     prompt_stop: int | None = Field(
         None,
         ge=1,
-        description="layers that prompts' tokens run before they stop: those above take keys and values from that "
-        "state (SwiftKV), and the last token alone runs on; null: they don't stop",
+        description="layers after which prompt tokens stop: the layers above compute their keys and values from that "
+        "hidden state (SwiftKV), and only the last token continues; null: prompt tokens don't stop",
     )
-    warmup_layers: int = Field(1, ge=1, description="layers at the bottom that always run")
-    spread: float = Field(0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is constant")
+    warmup_layers: int = Field(1, ge=1, description="lowest layers, which always run")
+    spread: float = Field(
+        0.5, ge=0, le=1, description="(max - min) / (max + min) of the budgets; 0 is a constant schedule"
+    )
     over: Over = Field(
-        "decode", description="what a target is of: decode, of decoding; all, of prompt and decoding together"
+        "decode", description="what a target speedup covers: decode, decoding alone; all, end-to-end (prefill + decode)"
     )
     profile: str | None = Field(
         None,
-        description="the times of a machine that targets are solved by: auto, those of `skipdecode calibrate` on this "
-        "machine, or where there are none the analytical cost model of a CPU or a GPU, whichever trains; a file of "
-        "`skipdecode calibrate --output`; null: the analytical cost model of a GPU",
+        description="calibrated profile by which targets are solved: auto, the one that `skipdecode calibrate` saved "
+        "on this machine, or else the analytical cost model of the CPU or GPU that trains; a file of `skipdecode "
+        "calibrate --output`; null: the analytical cost model of a GPU",
     )
     default_speedup: float | None = Field(
         None,
         ge=1,
-        description="what the finished checkpoint decodes at where nobody asks for a speed, as under `transformers "
-        "serve`; null: 2, or the nearest that was trained for",
+        description="speed at which the finished checkpoint decodes if the caller names none, as in `transformers "
+        "serve`; null: 2, or the nearest trained target",
     )
-    batch_size: int = Field(
-        1, ge=1, le=65_536, description="rows that will decode together: a target is for their wall clock"
-    )
+    batch_size: int = Field(1, ge=1, le=65_536, description="batch size at decoding time for which targets are solved")
     prompt_length: int | None = Field(
-        None, ge=1, description="tokens of the prompts that will be decoded, likewise; null: the training prompts'"
+        None,
+        ge=1,
+        description="prompt length in tokens for which targets are solved; null: the lengths of the training prompts",
     )
     texts: int = Field(
         256,
         ge=0,
-        description="training prompts that the finished checkpoint continues, at the slowest speed that is trained, to "
-        "know how long its texts are; 0: it takes them to be as long as those of the training",
+        description="training prompts that the finished checkpoint continues, at the slowest trained speed, to measure "
+        "how long its outputs are; 0: the lengths of the training completions are used",
     )
 
 
 class OptimSection(Section):
     """The optimiser (AdamW) and the loss."""
 
-    learning_rate: float = Field(1e-5, gt=0, description="its peak")
+    learning_rate: float = Field(1e-5, gt=0, description="peak learning rate")
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
@@ -157,65 +172,71 @@ class OptimSection(Section):
         0.0,
         ge=0,
         le=1,
-        description="share of the loss that pulls a skipping step, or an exit, to the model's own full-depth output",
+        description="weight of the distillation loss, which pulls the output of skipping schedules, or of early exits, "
+        "towards the full-depth output",
     )
     teacher: str | None = Field(
         None,
-        description="a folder or Hub name of a fine-tuned model of the same tokenizer: its frozen copy teaches every "
-        "step, full depth's too, in place of the model's own full depth; with distillation",
+        description="with distillation: a fine-tuned model (folder or Hub name) with the same tokenizer, which is "
+        "frozen and teaches every schedule, full depth too; null: the trained model's own full depth teaches",
     )
     _expand = field_validator("teacher")(_expand_home)
     depth_weight_power: float = Field(
-        0.0, ge=-10, le=10, description="weight of a token, or of an exit, ~ (its layers / all layers) ** power"
+        0.0, ge=-10, le=10, description="a token, or an exit, is weighted by (its layers / all layers) ** this power"
     )
     exits: Literal["last", "all"] = Field(
-        "last", description="all: an exit after every layer, through the one head, has a loss (multi-layer early exit)"
+        "last", description="last: the loss of the last layer; all: the mean loss of an exit after every layer"
     )
 
 
 class TrainSection(Section):
     """The length of the run, its batches, and how often it logs and saves."""
 
-    epochs: float = Field(1.0, gt=0, description="passes over the data, unless max_steps is given")
+    epochs: float = Field(1.0, gt=0, description="passes over the data, if max_steps isn't set")
     max_steps: int | None = Field(None, ge=1, description="optimiser steps; overrides epochs")
     per_device_batch_size: int = Field(16, ge=1)
     gradient_accumulation_steps: int = Field(1, ge=1)
     gradient_checkpointing: bool = Field(False)
-    precision: Literal["float32", "bf16", "fp16"] = Field("float32", description="of the computation (autocast)")
+    precision: Literal["float32", "bf16", "fp16"] = Field("float32", description="computation data type (autocast)")
     logging_steps: int = Field(10, ge=1)
-    save_steps: int = Field(500, ge=1, description="a checkpoint to resume from, every so many steps")
-    save_total_limit: int = Field(2, ge=1, description="how many of them are kept; the best one besides")
+    save_steps: int = Field(500, ge=1, description="steps between the checkpoints that a stopped run resumes from")
+    save_total_limit: int = Field(2, ge=1, description="number of such checkpoints kept, besides the best one")
     validate_rows: int = Field(
-        0, ge=0, description="rows of the validation split whose loss at each target is taken at every checkpoint"
+        0, ge=0, description="validation rows whose loss at each target is computed at every checkpoint; 0: none"
     )
-    finish_with: Literal["last", "best"] = Field("last", description="whose weights the finished run holds")
-    seed: int = Field(0, ge=0, description="weights, data order, dropout and schedule draws follow from it")
+    finish_with: Literal["last", "best"] = Field(
+        "last", description="weights of the finished run: those of the last step, or of the best validation loss"
+    )
+    seed: int = Field(0, ge=0, description="seed of the weights, the data order, dropout and schedule sampling")
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA): few weights are trained beside the model's own, which stay as they are."""
+    """Low-rank adapters (LoRA): a few added weights are trained, and the model's own stay frozen."""
 
-    r: int | None = Field(None, ge=1, description="rank of the adapters; null: none, every weight is trained")
+    r: int | None = Field(None, ge=1, description="rank of the adapters; null: no adapters, every weight is trained")
     alpha: int = Field(32, ge=1, description="the adapters' output is scaled by alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
-    target_modules: list[str] | None = Field(None, description="names of layers to adapt; null: peft's for the family")
-    merge: bool = Field(True, description="into the finished checkpoint's weights; false: adapters apart")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the adapters' input")
+    target_modules: list[str] | None = Field(
+        None, description="names of the modules to adapt; null: peft's default for the model family"
+    )
+    merge: bool = Field(
+        True, description="true: the finished checkpoint has the adapters merged in; false: it holds the adapters alone"
+    )
 
 
 class EvaluationSection(Section):
     """The evaluation after training, on the task's test split."""
 
     speedups: list[float] | None = Field(None, description="target speedups to decode at; null: no evaluation")
-    limit: int | None = Field(None, ge=1, description="examples; null: all")
-    batch_size: int = Field(8, ge=1, le=65_536, description="rows that decode together")
+    limit: int | None = Field(None, ge=1, description="number of examples; null: all")
+    batch_size: int = Field(8, ge=1, le=65_536, description="sequences decoded together")
     max_new_tokens: int | None = Field(
         None,
         ge=2,
-        description="null: the task's default; it is also how many the finished checkpoint writes where its caller "
-        "doesn't say",
+        description="null: the task's default; it becomes the finished checkpoint's default number of new tokens too",
     )
     tokenizer: Tokenizer | None = Field(
-        None, description="of sacrebleu, whose words metrics count; null: each metric's own, made for English"
+        None, description="sacrebleu tokenizer that splits text into words for the metrics; null: each metric's default"
     )
 
     @field_validator("speedups")
@@ -224,7 +245,7 @@ class EvaluationSection(Section):
         if value is not None and (
             not value or len(set(value)) < len(value) or not all(1 <= v < math.inf for v in value)
         ):
-            raise ValueError("expected different targets of 1 or more, such as [1, 2, 4]")
+            raise ValueError("expected distinct targets of at least 1, such as [1, 2, 4]")
         return value
 
 
@@ -235,11 +256,13 @@ class DeepSpeedSection(Section):
 
 
 class TrackingSection(Section):
-    """Weights & Biases. The same figures always go to metrics.jsonl in the output folder."""
+    """Weights & Biases. The same metrics are always written to metrics.jsonl in the output folder."""
 
-    wandb: Literal["auto", "online", "offline", "off"] = Field("auto", description="auto: online where a key is set")
+    wandb: Literal["auto", "online", "offline", "off"] = Field(
+        "auto", description="auto: online if an API key is set, else offline"
+    )
     project: str = Field("skipdecode")
-    name: str | None = Field(None, description="of the run; null: the recipe's")
+    name: str | None = Field(None, description="name of the run; null: the recipe's name")
 
     @field_validator("wandb", mode="before")
     @classmethod
@@ -248,17 +271,17 @@ class TrackingSection(Section):
 
 
 class PublishSection(Section):
-    """The Hub, after training and evaluation; `scripts/publish.py` does the same later."""
+    """Publishing to the Hub after training and evaluation; `scripts/publish.py` does the same later."""
 
-    repository: str | None = Field(None, description="OWNER/NAME; null: the run isn't published")
-    public: bool = Field(False, description="whether a new repository may be seen by all")
-    tag: str | None = Field(None, description="for the commit")
+    repository: str | None = Field(None, description="OWNER/NAME on the Hub; null: the run isn't published")
+    public: bool = Field(False, description="make a new repository public")
+    tag: str | None = Field(None, description="tag of the commit")
 
 
 class OutputSection(Section):
-    """The folder that the run goes into."""
+    """The run's output folder."""
 
-    dir: str | None = Field(None, description="a folder that holds no other run; null: outputs/RECIPE")
+    dir: str | None = Field(None, description="a folder without another run in it; null: outputs/RECIPE")
     _expand = field_validator("dir")(_expand_home)
 
 
@@ -278,14 +301,14 @@ class Recipe(Section):
     publish: PublishSection = PublishSection()
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every key of it, as `--recipe` reads it back."""
+        """The resolved recipe with every key, in a form that `--recipe` reads."""
         return OmegaConf.to_yaml(OmegaConf.create(self.model_dump()))
 
 
 def _no_environment(*_: str) -> str:
     raise ConfigError(
-        "a recipe reads no environment variable (oc.env): its value would stand in recipe.yaml, which is published; "
-        "write it out, as in section.key=$NAME on the command line"
+        "a recipe can't read environment variables (oc.env), because their values would be saved in recipe.yaml, which "
+        "is published; pass the value on the command line, as in section.key=$NAME"
     )
 
 
@@ -293,16 +316,22 @@ OmegaConf.register_resolver("oc.env", _no_environment, replace=True)
 
 
 def recipe_names() -> list[str]:
-    """The recipes that `--recipe NAME` finds."""
+    """The names that `--recipe NAME` accepts."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool = False) -> Recipe:
-    """The recipe of a name in recipes/ or of a YAML file, with overrides such as `optim.learning_rate=1e-4`.
+    """Load a recipe by its name in recipes/ or its path, with overrides such as `optim.learning_rate=1e-4`.
 
-    Raises ConfigError that names the unknown recipe or key and the nearest valid one, or the value and what is allowed;
-    and for a setting that another one leaves without effect, as `drop_without_effect` says, unless the file is that
-    `of_a_run`.
+    Args:
+        name: a recipe's name, or the path of a YAML file.
+        overrides: values that replace those of the file, each as `section.key=value`.
+        of_a_run: whether the file is the resolved recipe of a run. In it a setting that another one leaves without
+            effect is dropped, where elsewhere it is an error (see `drop_without_effect`).
+
+    Raises:
+        ConfigError: naming the unknown recipe or key and the nearest valid one, or the value and what is allowed; and
+            for a setting without effect.
     """
     path = named_file(name, RECIPES, ".yaml", "recipe")
     values = read_yaml(path)
@@ -311,14 +340,16 @@ def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool
         if not equals or not key or "." not in key:
             raise ConfigError(f"override {override!r}: expected section.key=value, such as train.max_steps=100")
         if not value.strip():
-            raise ConfigError(f"override {override!r} has no value: null is none, and {key}=\"''\" an empty text")
+            raise ConfigError(
+                f"override {override!r} has no value: {key}=null unsets it, and {key}=\"''\" sets an empty string"
+            )
     try:
         changes = OmegaConf.from_dotlist(overrides or [])
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), changes), resolve=True)
         _check_values(merged, path.name)
     except ConfigError:
         raise
-    except (*YAML_ERRORS, TypeError) as error:  # the last for an index into a list
+    except (*YAML_ERRORS, TypeError) as error:  # OmegaConf raises TypeError for an index into a list
         raise ConfigError(f"overrides {str(overrides)[:200]}: {first_line(error)}") from error
     try:
         validated = Recipe.model_validate(merged)
@@ -334,34 +365,36 @@ def load_recipe(name: str, overrides: list[str] | None = None, *, of_a_run: bool
 
 
 def _dotted(override: str) -> str:
-    """The `section.key` of an override, which may change a value within it, as in `model.config.dropout=0`."""
+    """The `section.key` of an override, which may be nested deeper, as in `model.config.dropout=0`."""
     return ".".join(override.partition("=")[0].split(".")[:2])
 
 
 def _check_values(value: Any, where: str, key: str = "") -> None:
-    """Raises ConfigError for what no key can hold, wherever it is: NaN, an endless number, bytes that are no text."""
+    """Raises ConfigError for values that no key accepts: NaN, infinite or huge numbers, strings that aren't UTF-8."""
     if isinstance(value, dict | list):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check_values(item, where, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
-        raise ConfigError(f"{where}: {key} is {value}: it must be a number within {LARGEST}")
-    elif isinstance(value, str) and any(mark == "\0" or "\ud800" <= mark <= "\udfff" for mark in value):
-        raise ConfigError(f"{where}: {key} is {value!r}: it must be text in UTF-8, without NUL")
+    elif isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+        raise ConfigError(f"{where}: {key} is {value}: it must be a number between -{MAX_NUMBER} and {MAX_NUMBER}")
+    elif isinstance(value, str) and any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f"{where}: {key} is {value!r}: it must be valid UTF-8 without NUL characters")
 
 
 def _check_orders(recipe: Recipe) -> None:
-    """Raises ConfigError for a placement by an order that isn't given."""
+    """Raises ConfigError where layers are placed by an order and the recipe gives none."""
     schedule, model = recipe.schedule, recipe.model
     if schedule.placement == "order" and schedule.order is None:
-        raise ConfigError("schedule.placement is 'order' without schedule.order: name the layers, a file, or auto")
+        raise ConfigError(
+            "schedule.placement is 'order' without schedule.order: give a list of layers, a file, or auto"
+        )
     if model.keep == "order" and model.order is None:
-        raise ConfigError("model.keep is 'order' without model.order: name the layers, or a file of them")
+        raise ConfigError("model.keep is 'order' without model.order: give a list of layers, or a file")
     if model.order == "auto":
-        raise ConfigError("model.order is 'auto': find it first, with `skipdecode order`, and name the file")
+        raise ConfigError("model.order is 'auto': measure the order first with `skipdecode order`, and name its file")
 
 
 def _as_config_error(error: ValidationError, path: Path) -> ConfigError:
-    """pydantic's first complaint as one line: the dotted key, the value, what is allowed."""
+    """The first error that pydantic found, in one line: the dotted key, the value, and what is allowed."""
     first = error.errors()[0]
     keys = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":

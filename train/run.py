@@ -1,4 +1,4 @@
-"""A training run, from a resolved recipe to a finished checkpoint."""
+"""A training run, from a resolved recipe to an evaluated and published checkpoint."""
 
 import shlex
 import shutil
@@ -18,7 +18,7 @@ from eval.drawing import draw_schedules
 from eval.output import only_writer
 from eval.results import FILE_NAME, Report
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from train.build import build_task
 from train.checkpoints import (
     PARTIAL,
@@ -39,37 +39,44 @@ from train.progress import TrainingProgress
 from train.publish.parcel import check_publish, describe, pack
 from train.publish.send import send
 from train.recipe import PublishSection, Recipe
-from train.stages import Stage, asked_stages, set_next_stage, stages_left
+from train.stages import Stage, requested_stages, set_next_stage, stages_left
 from train.stops import RunStopped, StopOnSignal
 from train.tracking import MetricsFile
 from train.weights_and_biases import SCHEDULES_FILE, Mode, Tracker, choose_mode, tracked
 
 
 def run(recipe: Recipe, name: str) -> Path:
-    """Train what `recipe` says, evaluate it, and return the finished run's folder, which is itself a checkpoint.
+    """Train and evaluate as a recipe says.
 
-    A run that was cut off continues from its last complete checkpoint when it is started again with the same recipe;
-    one that is trained, with the stage that it ended in.
+    An interrupted run continues from its last complete checkpoint when it is started again with the same recipe; one
+    that finished training continues with the stage that was interrupted.
+
+    Args:
+        recipe: the resolved recipe.
+        name: the recipe's name, for messages and Weights & Biases.
+
+    Returns:
+        The folder of the finished run, which is a checkpoint.
 
     Raises:
         ConfigError: before anything is written, for settings and data that can't be used.
-        RunStopped: where the run can't go on, after what can be saved is.
+        RunStopped: where the run can't continue; whatever can be saved is saved first.
     """
     console = make_console(stderr=True, quiet=not is_first_process())
     check_publish(recipe)
     folder = Path(str(recipe.output.dir))
     finished = is_finished(folder)
     if finished and not is_first_process():
-        return folder  # what is left to do, the first process does alone
+        return folder  # the first process alone does the stages after training
     task = build_task(recipe)
-    arguments = None if finished else make_arguments(recipe, folder)  # which brings the processes together
+    arguments = None if finished else make_arguments(recipe, folder)
     with ExitStack() as held:
         mode = on_first_process(lambda: _enter(recipe, folder, held, console))
         prepared = None if arguments is None else prepare(recipe, task, arguments)
         checkpoint = None if prepared is None else _last_checkpoint(prepared, folder, console)
         if prepared is not None:
             on_first_process(partial(check_evaluation, recipe, task, prepared))
-        on_first_process(lambda: write_whole(folder / RECIPE_FILE, recipe.to_yaml()))
+        on_first_process(lambda: write_atomically(folder / RECIPE_FILE, recipe.to_yaml()))
         if prepared is not None and prepared.layer_order is not None:
             on_first_process(partial(prepared.layer_order.save, folder / ORDER_FILE))
         if prepared is not None and prepared.profile is not None:
@@ -84,36 +91,37 @@ def run(recipe: Recipe, name: str) -> Path:
                     tracker.schedules(folder)
                 stopped = _train(recipe, prepared, checkpoint, folder, console)
                 tokenizer, rows = prepared.tokenizer, prepared.encoded.rows
-                prepared = None  # decoding needs the memory
+                prepared = None  # free its memory for decoding
                 if is_first_process():
-                    set_next_stage(folder, next(iter(asked_stages(recipe)), None))
+                    set_next_stage(folder, next(iter(requested_stages(recipe)), None))
                     finish(recipe, task, tokenizer, rows, folder, console)
                     if stopped:
-                        raise RunStopped(f"SIGTERM in the last step: {resume_advice(folder)}", status=143)
+                        raise RunStopped(f"SIGTERM during the last step: {resume_advice(folder)}", status=143)
             if is_first_process():
                 _do_stages(recipe, task, folder, tracker, console)
         if is_first_process():
-            set_next_stage(folder, None)  # now that W&B has all of it
+            set_next_stage(folder, None)  # only now has W&B received everything
     console.print(
-        f"finished: {folder} is a checkpoint; python -m eval --checkpoint {shlex.quote(str(folder))} shows its speeds",
+        f"finished: the checkpoint is {folder}; to measure its speedups: "
+        f"python -m eval --checkpoint {shlex.quote(str(folder))}",
         soft_wrap=True,
     )
     return folder
 
 
 def _enter(recipe: Recipe, folder: Path, held: ExitStack, console: Console) -> Mode:
-    """Take the folder for as long as `held` lasts, and say how the run will be tracked."""
+    """Lock and check the folder, until `held` is closed, and choose how the run is tracked."""
     held.enter_context(only_writer(folder, "output.dir"))
     check_folder(folder, recipe, console)
     if is_finished(folder):
         left = ", ".join(stages_left(folder, recipe))
-        console.print(f"{folder} is trained; its last start ended before it was done with: {left}", soft_wrap=True)
+        console.print(f"{folder} is trained; these stages remain to be done: {left}", soft_wrap=True)
     return choose_mode(recipe.tracking, console)
 
 
 def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str | None:
-    """The checkpoint to continue from. Raises ConfigError where this run isn't one that can."""
-    # One rank looks, and all continue from the same.
+    """The checkpoint to continue from, or None. Raises ConfigError where this run can't continue from it."""
+    # The first process chooses, so that all of them continue from the same checkpoint.
     chosen = on_first_process(lambda: last_complete_checkpoint(folder, console))
     if chosen is not None:
         check_world_size(chosen, prepared.arguments.world_size)
@@ -124,7 +132,7 @@ def _last_checkpoint(prepared: Prepared, folder: Path, console: Console) -> str 
 
 
 def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: Path, console: Console) -> bool:
-    """Train to the end; returns whether SIGTERM came in the last step, whose end it has waited for."""
+    """Train to the end. Returns whether SIGTERM came during the last step."""
     stop = StopOnSignal()
     with TrainingProgress(console) as progress:
         trainer = make_trainer(recipe, prepared, [MetricsFile(folder), progress, stop])
@@ -135,15 +143,15 @@ def _train(recipe: Recipe, prepared: Prepared, checkpoint: str | None, folder: P
         raise RunStopped(f"SIGTERM after step {trainer.state.global_step}: {resume_advice(folder)}", status=143)
     with stopped_if_unwritten("the finished checkpoint", folder):
         if is_first_process():
-            shutil.rmtree(folder / PARTIAL, ignore_errors=True)  # of a run that was killed when it had saved
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)  # left by a run that was killed after it saved
         trainer.accelerator.wait_for_everyone()
         trainer.save_model(str(folder / PARTIAL))
-    unset_hf_deepspeed_config()  # from here on the first process is alone: a model that it makes has to be whole
+    unset_hf_deepspeed_config()  # from here on the first process works alone, so its models must not be sharded
     return stop.stopped
 
 
 def _do_stages(recipe: Recipe, task: Task, folder: Path, tracker: Tracker, console: Console) -> None:
-    """Do what is left of a trained run. Raises ConfigError, and more, for a stage that can't be done."""
+    """Do the remaining stages of a trained run. Raises ConfigError and other errors of a stage that fails."""
     report = folder / EVALUATION / FILE_NAME
     work: dict[Stage, Callable[[], Any]] = {
         "the evaluation": lambda: report.exists() or evaluate_run(recipe, task, folder),
@@ -157,7 +165,7 @@ def _do_stages(recipe: Recipe, task: Task, folder: Path, tracker: Tracker, conso
         try:
             work[stage]()
         except ConfigError as error:
-            raise ConfigError(f"{error}; {folder} is trained, and the same command goes on with {stage}") from error
+            raise ConfigError(f"{error}; {folder} is trained, and the same command continues with {stage}") from error
 
 
 def _publish(section: PublishSection, folder: Path, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The schedules that a training step runs: a distribution over schedules, drawn as a pure function of (seed, step)."""
+"""The schedules of each training step, sampled as a pure function of (seed, step)."""
 
 import math
 import random
@@ -11,14 +11,14 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.schedule.machine_profile import Profile
 from train.recipe import Sampling
 
-# A range of targets is drawn from as many evenly spaced ones as this, so that a checkpoint can name them all.
+# A range is represented by this many evenly spaced targets, so that the checkpoint can save a schedule for each.
 RANGE_TARGETS = 31
 
-USUAL_SPEEDUP = 2.0  # of a checkpoint that is asked for none
+USUAL_SPEEDUP = 2.0  # the default of a checkpoint, if it was trained for it
 
 
 class Draw(NamedTuple):
-    """A target speedup and the schedule that is to reach it."""
+    """A target speedup and the schedule solved for it."""
 
     speedup: float
     schedule: SkipSchedule
@@ -26,13 +26,12 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleSampler:
-    """Draws the schedules of training steps.
+    """Samples the schedules of training steps.
 
-    `at(step)` depends on seed and step alone, so every rank and every resumed run draws the same in the same step.
-
-    One schedule a step; all of them; or the slowest, the fastest and one drawn between them, the sandwich of
-    universally slimmable networks (Yu and Huang 2019, arXiv 1903.05134): the widest bounds what all others reach, the
-    narrowest bounds them from below.
+    `at(step)` depends only on the seed and the step, so every rank and every resumed run gets the same schedules in the
+    same step. With sampling "one" a step has one schedule; with "all", all of them; with "sandwich", the slowest, the
+    fastest and one sampled in between, which is the sandwich rule of universally slimmable networks (Yu and Huang 2019,
+    arXiv 1903.05134).
     """
 
     speedups: tuple[float, ...]
@@ -42,7 +41,7 @@ class ScheduleSampler:
     sampling: Sampling = "one"
 
     def at(self, step: int) -> tuple[Draw, ...]:
-        """The draws that the step (0-based) runs, slowest first."""
+        """The targets and schedules that a step (0-based) runs, slowest first."""
         # A string is hashed the same on every platform and in every version of Python; an int or a tuple is not.
         generator = random.Random(f"schedule:{self.seed}:{step}")
         drawn = range(len(self.schedules))
@@ -70,11 +69,22 @@ def make_sampler(
     solver: Mapping[str, Any],
     profile: Profile | None = None,
 ) -> ScheduleSampler:
-    """A sampler over a list of target speedups or of schedules, with weights, or over a range of targets.
+    """Make a sampler over target speedups, a range of them, or given schedules.
 
-    Targets are solved with the settings in `solver`, by a machine's `profile` where there is one; the target of a
-    schedule that is given is its predicted speedup.
-    Raises ConfigError unless exactly one of the three is given, for a target out of reach, a schedule of another depth.
+    Args:
+        cost: the cost model of the model.
+        speedups: a list of targets.
+        speedup_range: the lowest and the highest target.
+        schedules: a list of schedules; the target of each is its predicted speedup.
+        weights: the relative frequency of each target or schedule; None: equal.
+        sampling: how many schedules a step runs, as in `ScheduleSampler`.
+        seed: the seed of the sampling.
+        solver: settings with which targets are solved.
+        profile: the calibrated profile by which targets are solved; None: the analytical cost model.
+
+    Raises:
+        ConfigError: unless exactly one of speedups, speedup_range and schedules is given; for an unreachable target;
+            and for a schedule for another number of layers.
     """
     if sum(given is not None for given in (speedups, speedup_range, schedules)) != 1:
         raise ConfigError(
@@ -83,59 +93,64 @@ def make_sampler(
         )
     if speedup_range is not None:
         if len(speedup_range) != 2 or not 1 <= speedup_range[0] < speedup_range[1] < math.inf:
-            raise ConfigError(f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 or more")
+            raise ConfigError(
+                f"schedule.speedup_range is {list(speedup_range)}: expected [lowest, highest], 1 <= lowest < highest"
+            )
         if sampling == "all":
             raise ConfigError(
-                f"schedule.sampling is 'all' with schedule.speedup_range, which stands for {RANGE_TARGETS} targets: "
-                "name some in schedule.speedups"
+                f"schedule.sampling is 'all' with schedule.speedup_range, which means {RANGE_TARGETS} targets: list "
+                "fewer in schedule.speedups"
             )
         low, high = speedup_range
         between = [low + (high - low) * n / (RANGE_TARGETS - 1) for n in range(1, RANGE_TARGETS - 1)]
-        speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # of digits that one would ask for
+        speedups = [low, *(float(f"{speedup:g}") for speedup in between), high]  # rounded, for users to request
     config = SkipConfig(solver=solver)
     if schedules is not None:
         bound = config.cost_for(cost, profile=profile)
         speedups = [round(bound.speedup(schedule, over=config.over), 2) for schedule in schedules]
     assert speedups is not None
     if not speedups:
-        raise ConfigError(
-            "schedule has nothing to draw from: name one target or file at least, such as speedups=[1,2,4]"
-        )
+        raise ConfigError("schedule has no targets: set at least one target or file, such as schedule.speedups=[1,2,4]")
     if len(set(speedups)) != len(speedups):
-        raise ConfigError(f"schedule targets {list(speedups)}: each once; use schedule.weights to favour one")
+        raise ConfigError(
+            f"schedule targets are {list(speedups)}: list each once, and use schedule.weights to sample one more often"
+        )
     weights = [1.0] * len(speedups) if weights is None else weights
     if len(weights) != len(speedups) or not all(w > 0 for w in weights) or not sum(weights) < math.inf:
         raise ConfigError(
-            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights above 0; a target that is never "
-            "drawn is left out, for the checkpoint would name it as trained"
+            f"schedule.weights is {list(weights)}: expected {len(speedups)} weights above 0; remove a target that "
+            "should never be sampled"
         )
     return ScheduleSampler(
         speedups=tuple(float(s) for s in speedups),
-        schedules=tuple(schedules or (config.schedule_for(cost, s, profile=profile) for s in speedups)),
+        schedules=tuple(schedules or (config.plan_for(cost, s, profile=profile).schedule for s in speedups)),
         weights=tuple(float(w) for w in weights),
         seed=seed,
         sampling=sampling,
     )
 
 
-def default_speedup(asked: float | None, speedups: Collection[float]) -> float | None:
-    """The speed that a checkpoint decodes at where nobody asks for one; None for one that knows full depth alone.
+def default_speedup(requested: float | None, speedups: Collection[float]) -> float | None:
+    """The speed at which a checkpoint decodes where the caller names none.
 
     Args:
-        asked: by the recipe; None: USUAL_SPEEDUP, or the nearest that was trained for.
-        speedups: targets that were trained for.
+        requested: the recipe's setting; None: USUAL_SPEEDUP, or the nearest trained target.
+        speedups: the trained targets.
+
+    Returns:
+        None for a checkpoint that was trained at full depth alone.
 
     Raises:
-        ConfigError: for a speed beyond them.
+        ConfigError: for a speed outside the trained range.
 
     >>> default_speedup(None, [1, 2.5, 4]), default_speedup(None, [3, 4]), default_speedup(None, [1])
     (2.0, 3, None)
     """
     slowest, fastest = min(speedups, default=1.0), max(speedups, default=1.0)
-    if asked is not None and not slowest <= asked <= fastest:
+    if requested is not None and not slowest <= requested <= fastest:
         raise ConfigError(
-            f"schedule.default_speedup is {asked:g}: it must lie between {slowest:g} and {fastest:g}, which are "
-            "trained for"
+            f"schedule.default_speedup is {requested:g}: it must lie between {slowest:g} and {fastest:g}, the slowest "
+            "and the fastest trained target"
         )
-    speedup = min(max(USUAL_SPEEDUP, slowest), fastest) if asked is None else asked
+    speedup = min(max(USUAL_SPEEDUP, slowest), fastest) if requested is None else requested
     return None if fastest == 1 else speedup

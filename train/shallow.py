@@ -1,11 +1,11 @@
-"""Shallow models: some of a model's layers and the rest of it, as a plain checkpoint of fewer layers."""
+"""Shallow models: plain checkpoints that keep only some of a model's layers."""
 
 from collections.abc import Sequence
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from skipdecode import ConfigError, SkipSchedule
-from skipdecode.checkpoint.export import keep_in_config, keep_layers
+from skipdecode.checkpoint.export import keep_layers, keep_layers_in_config
 from skipdecode.families import decoder_layers, text_config
 from skipdecode.schedule.schedule import Placement
 
@@ -13,13 +13,13 @@ from skipdecode.schedule.schedule import Placement
 def kept_layers(
     num_layers: int, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The layers that a shallow model keeps: those that a constant budget of `keep` runs. One alone is the first.
+    """The layers that a shallow model keeps: those that a constant budget of `keep` runs; for 1, the first layer.
 
     Args:
-        num_layers: of the whole model.
-        keep: of the shallow one.
-        placement: where they lie; None: even, spaced over the depth, the first and the last among them.
-        order: with placement "order" alone, as in SkipSchedule.
+        num_layers: number of layers of the full model.
+        keep: number of layers of the shallow model.
+        placement: which layers are kept; None: "even", spaced over the depth with the first and the last.
+        order: only with placement "order", as in SkipSchedule.
 
     Raises:
         ConfigError: unless 1 <= keep <= num_layers.
@@ -36,13 +36,13 @@ def kept_layers(
 def shrink_config(
     config: PretrainedConfig, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
 ) -> None:
-    """Make a config that of the shallow model. Raises ConfigError as `kept_layers` does.
+    """Change a config, in place, to the shallow model's.
 
-    Also where a layer computes by its number, which in the shallow model is another one.
+    Raises ConfigError as `kept_layers` does, and where a layer's computation depends on its index, which would change.
     """
     kept = kept_layers(text_config(config).num_hidden_layers, keep, placement, order)
     try:
-        keep_in_config(config, kept)
+        keep_layers_in_config(config, kept)
     except ConfigError as error:
         raise ConfigError(f"model.layers is {keep}: {error}") from error
 
@@ -50,14 +50,15 @@ def shrink_config(
 def shrink_model(
     model: PreTrainedModel, keep: int, placement: Placement | None = None, order: Sequence[int] | None = None
 ) -> None:
-    """Take all layers but `keep` out of a model (DistilBERT's way to make a student, Sanh et al. 2019).
+    """Remove all but `keep` layers from a model, as DistilBERT's student is made (Sanh et al. 2019).
 
-    Its logits are then those of the whole model when it skips the same layers for every column.
+    Its logits are then those of the full model that skips the same layers at every position.
 
     Args:
-        model: changed in place, with its config.
-        keep: layers that stay.
-        placement, order: where they lie, as in `kept_layers`.
+        model: the model, changed in place with its config.
+        keep: number of layers that stay.
+        placement: see `kept_layers`.
+        order: see `kept_layers`.
 
     Raises:
         ConfigError: as `shrink_config` does, before anything is changed.

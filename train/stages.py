@@ -1,4 +1,4 @@
-"""The stages of a run after its training, and the one that comes next, kept in the run's folder until all are done."""
+"""The stages of a run after training; the run's folder holds the name of the next one until all are done."""
 
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 from eval.card import CARD, EVALUATION
 from eval.results import FILE_NAME
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from train.recipe import Recipe
 
 NEXT_STAGE_FILE = "next_stage"
@@ -18,31 +18,31 @@ Stage: TypeAlias = Literal[
 STAGES: tuple[Stage, ...] = get_args(Stage)  # in the order in which they are done
 
 
-def asked_stages(recipe: Recipe) -> tuple[Stage, ...]:
-    """The stages that a recipe asks for."""
+def requested_stages(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages that a recipe requests, in their order."""
     evaluates, tracks = recipe.evaluation.speedups is not None, recipe.tracking.wandb != "off"
-    asked: dict[Stage, bool] = {
+    requested: dict[Stage, bool] = {
         "the evaluation": evaluates,
         "the results in W&B": evaluates and tracks,
-        "the model card": recipe.lora.r is None or recipe.lora.merge,  # of a whole checkpoint, not of adapters apart
+        "the model card": recipe.lora.r is None or recipe.lora.merge,  # unmerged adapters get none
         "publishing": recipe.publish.repository is not None,
         "the checkpoint in W&B": tracks,
     }
-    return tuple(stage for stage in STAGES if asked[stage])
+    return tuple(stage for stage in STAGES if requested[stage])
 
 
 def stages_left(folder: Path, recipe: Recipe) -> tuple[Stage, ...]:
-    """The stages that are left of a trained run: all that `recipe` asks for from the first one that isn't done.
+    """The requested stages of a trained run that remain: from the first one that isn't done.
 
-    That is the one that `folder` names, or an earlier one whose file isn't there, such as the report of an evaluation
-    that the recipe didn't ask for before.
+    The first one is named in the folder, or is an earlier one whose file is missing, such as the report of an
+    evaluation that was added to the recipe.
 
     Raises:
-        ConfigError: where the file that names it holds something else.
+        ConfigError: where the file that names the next stage holds anything else.
     """
-    asked = asked_stages(recipe)
+    requested = requested_stages(recipe)
     files: dict[Stage, Path] = {"the evaluation": folder / EVALUATION / FILE_NAME, "the model card": folder / CARD}
-    undone = [stage for stage, file in files.items() if stage in asked and not file.exists()]
+    undone = [stage for stage, file in files.items() if stage in requested and not file.exists()]
     named = folder / NEXT_STAGE_FILE
     if named.exists():
         text = named.read_text(encoding="utf-8", errors="replace").strip()
@@ -50,12 +50,12 @@ def stages_left(folder: Path, recipe: Recipe) -> tuple[Stage, ...]:
             raise ConfigError(f"{named} holds {text[:80]!r}: expected one of {', '.join(STAGES)}")
         undone += [stage for stage in STAGES if stage == text]
     first = min(map(STAGES.index, undone), default=len(STAGES))
-    return tuple(stage for stage in STAGES[first:] if stage in asked)
+    return tuple(stage for stage in STAGES[first:] if stage in requested)
 
 
 def set_next_stage(folder: Path, stage: Stage | None) -> None:
-    """Name the stage that comes next in a run's folder; None: all are done."""
+    """Save the name of the next stage in a run's folder; None means that all are done."""
     if stage is None:
         (folder / NEXT_STAGE_FILE).unlink(missing_ok=True)
     else:
-        write_whole(folder / NEXT_STAGE_FILE, f"{stage}\n")
+        write_atomically(folder / NEXT_STAGE_FILE, f"{stage}\n")

@@ -1,4 +1,4 @@
-"""Ends of a run before its time: by a signal, by a loss that isn't finite, by a full disk."""
+"""What stops a run early: a signal, a loss that isn't finite, or a failed write."""
 
 import signal
 from types import FrameType
@@ -9,11 +9,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class RunStopped(Exception):
-    """The run can't go on; the message is one line that says why, and what is left of it.
+    """Raised where a run can't continue.
 
     Args:
-        message: the line.
-        status: the exit status of the command.
+        message: one line with the reason and how to continue.
+        status: exit status of the command.
     """
 
     def __init__(self, message: str, status: int = 1) -> None:
@@ -22,14 +22,14 @@ class RunStopped(Exception):
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint at the end of the step, and stop.
+    """On SIGTERM, saves a checkpoint at the end of the step and stops; a second signal stops at once.
 
-    All ranks stop after the same step. A second signal stops at once.
+    Clusters send SIGTERM before they take a machine away. All ranks stop after the same step.
     """
 
     def __init__(self) -> None:
         self.received = False
-        self.stopped = False  # a step has ended since, and its checkpoint is written
+        self.stopped = False  # whether a step has ended since; its checkpoint is saved
         self._before: Any = signal.SIG_DFL
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:
-    """Say whether the flag is set on one rank at least."""
+    """Whether the flag is set on any rank."""
     if not torch.distributed.is_initialized():
         return flag
     flags = torch.tensor(int(flag), device=device)
@@ -58,16 +58,16 @@ def _any_rank(flag: bool, device: torch.device) -> bool:
 
 
 class FiniteLoss:
-    """Watches for a loss or a gradient that is infinite or no number, without a wait for the device in each step."""
+    """Detects infinite or NaN losses and gradients, without waiting for the device in each step."""
 
     def __init__(self) -> None:
         self._finite: torch.Tensor | None = None
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Take note of a batch's loss, or of a gradient's norm."""
+        """Add a batch's loss, or the norm of a gradient."""
         finite = torch.isfinite(loss.detach())
         self._finite = finite if self._finite is None else self._finite & finite
 
     def broken(self, device: torch.device) -> bool:
-        """Say whether one of any rank was not finite; to be asked on all ranks together."""
+        """Whether any value on any rank wasn't finite; all ranks must call this together."""
         return _any_rank(self._finite is not None and not bool(self._finite), device)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a sampled schedule in each step and the completion loss."""
+"""Hugging Face's Trainer with schedules sampled for each step and the completion loss."""
 
 import math
 import resource
@@ -25,22 +25,25 @@ from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_b
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
 
-VALIDATED = 5  # targets at most that a validation runs: of a range, as many evenly spaced ones
+MAX_VALIDATED = 5  # targets that a validation runs: of more, this many evenly spaced ones
 
 
 class SkipTrainer(SealedCheckpointTrainer):
-    """Trains under the schedules of a sampler; expects batches as `data.columns.ColumnCollator` lays them out.
+    """Trains under the schedules of a sampler, on batches from `data.batches.BatchCollator`.
 
-    Beside the Trainer's own, it logs over the steps since the last log, of all processes: `layers_per_token`,
-    `layer_column_share` (the layer-columns computed, as a share of full depth's), `speedup_target` (means),
-    `tokens_per_second` (of completions) and the loss by band of depth (`loss_layers_1_to_3`, …). A validation gives
-    `eval_loss`, the mean over targets, and the loss at each (`eval_loss_2x`).
+    Besides the Trainer's own metrics it logs, over the steps since the last log and over all processes:
+    `layers_per_token` and `speedup_target` (means), `layer_column_share` (the computed pairs of layer and position, as
+    a share of full depth's), `tokens_per_second` (of completions) and the loss by band of depth (`loss_layers_1_to_3`,
+    …). A validation logs `eval_loss`, the mean over targets, and the loss at each target (`eval_loss_2x`).
+
+    A loss that isn't finite ends the run with RunStopped, before the broken weights are saved.
 
     Args:
-        sampler, skip_config, objective: of the recipe.
+        sampler: samples the schedules of each step.
+        skip_config: the schedules and settings that every checkpoint saves.
+        objective: the loss.
         teacher: a frozen model for `Objective.frozen_teacher`.
-
-    A loss that is infinite or no number ends the run with RunStopped, before such weights are saved.
+        **kwargs: the Trainer's arguments.
     """
 
     def __init__(
@@ -57,26 +60,26 @@ class SkipTrainer(SealedCheckpointTrainer):
         self.sampler = sampler
         self.skip_config = skip_config
         self.objective: Objective = objective
-        self.model_accepts_loss_kwargs = True  # compute_loss divides by the totals of the whole step
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the whole step's totals
         self.bands = DepthBands(len(decoder_layers(kwargs["model"])))
         self._shares: Iterator[torch.Tensor] = iter(())
         self._finite_loss = FiniteLoss()
         self._validated = validated_draws(sampler)
-        self._validation = torch.zeros(len(self._validated) + 1, dtype=torch.float64)  # losses, and tokens
+        self._validation = torch.zeros(len(self._validated) + 1, dtype=torch.float64)  # loss sums, number of tokens
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self._window_start = 0.0  # of the clock; set as its first step begins
-        self._run_columns = self._skipped_columns = 0
+        self._window_start = 0.0  # seconds; set when the window's first step begins
+        self._run_positions = self._skipped_positions = 0
         self._target_sum = 0.0
         self._passes = self._tokens = self._token_passes = self._layers = 0
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
-        """The parts of an optimiser step, and for its `num_items_in_batch` the objective's totals of the whole step.
+        """The batches of an optimiser step, with the objective's totals of the whole step as `num_items_in_batch`.
 
-        Over all parts and processes, so that the step is the same however its rows are divided.
+        The totals cover all batches and processes, so that the step is the same however its rows are divided.
         """
         if not self._passes:
             self._window_start = time.perf_counter()
@@ -92,10 +95,10 @@ class SkipTrainer(SealedCheckpointTrainer):
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """A pass forward and backward under each schedule of this optimiser step, one after the other.
+        """Run a forward and a backward pass under each schedule of this optimiser step, one after the other.
 
-        Each is a step of the Trainer's own, and all but the last leave its gradients to be summed: as with batches that
-        are accumulated, processes average them once, and DeepSpeed steps once.
+        Each is a training step of the Trainer's. All but the last only accumulate gradients, as in gradient
+        accumulation: processes average them once, and DeepSpeed steps once.
         """
         assert isinstance(num_items_in_batch, torch.Tensor)  # from `get_batch_samples`
         inputs = self._prepare_inputs(inputs)
@@ -108,7 +111,7 @@ class SkipTrainer(SealedCheckpointTrainer):
             totals=num_items_in_batch,
             bands=self.bands,
             autocast=self.accelerator.autocast,
-            on_pass=self._count_columns,
+            on_pass=self._count_positions,
             teacher=self.teacher,
         )
         state, synchronises = self.accelerator.gradient_state, self.accelerator.sync_gradients
@@ -129,20 +132,21 @@ class SkipTrainer(SealedCheckpointTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """The share of the next schedule of this optimiser step, for `training_step`."""
+        """The loss of the next schedule of this optimiser step, for `training_step`."""
         loss = next(self._shares)
-        return loss * int(self.accelerator.num_processes)  # its totals are all ranks', whose gradients are averaged
+        # The totals are summed over ranks, and then gradients are averaged over them.
+        return loss * int(self.accelerator.num_processes)
 
-    def _count_columns(self, gate: LayerGate) -> None:
-        self._run_columns += gate.layer_columns
-        self._skipped_columns += gate.layer_columns_skipped
+    def _count_positions(self, gate: LayerGate) -> None:
+        self._run_positions += gate.layer_positions
+        self._skipped_positions += gate.layer_positions_skipped
 
     def _count(self, draws: tuple[Draw, ...], inputs: dict[str, Any]) -> None:
-        """Add a batch to the figures of the next log."""
+        """Add a batch to the metrics of the next log."""
         _, _, labels = unpack_batch(inputs)
         self._passes += len(draws)
         self._target_sum += sum(draw.speedup for draw in draws)
-        tokens = (labels != IGNORED).sum(dim=0).tolist()  # by step
+        tokens = (labels != IGNORED).sum(dim=0).tolist()  # [new tokens]
         self._tokens += sum(tokens)
         self._token_passes += sum(tokens) * len(draws)
         for draw in draws:
@@ -156,26 +160,26 @@ class SkipTrainer(SealedCheckpointTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, None, None]:
         """Add a validation batch to the losses at the targets that are validated."""
-        prompt_columns, columns, labels = unpack_batch(self._prepare_inputs(inputs))
-        figures = []
+        prompt_columns, arguments, labels = unpack_batch(self._prepare_inputs(inputs))
+        sums = []
         for _, schedule in self._validated:
             with (
                 torch.no_grad(),
                 self.compute_loss_context_manager(),
                 skip_layers(model, schedule, prompt_columns=prompt_columns),
             ):
-                logits = model(**columns).logits
-            figures.append(token_losses(logits[:, :-1], labels).sum(dim=1))
-        figures.append((labels != IGNORED).sum(dim=1))
-        mine = torch.stack(figures, dim=1)  # [batch, targets + 1]
-        # Of every row once: where they don't fill the processes' last batches, accelerate repeats some.
-        self._validation += self.accelerator.gather_for_metrics(mine).cpu().double().sum(dim=0)
+                logits = model(**arguments).logits
+            sums.append(token_losses(logits[:, :-1], labels).sum(dim=1))
+        sums.append((labels != IGNORED).sum(dim=1))
+        by_row = torch.stack(sums, dim=1)  # [batch, targets + 1]
+        # accelerate repeats rows to fill the last batches; gather_for_metrics drops the repetitions.
+        self._validation += self.accelerator.gather_for_metrics(by_row).cpu().double().sum(dim=0)
         return None, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Validate, and give each target's loss by token beside their mean."""
+        """Validate, and report the loss per token at each target and their mean."""
         self._validation.zero_()
-        with self._beside_the_window():
+        with self._outside_the_window():
             output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
         *sums, tokens = self._validation.tolist()
         losses = {draw.speedup: total / tokens for draw, total in zip(self._validated, sums, strict=True)}
@@ -185,20 +189,20 @@ class SkipTrainer(SealedCheckpointTrainer):
         return output
 
     @contextmanager
-    def _beside_the_window(self) -> Iterator[None]:
-        """Leave what is done here out of the time of the steps."""
+    def _outside_the_window(self) -> Iterator[None]:
+        """Exclude the time spent in this context from the time of the steps."""
         start = time.perf_counter()
         yield
         self._window_start += time.perf_counter() - start
 
     def _window(self) -> dict[str, float]:
-        """The figures of the steps since the last call, of all processes."""
+        """The metrics of the steps since the last call, over all processes."""
         elapsed = time.perf_counter() - self._window_start
-        mine = [self._tokens, self._token_passes, self._layers, self._run_columns, self._skipped_columns]
-        figures = torch.tensor([*mine, *self.bands.sums, *self.bands.counts], dtype=torch.float64)
+        counts = [self._tokens, self._token_passes, self._layers, self._run_positions, self._skipped_positions]
+        sums = torch.tensor([*counts, *self.bands.sums, *self.bands.counts], dtype=torch.float64)
         if self.accelerator.num_processes > 1:
-            figures = self.accelerator.reduce(figures.to(self.args.device), reduction="sum")
-        tokens, token_passes, layers, run, skipped, *bands = figures.tolist()
+            sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum")
+        tokens, token_passes, layers, run, skipped, *bands = sums.tolist()
         self.bands.sums, self.bands.counts = bands[:BANDS], bands[BANDS:]
         found = {
             "speedup_target": self._target_sum / self._passes,
@@ -212,18 +216,19 @@ class SkipTrainer(SealedCheckpointTrainer):
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the figures of the steps since the last log."""
+        """Log with the metrics of the steps since the last log."""
         if "loss" in logs and self._passes:
             logs = {**logs, **self._window()}
         super().log(logs, start_time)
-        # The Trainer's mean over ranks: all of them stop. In fp16 a gradient that overflows is a step to be skipped.
+        # The logged values are means over ranks, so all ranks stop together. In fp16 a step whose gradient overflows is
+        # skipped, which is no error.
         watched = ["loss"] if self.args.fp16 else ["loss", "grad_norm"]
         for name in watched:
             if not math.isfinite(logs.get(name, 0.0)):
                 self._stop(f"{name} is {logs[name]} at step {self.state.global_step}")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Watch it, too: the step's loss is of the weights before it."""
+        """Watch the gradient too: the step's loss says nothing of the weights that the step leaves behind."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
         if norm is not None and not self.args.fp16:
             self._finite_loss.watch(torch.as_tensor(norm, device=self.args.device))
@@ -231,21 +236,21 @@ class SkipTrainer(SealedCheckpointTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._finite_loss.broken(self.args.device):
-            self._stop(f"the loss or its gradient was infinite or no number before step {self.state.global_step}")
-        with self._beside_the_window():
+            self._stop(f"the loss or its gradient was infinite or NaN before step {self.state.global_step}")
+        with self._outside_the_window():
             super()._save_checkpoint(model, trial)
 
     def _stop(self, reason: str) -> None:
         advice = resume_advice(Path(str(self.args.output_dir)))
         raise RunStopped(
-            f"{reason}: {advice}; where it ends there again, start anew with output.dir=FOLDER and a lower "
+            f"{reason}: {advice}; if it stops there again, start a new run with output.dir=FOLDER and a lower "
             "optim.learning_rate"
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Every saved checkpoint carries the schedules that trained it (law 4)."""
+        """Save the schedules with every checkpoint, so that it decodes under those that trained it."""
         if state_dict is not None:
-            # DeepSpeed hands over copies, in which a tied head is a tensor of its own: saved, it would come twice.
+            # DeepSpeed passes copies of tensors, in which a tied head is separate and would be saved twice.
             tied = getattr(self.model, "all_tied_weights_keys", {})
             state_dict = {name: value for name, value in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
@@ -265,53 +270,58 @@ def step_losses(
     on_pass: Callable[[LayerGate], None] | None = None,
     teacher: nn.Module | None = None,
 ) -> Iterator[torch.Tensor]:
-    """The shares of an objective for a batch, each with its pass through the model, as `Objective.shares` gives them.
+    """Yield the loss of each schedule for a batch, as `Objective.shares` does, running the model's passes.
 
     Args:
-        batch: as `data.columns.ColumnCollator` lays it out, on the model's device.
-        schedules, totals, bands: as in `Objective.shares`.
-        autocast: what the model's passes run under, for what an exit runs outside of them.
-        on_pass: called with the gate of each pass under a schedule, after it.
-        teacher: a frozen model, in evaluation mode; None: the model itself teaches.
+        model: the model to train, wrapped or not.
+        batch: a batch from `data.batches.BatchCollator`, on the model's device.
+        schedules: see `Objective.shares`.
+        objective: the loss.
+        totals: see `Objective.shares`.
+        bands: see `Objective.shares`.
+        autocast: makes the precision context of passes outside the model: an exit's head, or the teacher.
+        on_pass: called with the gate of each pass under a schedule, after the pass.
+        teacher: a frozen model in evaluation mode; None: the model itself teaches.
     """
-    prompt_columns, columns, labels = unpack_batch(batch)
+    prompt_columns, arguments, labels = unpack_batch(batch)
 
     def run(schedule: SkipSchedule, **changes: Any) -> torch.Tensor:
         with skip_layers(model, schedule, prompt_columns=prompt_columns, keep_in_graph=True) as gate:
-            logits: torch.Tensor = model(**{**columns, **changes}).logits
+            logits: torch.Tensor = model(**{**arguments, **changes}).logits
         if on_pass is not None:
             on_pass(gate)
         return logits
 
     @torch.no_grad()
     def teach() -> torch.Tensor:
-        """Give the teacher's logits: of a frozen model, or of the model itself when it skips and drops out nothing."""
+        """The logits of the frozen teacher, or of the model itself at full depth without dropout."""
         if teacher is not None:
             with autocast():
-                taught: torch.Tensor = teacher(**columns).logits
+                taught: torch.Tensor = teacher(**arguments).logits
             return taught
         model.eval()
-        logits: torch.Tensor = model(**columns).logits
+        logits: torch.Tensor = model(**arguments).logits
         model.train()
         return logits
 
     def every_exit(schedule: SkipSchedule) -> Exits:
-        # The pass ends in logits that nothing needs, of one column: DDP finds in their graph what has a gradient.
+        # DDP finds the parameters with a gradient in the graph of the pass's output, so logits of one position are
+        # kept.
         return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
 
     return objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=bands)
 
 
 def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:
-    """The targets that a validation runs: all, or VALIDATED of them from the slowest to the fastest."""
+    """The targets that a validation runs: all, or MAX_VALIDATED of them from the slowest to the fastest."""
     draws = sorted(map(Draw, sampler.speedups, sampler.schedules), key=lambda draw: draw.speedup)
-    if len(draws) <= VALIDATED:
+    if len(draws) <= MAX_VALIDATED:
         return tuple(draws)
-    return tuple(draws[round(n * (len(draws) - 1) / (VALIDATED - 1))] for n in range(VALIDATED))
+    return tuple(draws[round(n * (len(draws) - 1) / (MAX_VALIDATED - 1))] for n in range(MAX_VALIDATED))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that tensors on the device have taken, or on CPU the process, since the start."""
+    """Peak memory in bytes: of the tensors on a CUDA device, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -319,10 +329,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def check_positions(model: PreTrainedModel, needed: int) -> None:
-    """Raise ConfigError where a batch of `needed` columns has more positions than the model."""
+    """Raise ConfigError where a batch needs more positions than the model has."""
     positions = longest_sequence(model.config)
     if positions is not None and needed > positions:
         raise ConfigError(
-            f"the longest prompt and completion need {needed} positions, the model has {positions}: "
-            "lower data.max_prompt_tokens or data.max_completion_tokens, or take a model with more positions"
+            f"the longest prompt and completion need {needed} positions, but the model has {positions}: "
+            "lower data.max_prompt_tokens or data.max_completion_tokens, or use a model with more positions"
         )

@@ -1,4 +1,4 @@
-"""A run in Weights & Biases: the Trainer's own callback logs the figures of steps, this the rest."""
+"""A run in Weights & Biases: the Trainer's callback logs the metrics of steps, and this module everything else."""
 
 import os
 import uuid
@@ -20,11 +20,11 @@ from train.recipe import Recipe, TrackingSection
 
 Mode: TypeAlias = Literal["online", "offline", "off"]
 
-SECONDS = 9  # that W&B has to take a key, so that with the start of its process they are ten
-_TIMEOUT = "WANDB_HTTP_TIMEOUT"  # where `wandb.login` finds how long it may wait
-ID_FILE = "wandb_id"  # a run that is resumed stays one run there
+LOGIN_SECONDS = 9  # timeout of the login; with the start of W&B's process it takes ten seconds
+_TIMEOUT = "WANDB_HTTP_TIMEOUT"  # environment variable that `wandb.login` reads
+ID_FILE = "wandb_id"  # holds W&B's id of the run, so that a resumed run continues it
 SCHEDULES_FILE = "schedules.png"
-SAMPLES = 8  # prompts whose predictions are shown
+SAMPLES = 8  # number of prompts whose predictions are logged
 _ARTIFACT = (
     *("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "custom_generate/*.py", "README.md"),
     *("recipe.yaml", "eval/report.*", "eval/frontier.png"),
@@ -32,20 +32,20 @@ _ARTIFACT = (
 
 
 class Tracker:
-    """The pictures and tables that a run shows beside its figures. Where there is no W&B run it does nothing."""
+    """Logs a run's pictures, tables and checkpoint; without a W&B run it does nothing."""
 
     def __init__(self, run: Any | None) -> None:
         self._run = run
 
     def schedules(self, folder: Path) -> None:
-        """The picture of the schedules."""
+        """Log the picture of the schedules."""
         if self._run is not None:
             import wandb
 
             self._run.log({"schedules": wandb.Image(str(folder / SCHEDULES_FILE))}, commit=False)
 
     def evaluation(self, folder: Path, report: Report) -> None:
-        """The frontier as a table and a picture, and predictions at each speed beside each other."""
+        """Log the frontier as a table and a picture, and sample predictions at each speed."""
         if self._run is None:
             return
         import wandb
@@ -56,7 +56,7 @@ class Tracker:
         files = [read_predictions(folder / "predictions" / f"{label}.jsonl") for label in labels]
         predictions = [list(islice(found.values(), SAMPLES)) for found in files]
         samples = [
-            [first.prompt, first.references[0], *(texts[n].prediction for texts in predictions)]
+            [first.prompt, first.references[0], *(of_speed[n].prediction for of_speed in predictions)]
             for n, first in enumerate(predictions[0])
         ]
         self._run.log(
@@ -74,7 +74,7 @@ class Tracker:
             self._run.summary[f"speedup_{row.label}"] = row.wall_clock_speedup
 
     def checkpoint(self, folder: Path) -> None:
-        """The finished run's folder as an artifact, without what training alone needs."""
+        """Log the finished checkpoint as an artifact, without the files that only training needs."""
         if self._run is None:
             return
         import wandb
@@ -87,37 +87,38 @@ class Tracker:
 
 
 def choose_mode(section: TrackingSection, console: Console) -> Mode:
-    """Choose how a run is tracked: with "auto" online where W&B takes the key that is set within SECONDS, else offline.
+    """Choose how a run is tracked; "auto" is online if W&B accepts the API key within LOGIN_SECONDS, else offline.
 
-    Raises ConfigError where it must be online and can't.
+    Raises ConfigError where the recipe requires online tracking and the login fails.
     """
     if section.wandb in ("off", "offline"):
         return section.wandb
     import wandb
 
-    reason = "no key is set: `wandb login` sets one"
+    reason = "no API key is set (`wandb login` sets one)"
     before = os.environ.get(_TIMEOUT)
-    os.environ.setdefault(_TIMEOUT, str(SECONDS))
+    os.environ.setdefault(_TIMEOUT, str(LOGIN_SECONDS))
     try:
         if wandb.login(prompt=False, verify=True):
             return "online"
     except wandb.errors.Error as error:
-        reason = f"W&B can't be reached, or doesn't take the key ({first_line(error)})"
+        reason = f"W&B can't be reached, or rejects the API key ({first_line(error)})"
         if section.wandb == "auto":
-            console.print(f"{reason}: the run is tracked offline, for `wandb sync`", soft_wrap=True)
+            console.print(f"{reason}: the run is tracked offline; `wandb sync` uploads it later", soft_wrap=True)
     finally:
         if before is None:
             del os.environ[_TIMEOUT]
     if section.wandb == "online":
-        raise ConfigError(f"tracking.wandb is 'online': {reason}; or train with tracking.wandb=offline")
+        raise ConfigError(f"tracking.wandb is 'online': {reason}; fix this, or set tracking.wandb=offline")
     return "offline"
 
 
 @contextmanager
 def tracked(recipe: Recipe, name: str, folder: Path, mode: Mode, console: Console) -> Iterator[Tracker]:
-    """A W&B run in `folder` for the time of the context, in the first process, unless it is off.
+    """A context with a W&B run in `folder`, in the first process, unless tracking is off.
 
-    It ends as failed where the context does. Raises ConfigError where W&B refuses a run that must be online.
+    The run is marked as failed if the context raises. Raises ConfigError where W&B rejects the run, unless the recipe
+    lets it fall back to offline tracking ("auto").
     """
     if mode == "off" or not is_first_process():
         yield Tracker(None)
@@ -128,12 +129,12 @@ def tracked(recipe: Recipe, name: str, folder: Path, mode: Mode, console: Consol
         run = _start(recipe, name, folder, mode)
     except wandb.errors.Error as error:
         if recipe.tracking.wandb != "auto":
-            raise ConfigError(f"tracking.wandb is {mode!r}, and W&B refuses: {first_line(error)}") from error
-        console.print(f"W&B refuses the run ({first_line(error)}): it is tracked offline", soft_wrap=True)
+            raise ConfigError(f"tracking.wandb is {mode!r}, but W&B rejects the run: {first_line(error)}") from error
+        console.print(f"W&B rejects the run ({first_line(error)}): it is tracked offline", soft_wrap=True)
         try:
             run = _start(recipe, name, folder, "offline")
         except wandb.errors.Error as offline:
-            raise ConfigError(f"tracking.wandb is 'auto', and W&B refuses: {first_line(offline)}") from offline
+            raise ConfigError(f"tracking.wandb is 'auto', but W&B rejects the run: {first_line(offline)}") from offline
     try:
         yield Tracker(run)
     except BaseException:

@@ -26,7 +26,7 @@ from eval.output import journal_of, only_benchmark
 from skipdecode import ConfigError
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.device import resolve_device
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.timing.interleave import order_of_turn
 
 WARM_UP = 8  # simultaneous requests before a system is timed
@@ -74,8 +74,8 @@ def _benchmark(request: LoadRequest) -> None:
     report = LoadReport(_conditions(request, name, max_new_tokens), rows)
     request.output.parent.mkdir(parents=True, exist_ok=True)
     draw_load(request.output.with_suffix(".png"), report)
-    write_whole(request.output.with_suffix(".md"), report.to_markdown())
-    write_whole(request.output, report.to_json())
+    write_atomically(request.output.with_suffix(".md"), report.to_markdown())
+    write_atomically(request.output, report.to_json())
     journal.remove()
     console = make_console(width=200)
     console.print(report.to_table())

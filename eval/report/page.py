@@ -32,7 +32,7 @@ from eval.score.registry import metric_named
 from eval.score.scores import not_computable
 from eval.speed.report import SpeedReport
 from skipdecode import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -85,9 +85,9 @@ def write_page(runs: Sequence[str], output: Path, *, speed: Sequence[Path] = (),
         raise ConfigError("the runs have no metric in common: evaluate them with the same metrics")
     page, markdown = to_html(comparison), to_markdown(comparison)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output.with_suffix(".json"), comparison.to_json())
-    write_whole(output.with_suffix(".md"), markdown)
-    write_whole(output, page)
+    write_atomically(output.with_suffix(".json"), comparison.to_json())
+    write_atomically(output.with_suffix(".md"), markdown)
+    write_atomically(output, page)
     make_console().print(f"page: {output}", soft_wrap=True)
     return comparison
 

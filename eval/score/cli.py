@@ -25,7 +25,7 @@ from eval.score.tokenizers import check_tokenizer, load_tokenizer
 from eval.tables import Table
 from skipdecode.cli.process import run_command
 from skipdecode.errors import ConfigError, unknown
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +110,9 @@ def _run(request: ScoreRequest) -> None:
         baseline = _score(others, metrics, **how) if others is not None else None
         scores = _score(list(found.values()), metrics, **how, against=baseline)
     check_some(scores.unavailable, metrics)
-    write_whole(request.output, json.dumps(_as_json(scores, baseline, request), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(
+        request.output, json.dumps(_as_json(scores, baseline, request), indent=2, ensure_ascii=False) + "\n"
+    )
     console = make_console()
     console.print(_table(scores, baseline).to_rich())
     for sentence in not_computable(scores.unavailable):

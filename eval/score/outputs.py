@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from data import Task
-from data.files import LONGEST_FIELD
+from data.files import MAX_FIELD_CHARACTERS
 from eval.score.predictions import Prediction, read_predictions
 from skipdecode.errors import ConfigError
 
@@ -44,7 +44,7 @@ def _rows(path: Path) -> list[tuple[str, str]]:
     lines = text.removesuffix("\n").split("\n")
     if path.suffix == ".txt":
         return [("", line.strip()) for line in lines]
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
     try:
         rows = [row for row in csv.reader(lines[1:], delimiter="\t") if row]
     except csv.Error as error:

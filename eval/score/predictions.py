@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
 FIELDS = ("id", "prompt", "prediction", "references")
 
@@ -57,7 +57,7 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
 
 def write_predictions(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Write JSON lines, atomically."""
-    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def matched(found: Mapping[str, Prediction], other: Mapping[str, Prediction]) -> list[Prediction]:

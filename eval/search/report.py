@@ -15,7 +15,7 @@ from eval.search.space import spread_of
 from eval.search.trials import FULL_DEPTH, Batch, statistics_of
 from eval.tables import Column, Table
 from skipdecode import SkipSchedule
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
 FILE_NAME, WINNER_FILE = "search.json", "winner.json"
 CONFIDENCE = 0.95
@@ -116,9 +116,9 @@ class SearchReport:
 
     def save(self, folder: Path) -> None:
         """Write `winner.json`, `search.md` and, last, `search.json`, each atomically."""
-        write_whole(folder / WINNER_FILE, SkipSchedule.from_dict(self.winning.schedule).to_json() + "\n")
-        write_whole(folder / "search.md", self.to_markdown())
-        write_whole(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / WINNER_FILE, SkipSchedule.from_dict(self.winning.schedule).to_json() + "\n")
+        write_atomically(folder / "search.md", self.to_markdown())
+        write_atomically(folder / FILE_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
     def to_markdown(self) -> str:
         """The verdict, the table, and notes on how it was measured."""

@@ -8,7 +8,7 @@ from torch.quasirandom import SobolEngine
 
 from skipdecode import ConfigError, SkipSchedule, solve_schedule
 from skipdecode.schedule.cost import Cost
-from skipdecode.schedule.schedule import LONGEST_HORIZON, Decay, Over, Placement, PromptPolicy
+from skipdecode.schedule.schedule import MAX_HORIZON, Decay, Over, Placement, PromptPolicy
 
 # A schedule may be predicted this much faster than the target: faster ones lose quality for unrequested speed.
 MAX_EXCESS = 0.1
@@ -105,8 +105,8 @@ class Space:
         for name, values in (("warmup", self.warmups), ("horizons", self.horizons)):
             if not values or min(values) < 1 or len(set(values)) != len(values):
                 raise ConfigError(f"--{name} is {list(values)}: numbers must be different and at least 1")
-            if max(values) > LONGEST_HORIZON:
-                raise ConfigError(f"--{name} is {list(values)}: numbers must be at most {LONGEST_HORIZON}")
+            if max(values) > MAX_HORIZON:
+                raise ConfigError(f"--{name} is {list(values)}: numbers must be at most {MAX_HORIZON}")
         for name, names in (("decays", self.decays), ("placements", self.placements)):
             if not names or len(set(names)) != len(names):
                 raise ConfigError(f"--{name} is {list(names)}: give at least one, without duplicates")

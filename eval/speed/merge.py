@@ -12,7 +12,7 @@ from eval.results import SPEED_HEADERS, SPEED_NAMES
 from eval.speed.report import COPY_FRACTION, PEER_FIELDS, SpeedReport, SpeedRow
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.schedule.schedule import Over
 
 _ALIKE = ("model", "parameters", "dtype", "device", "prompt_length", "new_tokens", "over", "calibrated", "prompt_stop")
@@ -32,7 +32,7 @@ def merge(paths: Sequence[Path], output: Path) -> None:
     merged = MergedReport(tuple(SpeedReport.load(path) for path in paths))
     merged.check(paths)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, merged.to_markdown())
+    write_atomically(output, merged.to_markdown())
     console = make_console(width=200)
     for table in merged.tables():
         console.print(table.to_rich())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.request import GenerativeModel
 from skipdecode.kernels.linear import Weights
 from skipdecode.timing.step_clock import generate_timed
 

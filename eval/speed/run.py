@@ -29,9 +29,9 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, measure_cost, solve
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.cli.device import resolve_device
 from skipdecode.families import decoder_layers, longest_sequence
-from skipdecode.files import write_whole
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.files import write_atomically
 from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.request import GenerativeModel
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import Cost
 from skipdecode.timing.calibrate import SHORT
@@ -137,8 +137,8 @@ def _conditions(
 def _write(output: Path, report: SpeedReport) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     draw_speeds(output.with_suffix(".png"), report)
-    write_whole(output.with_suffix(".md"), report.to_markdown())
-    write_whole(output, report.to_json())
+    write_atomically(output.with_suffix(".md"), report.to_markdown())
+    write_atomically(output, report.to_json())
 
 
 def _check_sizes(model: GenerativeModel, request: SpeedRequest) -> None:

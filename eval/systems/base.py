@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.results import SystemKind
 from skipdecode import CostModel, SkipSchedule, skip_generate
 from skipdecode.families import decoder_layers
-from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.lossless_loop import DraftCounts
+from skipdecode.generate.request import GenerativeModel
 from skipdecode.generate.stopping import RowLengths
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over

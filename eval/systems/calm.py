@@ -24,16 +24,18 @@ from eval.systems.base import Checkpoint, Continued, System
 from skipdecode import ConfigError, PlannedCache, SkipSchedule
 from skipdecode.families import FAMILIES, BlockParts, decoder_layers
 from skipdecode.fastpath.kv_cache import PlannedLayer
-from skipdecode.fastpath.layer import LeanBlock, StepInputs, rotate
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.layer import FastLayer, rotate
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.generate.decode_loop import GenerativeModel, decode_loop
+from skipdecode.fastpath.step_inputs import StepInputs
+from skipdecode.generate.decode_loop import decode_loop
 from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.request import DecodeRequest, GenerativeModel
 from skipdecode.kernels.linear import MAKERS, Linear, Weights, project_together
 from skipdecode.timing.step_clock import generate_timed
 
 # decoder -> the key/value projections of its layers, which hold copies of weights
-_KEY_VALUES: weakref.WeakKeyDictionary[LeanDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
+_KEY_VALUES: weakref.WeakKeyDictionary[FastDecoder, list["KeyValues"]] = weakref.WeakKeyDictionary()
 
 
 class CalmSystem(System):
@@ -96,16 +98,18 @@ def calm_generate(
         exits=exits if exits is not None else [],
         model_kwargs=model_kwargs,
     )
-    return decode_loop(
+    request = DecodeRequest(
         model,
-        runner,
         input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        synced_gpus=synced_gpus,
-        streamer=streamer,
+        SkipSchedule.full_depth(len(decoder_layers(model))),
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus,
+        streamer,
+        model_kwargs,
     )
+    return decode_loop(runner, request)
 
 
 class _CalmRunner:
@@ -126,7 +130,7 @@ class _CalmRunner:
         self._threshold = threshold
         self._steps = steps
         self._exits = exits
-        self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.blocks)), steps)
+        self.cache = PlannedCache(SkipSchedule.full_depth(len(self._decoder.layers)), steps)
         self._mask = model_kwargs.get("attention_mask")
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
@@ -136,7 +140,7 @@ class _CalmRunner:
         self._unended = list(range(len(input_ids)))  # unfinished rows, as indices into `_rows`
         self._rows = list(range(len(input_ids)))  # rows still computed, as indices into the batch
         self._batch = len(input_ids)
-        return self._decoder.prefill(input_ids, range(len(self._decoder.blocks)), self.cache, mask)
+        return self._decoder.prefill(input_ids, range(len(self._decoder.layers)), self.cache, mask)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
         """Run generated token i, the last one of `input_ids` [rows, positions]. Returns logits [rows, vocabulary]."""
@@ -144,7 +148,7 @@ class _CalmRunner:
         hidden = self._decoder.embed(tokens, inputs)  # [rows, hidden]
         exits, row_logits = [0] * self._batch, {}
         waiting = self._unended  # rows that haven't exited; the hidden states of the others don't change
-        for index, block in enumerate(self._decoder.blocks):
+        for index, block in enumerate(self._decoder.layers):
             cached: Any = self.cache.layers[index]
             if not waiting:
                 self._key_values[index](hidden, cached, inputs)
@@ -157,7 +161,7 @@ class _CalmRunner:
                 active = deeper[rows]  # [waiting, hidden]
                 hidden = hidden.index_copy(0, rows, active)
             logits = self._decoder.logits(active)  # [waiting, vocabulary]
-            last = index + 1 == len(self._decoder.blocks)
+            last = index + 1 == len(self._decoder.layers)
             exit_now = [last or margin >= self._threshold for margin in margins(logits)]
             for at, row in enumerate(waiting):
                 if exit_now[at]:
@@ -188,12 +192,12 @@ class KeyValues:
     et al. 2020; CALM, arXiv 2207.07061). Families with a fused projection compute queries, keys and values.
 
     Args:
-        layer, parts, make_linear: as in LeanBlock.
-        block: the LeanBlock of the layer.
+        layer, parts, make_linear: as in FastLayer.
+        block: the FastLayer of the layer.
     """
 
     def __init__(
-        self, layer: nn.Module, parts: BlockParts, block: LeanBlock, make_linear: Callable[..., Linear]
+        self, layer: nn.Module, parts: BlockParts, block: FastLayer, make_linear: Callable[..., Linear]
     ) -> None:
         attention: Any = layer.get_submodule(parts.attention)
         projections = [getattr(attention, name) for name in parts.qkv[1:]]
@@ -213,7 +217,7 @@ class KeyValues:
             key = block.key_norm(key)
         if inputs.rotary is not None:
             key = rotate(key, *inputs.rotary)
-        inputs.update_cache(cached, key, value, None)
+        inputs.store(cached, key, value, None)
 
 
 def margins(logits: torch.Tensor) -> list[float]:
@@ -222,11 +226,11 @@ def margins(logits: torch.Tensor) -> list[float]:
     return [first - second for first, second in largest.tolist()]  # in Python: faster for so few numbers
 
 
-def _key_values(model: GenerativeModel, decoder: LeanDecoder, weights: Weights) -> list[KeyValues]:
+def _key_values(model: GenerativeModel, decoder: FastDecoder, weights: Weights) -> list[KeyValues]:
     """The key/value projections of a decoder, created on first use."""
     if decoder not in _KEY_VALUES:
         parts = FAMILIES[model.config.model_type].parts
         assert parts is not None  # as the model has a fast path
-        pairs = zip(decoder_layers(model), decoder.blocks, strict=True)
+        pairs = zip(decoder_layers(model), decoder.layers, strict=True)
         _KEY_VALUES[decoder] = [KeyValues(layer, parts, block, MAKERS[weights]) for layer, block in pairs]
     return _KEY_VALUES[decoder]

@@ -1,11 +1,11 @@
-"""From one trained model at full depth to faster ones: what skips layers, and shallow models that keep some of them.
+"""Start from a model trained at full depth and make it faster: by skipping layers, or as a shallow model.
 
     python scripts/experiments/from_trained.py --recipe e2e-tiny --data-dir E2E_FOLDER --output outputs/from-trained
 
-With each seed the recipe is trained at full depth first. From that model each way is trained for --shares of its steps:
-a checkpoint that skips, for all of the recipe's speeds, or a shallow model that is as fast as those are at one of
---speeds. The table has means over the seeds with the standard deviation. Beside each way's scores stands how far they
-are from those of the shallow model of even layers, of the same seeds, by the bootstrap over prompts and seeds.
+With each seed the recipe is first trained at full depth. From that model each method is trained for --shares of the
+steps: a checkpoint that skips layers at all of the recipe's targets, or a shallow model that reaches one of --speeds.
+The table has means over seeds with standard deviations, and for each method the difference of its scores from those of
+the shallow model with evenly spaced layers and the same seeds, with a bootstrap interval over prompts and seeds.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from eval.score.predictions import read_predictions
 from eval.score.registry import PART, short
 from eval.score.scores import Scores, score
 from eval.tables import Table
-from scripts.experiments.rivals import FULL_DEPTH
+from scripts.experiments.baselines import FULL_DEPTH
 from scripts.experiments.runner import Experiment, at_speeds, evaluated_in, folder_name, make_parser, run_experiment
 from scripts.experiments.settings import mean, mean_row
 from scripts.experiments.variants import Variants
@@ -40,25 +40,25 @@ SKIPPING: dict[str, tuple[str, ...]] = {
     "unified": ("schedule.placement=even", "schedule.decay=constant"),
     "linear-half-distilled": ("schedule.decay=linear", "optim.distillation=0.5"),
 }
-# Of settings that have no effect on a trained model that is trained for so many steps.
+# Defaults of settings that have no effect with a pretrained model and a number of steps.
 DEFAULTS = ("model.vocab_size=512", "train.epochs=1")
 KEPT = ("even", "top", "ends")
 METRICS = ("bleu", "slot_error_rate")
-HEADERS = ["steps", "trained on as", "seeds", "layers a token", "decoding", "whole"]
-HEADERS += ["BLEU ± its deviation over seeds [95 %]", "slot errors, % ± [95 %]"]
-HEADERS += ["BLEU less shallow-even's", "slot errors less shallow-even's"]
+HEADERS = ["steps", "method", "seeds", "mean layers", "speedup (decode)", "speedup (end-to-end)"]
+HEADERS += ["BLEU ± deviation over seeds [95 %]", "SER, % ± deviation over seeds [95 %]"]
+HEADERS += ["BLEU minus shallow-even", "SER minus shallow-even"]
 
 
 @dataclass(frozen=True)
-class Way:
-    """What is made of the trained model.
+class Method:
+    """A method that starts from the trained model.
 
     Attributes:
-        kind: `full-depth`, a name of SKIPPING, or `shallow-` and which layers stay.
-        share: of the trained model's steps.
-        speed: that a shallow model is made for; None of one that decodes at any.
-        seed: of its training, and of the trained model's.
-        layers: of a shallow model; None for as many as are as fast.
+        kind: `full-depth`, a key of SKIPPING, or `shallow-` followed by the placement of the kept layers.
+        share: number of steps, as a share of the trained model's.
+        speed: target speedup of a shallow model; None for a model that decodes at any.
+        seed: seed of the training, and of the trained model.
+        layers: number of layers of a shallow model; None: those that reach `speed`.
     """
 
     kind: str
@@ -73,9 +73,9 @@ class Way:
         return f"{self.kind}{made_for}-{self.share:g} seed {self.seed}"
 
     def overrides(self, base: Path, rate: float | None, variants: Variants) -> tuple[str, ...]:
-        """Of the recipe."""
+        """The overrides of the recipe."""
         optim, steps = variants.recipe().optim, max(1, round(self.share * variants.prepared.steps))
-        # The config is the trained model's own, dropout and all: a shape's sizes can't be asked for again.
+        # The config is that of the trained model, because a shape's sizes can't be set with a pretrained model.
         start = ("model.shape=null", "model.config=null", f"model.name_or_path={base}", *DEFAULTS)
         start += (f"train.max_steps={steps}",)
         start += (f"optim.learning_rate={optim.learning_rate / 3 if rate is None else rate:g}",)
@@ -88,7 +88,7 @@ class Way:
         return (*start, *FULL_DEPTH, f"model.layers={layers}", f"model.keep={self.kind.removeprefix('shallow-')}")
 
     def row(self, report: Report, speed: float) -> Row | None:
-        """The row of a report that is to be compared at a speed."""
+        """The row of a report to compare at a target speedup, or None."""
         if self.kind == BASE:
             return report.rows[0]
         if self.speed is not None:
@@ -98,11 +98,15 @@ class Way:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the trainings")
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.2, 1.0], metavar="S", help="of the steps")
-    parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="that all are compared at")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="seeds of the trainings")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=[0.05, 0.2, 1.0], metavar="S", help="numbers of steps, as shares"
+    )
+    parser.add_argument("--speeds", nargs="+", type=float, default=[3.0], metavar="X", help="targets to compare at")
     parser.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: a third of the recipe's)")
-    parser.add_argument("--layers", type=int, metavar="N", help="of shallow models (default: as many as are as fast)")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="layers of shallow models (default: those that reach --speeds)"
+    )
     options = parser.parse_intermixed_args()
     if options.rate is not None and not options.rate > 0:
         raise ConfigError(f"--rate is {options.rate:g}: it must be above 0")
@@ -110,18 +114,18 @@ def main() -> int:
         raise ConfigError(f"--layers is {options.layers}: it must be at least 1")
     bases = {seed: f"{BASE} seed {seed}" for seed in options.seeds}
     runs = {seed: options.output.resolve() / folder_name(name) for seed, name in bases.items()}
-    ways: dict[str, Way] = {}
+    methods: dict[str, Method] = {}
     for seed, share in product(options.seeds, options.shares):
-        several = [Way(kind, share, seed=seed) for kind in (*SKIPPING, BASE)]
+        several = [Method(kind, share, seed=seed) for kind in (*SKIPPING, BASE)]
         for speed, keep in product(options.speeds, KEPT):
-            several.append(Way(f"shallow-{keep}", share, speed, seed, options.layers))
-        ways |= {way.name: way for way in several}
+            several.append(Method(f"shallow-{keep}", share, speed, seed, options.layers))
+        methods |= {method.name: method for method in several}
 
     def evaluations(name: str, run: Path) -> dict[str, list[str]]:
-        if name not in ways or ways[name].kind == BASE:
+        if name not in methods or methods[name].kind == BASE:
             return {name: at_speeds([1.0])}
-        if ways[name].speed is not None:
-            return {name: ["--reference", str(runs[ways[name].seed])]}
+        if methods[name].speed is not None:
+            return {name: ["--reference", str(runs[methods[name].seed])]}
         return {name: at_speeds([1.0, *options.speeds])}
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
@@ -141,9 +145,13 @@ def main() -> int:
             rows = [[f"0 of {whole}", "(at 1x)", *cells(starts, {})]] if starts else []
             for share in options.shares:
                 found: dict[str, dict[int, tuple[Row, Scores]]] = {}
-                for name, way in ways.items():
-                    if way.share == share and name in reports and (row := way.row(reports[name], speed)) is not None:
-                        found.setdefault(way.kind, {})[way.seed] = scored(name, row)
+                for name, method in methods.items():
+                    if (
+                        method.share == share
+                        and name in reports
+                        and (row := method.row(reports[name], speed)) is not None
+                    ):
+                        found.setdefault(method.kind, {})[method.seed] = scored(name, row)
                 for kind, each in found.items():
                     against = found.get("shallow-even", {}) if kind != "shallow-even" else {}
                     label = f"{kind}{' (at 1x)' * (kind == BASE)}"
@@ -152,15 +160,15 @@ def main() -> int:
         return lines
 
     def drawn(reports: Mapping[str, Report]) -> dict[str, Report]:
-        """Those that skip, means over seeds: one checkpoint at several speeds is a line."""
+        """The means over seeds of the checkpoints that skip layers, which have several targets."""
         found: dict[str, list[Report]] = {}
-        for name, way in ways.items():
+        for name, method in methods.items():
             if name in reports and len(reports[name].rows) > 1 and reports[name].reference is None:
-                found.setdefault(f"{way.kind}-{way.share:g}", []).append(reports[name])
+                found.setdefault(f"{method.kind}-{method.share:g}", []).append(reports[name])
         return {name: mean(several) for name, several in found.items()}
 
     made = {name: lambda _, seed=seed: (*FULL_DEPTH, f"train.seed={seed}") for seed, name in bases.items()}
-    made |= {name: partial(way.overrides, runs[way.seed], options.rate) for name, way in ways.items()}
+    made |= {name: partial(method.overrides, runs[method.seed], options.rate) for name, method in methods.items()}
     title, starts = "from a trained model", tuple(bases.values())
     experiment = Experiment(
         "from_trained", title, made, table, drawn, evaluations=evaluations, starts=starts, metrics=METRICS
@@ -169,7 +177,7 @@ def main() -> int:
 
 
 def cells(each: Mapping[int, tuple[Row, Scores]], against: Mapping[int, tuple[Row, Scores]]) -> list[str]:
-    """Means over seeds of speeds, scores and how far these are from another's with the same seeds, with intervals."""
+    """Mean speedups and scores over seeds, and the scores' differences from those of `against`, with intervals."""
     average = mean_row([row for row, _ in each.values()])
     found = [f"{len(each)}", f"{average.mean_layers:.2f}", str(average.speed("decode")), str(average.speed("all"))]
     for name in METRICS:
@@ -189,7 +197,7 @@ def cells(each: Mapping[int, tuple[Row, Scores]], against: Mapping[int, tuple[Ro
 
 
 def of_parts(row: Row) -> list[Metric]:
-    """Of parts of the test set, such as WebNLG's seen categories."""
+    """The metrics of parts of the test set, such as WebNLG's seen categories."""
     return [metric for metric in short(row.scores) if PART in metric.name]
 
 

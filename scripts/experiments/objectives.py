@@ -1,9 +1,9 @@
-"""Compare ways to sample schedules, with and without self-distillation, at equal work (docs/research/objectives.md).
+"""Compare methods to sample schedules, with and without self-distillation, at equal work (docs/research/objectives.md).
 
     python scripts/experiments/objectives.py --data-dir E2E_FOLDER --output outputs/objectives --epochs 4 \\
         schedule.prompt=full schedule.over=decode schedule.decay=linear data.options.holdout=0
 
-All train for as much work (passes of a column through a layer) as the distilled sandwich does in --epochs.
+Each is trained for the work (positions times layers) that the distilled sandwich needs for --epochs.
 """
 
 import sys
@@ -46,7 +46,7 @@ OBJECTIVES = {
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--epochs", type=float, default=6, help="of the distilled sandwich, whose work all do (default 6)"
+        "--epochs", type=float, default=6, help="epochs of the distilled sandwich; all do as much work (default 6)"
     )
     options = parser.parse_intermixed_args()
 
@@ -55,30 +55,30 @@ def main() -> int:
         return variants.work(OBJECTIVES[name])
 
     def steps(name: str, variants: Variants) -> int:
-        whole = options.epochs * len(variants.prepared.encoded.rows) / variants.prepared.rows_a_step
-        return round(whole * work("sandwich, distilled", variants) / work(name, variants))
+        reference = options.epochs * len(variants.prepared.encoded.rows) / variants.prepared.rows_a_step
+        return round(reference * work("sandwich, distilled", variants) / work(name, variants))
 
     def overrides(name: str, variants: Variants) -> tuple[str, ...]:
         return (*OBJECTIVES[name], "train.epochs=1", f"train.max_steps={steps(name, variants)}")
 
     def table(variants: Variants, reports: Mapping[str, Report]) -> list[str]:
         rows = [[name, str(steps(name, variants)), *cells(report)] for name, report in reports.items()]
-        headers = ["trained by", "steps", *(f"{speed:g}x" for speed in SPEEDS), "worst of 1x's"]
+        headers = ["objective", "steps", *(f"BLEU at {speed:g}x" for speed in SPEEDS), "lowest, relative to 1x"]
         return [Table(headers, rows).to_markdown()]
 
     made = {name: partial(overrides, name) for name in OBJECTIVES}
-    return run_experiment(options, Experiment("objectives", "ways to train, at equal work", made, table, steady))
+    return run_experiment(options, Experiment("objectives", "objectives at equal work", made, table, steady))
 
 
 def cells(report: Report) -> list[str]:
-    """BLEU at each speed, and the worst of them as a share of that at 1x."""
+    """BLEU at each target, and the lowest as a percentage of that at 1x."""
     bleu = [row.scores["bleu"] for row in report.rows]
-    worst = f"{100 * min(bleu[1:]) / bleu[0]:.1f} %" if bleu[0] >= 1 else "–"  # of a model that can't do 1x
-    return [*(f"{value:.2f}" for value in bleu), worst]
+    lowest = f"{100 * min(bleu[1:]) / bleu[0]:.1f} %" if bleu[0] >= 1 else "–"  # meaningless if full depth fails
+    return [*(f"{value:.2f}" for value in bleu), lowest]
 
 
 def steady(reports: Mapping[str, Report]) -> dict[str, Report]:
-    """The reports that lose less than half of their BLEU at any speed: the rest would squash the picture."""
+    """The reports that lose less than half of their BLEU at every target; the others would dominate the picture."""
     bleu = {name: [row.scores["bleu"] for row in report.rows] for name, report in reports.items()}
     return {name: report for name, report in reports.items() if min(bleu[name]) > max(bleu[name]) / 2 > 10}
 

@@ -1,9 +1,9 @@
-"""The runner of every experiment: variants of a recipe that are trained, evaluated and shown side by side.
+"""The runner of all experiments: it trains variants of a recipe, evaluates them and shows them in a table.
 
-Each variant goes into a folder of its name, a finished run like any other, with a log beside it. Then all finished
-ones are evaluated into evaluated/, one after the other, since they are timed: leave the machine alone. A table and a
-picture end it. What is finished is not done again, and what was cut off goes on: start it again after a stop. Runs are
-independent: two at a time with OMP_NUM_THREADS=1 take half as long on two cores (--jobs 2).
+Each variant is trained into a folder with its name, next to its log. Then the finished variants are evaluated into
+evaluated/, one after the other, because they are timed: don't use the machine for anything else meanwhile. At the end
+come a table and a picture. The same command continues after a stop: finished variants are not repeated, and interrupted
+ones continue. Trainings are independent: with --jobs 2 and OMP_NUM_THREADS=1 they take half the time on two cores.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from eval.tables import Table
 from scripts.experiments.variants import Variants
 from skipdecode.cli.process import ended_by_sigterm
 from skipdecode.errors import ConfigError, check_counts, unknown
-from skipdecode.files import read_lines, write_whole
+from skipdecode.files import read_lines, write_atomically
 from skipdecode.schedule.schedule import Over
 
 SPEEDS = (1.0, 2.0, 3.0, 4.0)
@@ -37,24 +37,24 @@ RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 def at_speeds(speeds: Sequence[float] = SPEEDS) -> list[str]:
-    """The options of `python -m eval` that decode at these targets."""
+    """Options of `python -m eval` for these targets."""
     return ["--speedup", *(f"{speed:g}" for speed in speeds)]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Variants of a recipe that are compared.
+    """A comparison of variants of a recipe.
 
     Attributes:
-        name: of its table and its picture.
-        title: of the picture.
-        overrides: of each variant, made when the recipe is known; where that raises ConfigError, it is left out.
-        table: lines of Markdown, of the reports by their labels.
-        frontiers: those of the reports that are drawn.
-        evaluations: of a variant and the folder of its finished run, options of `python -m eval` by label.
-        over: the speed that is drawn; None: what all targets are of.
-        starts: the variants from whose finished runs the others start: they are trained before them, and always.
-        metrics: that the table needs of the task.
+        name: file name of the table and the picture.
+        title: title of the picture.
+        overrides: makes the overrides of each variant; a variant for which this raises ConfigError is skipped.
+        table: makes the Markdown lines from the reports by label.
+        frontiers: selects the reports to draw.
+        evaluations: options of `python -m eval` by label, for a variant's name and the folder of its run.
+        over: the speedup to draw, decode or end-to-end; None: that of the targets.
+        starts: variants that are always trained first, because others start from their checkpoints.
+        metrics: metrics of the task that the table needs.
     """
 
     name: str
@@ -75,24 +75,24 @@ def make_parser(description: str, recipe: str = "e2e-tiny", epilog: str | None =
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", default=recipe, metavar="NAME", help=f"or a YAML file (default {recipe})")
+    parser.add_argument("--recipe", default=recipe, metavar="NAME", help=f"a recipe or YAML file (default {recipe})")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="the task's folder; default: the recipe's")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder for all of it")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train these, not all")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at a time (default 1)")
-    parser.add_argument("--train-only", action="store_true", help="evaluate later: start it again without this")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of the test set")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for all that is trained")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder of the experiment")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train only these variants")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings that run in parallel (default 1)")
+    parser.add_argument("--train-only", action="store_true", help="don't evaluate; run again without this to do so")
+    parser.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N prompts of the test set")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe in all variants")
     return parser
 
 
 def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
-    """Train what isn't, evaluate what is, and show it. Returns the exit status: 1 where a process of it failed."""
+    """Train and evaluate the unfinished variants, and show all. Returns exit status 1 if a command failed, else 0."""
     check_counts(**{"--jobs": options.jobs})
     if options.limit is not None and options.limit < 2:
-        raise ConfigError(f"--limit is {options.limit}: it must be at least 2, or there are no intervals")
+        raise ConfigError(f"--limit is {options.limit}: it must be at least 2 for confidence intervals")
     if any(word.startswith("data.path=") for word in options.overrides):
-        raise ConfigError("data.path among the overrides is of trainings alone: name the folder with --data-dir")
+        raise ConfigError("data.path as an override applies to training alone: set the folder with --data-dir")
     following = [word for word in options.only if "=" in word and word not in experiment.overrides]
     only = [word for word in options.only if word not in following]
     common = ["tracking.wandb=off", *options.overrides, *following]
@@ -102,9 +102,9 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
     missing = [name for name in experiment.metrics if name not in variants.task.metrics]
     if missing:
         has = ", ".join(variants.task.metrics)
-        raise ConfigError(f"data.task is {variants.task.name!r}, which has no {missing[0]}: it has {has}")
+        raise ConfigError(f"data.task is {variants.task.name!r}, which has no metric {missing[0]}: it has {has}")
     overrides = resolve(experiment, variants, only)
-    output: Path = options.output.resolve()  # commands run in the checkout
+    output: Path = options.output.resolve()  # commands run in another working directory
     with only_writer(output, "--output"):
         print_work(variants, overrides)
         train = ["train.py", "--recipe", variants.name, *common]
@@ -124,7 +124,7 @@ def run_experiment(options: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> dict[str, Sequence[str]]:
-    """The overrides of what is to be trained. Raises ConfigError for names in `only` that aren't there or can't be."""
+    """The overrides of the variants to train. Raises ConfigError for unknown or impossible variants in `only`."""
     found = {}
     if only:
         only = [*experiment.starts, *only]
@@ -133,27 +133,25 @@ def resolve(experiment: Experiment, variants: Variants, only: Sequence[str]) -> 
             raise unknown("variant", name, experiment.overrides)
         try:
             overrides = experiment.overrides[name](variants)
-            variants.sampler(overrides)  # refused before the first run
+            variants.sampler(overrides)  # raises ConfigError for impossible settings before the first run
             found[name] = overrides
         except ConfigError as error:
             if only:
                 raise
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            print(f"{name} is skipped: {error}", file=sys.stderr)
     return found
 
 
 def print_work(variants: Variants, overrides: Mapping[str, Sequence[str]]) -> None:
-    """Say what a step of each computes: all train on the same rows, but not with as much work."""
-    whole = variants.work()
-    rows = [
-        [name, f"{variants.layers(each)}", f"{variants.work(each) / whole:.2f}"] for name, each in overrides.items()
-    ]
-    print(Table(["variant", "layers", "work a step"], rows).to_markdown())
-    print("\nWork: passes of a column through a layer, over the recipe's own; the LM head isn't counted.\n", flush=True)
+    """Print the work of each variant's steps, which differs although all train on the same rows."""
+    own = variants.work()
+    rows = [[name, f"{variants.layers(each)}", f"{variants.work(each) / own:.2f}"] for name, each in overrides.items()]
+    print(Table(["variant", "layers", "work per step"], rows).to_markdown())
+    print("\nWork: pairs of position and layer computed, relative to the recipe's; without the LM head.\n", flush=True)
 
 
 def folder_name(label: str) -> str:
-    """Such as `list-half-distilled` for `list, half distilled`."""
+    """A folder name for a label, such as `list-half-distilled` for `list, half distilled`."""
     return label.replace(", ", "-").replace(" ", "-").replace("/", "-")
 
 
@@ -165,7 +163,7 @@ def evaluated_in(output: Path, label: str) -> Path:
 def evaluate(
     options: argparse.Namespace, experiment: Experiment, runs: Mapping[str, Path]
 ) -> tuple[dict[str, Report], bool]:
-    """Evaluate finished runs, one after the other; returns the reports by label, and whether all are there."""
+    """Evaluate finished runs, one after the other. Returns the reports by label, and whether all succeeded."""
     common = ["--data-dir", str(options.data_dir.resolve())] if options.data_dir is not None else []
     common += ["--limit", str(options.limit)] if options.limit is not None else []
     folders, commands = {}, {}
@@ -182,15 +180,15 @@ def evaluate(
 
 
 def show(experiment: Experiment, variants: Variants, reports: Mapping[str, Report], output: Path) -> None:
-    """Print the table, and write it and the picture."""
+    """Print and save the table, and draw the picture."""
     if not reports:
         return
     lines = experiment.table(variants, reports)
     minutes = [sum(seconds) / 60 for seconds in zip(*spent_in(output).values(), strict=True)]
     if minutes:
-        lines = [*lines, "", f"Machine time: {minutes[0]:.1f} minutes of one core, over {minutes[1]:.1f} minutes."]
+        lines = [*lines, "", f"CPU time: {minutes[0]:.1f} minutes; summed wall-clock time: {minutes[1]:.1f} minutes."]
     text = "\n".join(lines)
-    write_whole(output / f"{experiment.name}.md", text + "\n")
+    write_atomically(output / f"{experiment.name}.md", text + "\n")
     print(text)
     drawn = experiment.frontiers(reports) or reports
     draw_frontier(
@@ -199,7 +197,7 @@ def show(experiment: Experiment, variants: Variants, reports: Mapping[str, Repor
 
 
 def spent_in(output: Path) -> dict[str, tuple[float, float]]:
-    """By folder, the seconds of a core and those of a clock that its commands took, also those that were cut off."""
+    """CPU seconds and wall-clock seconds of the commands of each folder, including interrupted ones."""
     spent: dict[str, tuple[float, float]] = {}
     for file in sorted(output.rglob("*.seconds")):
         entries = [json.loads(line) for line in read_lines(file)]
@@ -207,26 +205,26 @@ def spent_in(output: Path) -> dict[str, tuple[float, float]]:
     return spent
 
 
-def beside(folder: Path, kind: str) -> Path:
-    """A file of what made a folder, such as its `NAME.log`."""
+def sibling(folder: Path, kind: str) -> Path:
+    """A file next to a folder, such as `NAME.log`."""
     return folder.with_name(f"{folder.name}.{kind}")
 
 
 def check_finished(folder: Path, mark: str, command: Sequence[str]) -> None:
-    """Raise ConfigError where a folder with the file `mark` was made by another command than would make it now."""
-    file = beside(folder, "command.json")
+    """Raise ConfigError where a finished folder, which has the file `mark`, was made by another command than this."""
+    file = sibling(folder, "command.json")
     if not (folder / mark).exists() or not file.exists():  # earlier versions wrote none
         return
-    changed = difference(*(said_in(words) for words in (json.loads(file.read_text(encoding="utf-8")), command)))
+    changed = difference(*(settings_in(words) for words in (json.loads(file.read_text(encoding="utf-8")), command)))
     if changed:
         raise ConfigError(
-            f"{folder} was made with other settings ({changed}): choose another --output, remove the folder to make it "
-            f"anew, or {file.name} to take it as it is"
+            f"{folder} was made with other settings ({changed}): choose another --output, delete the folder to make it "
+            f"again, or delete {file.name} to keep it as it is"
         )
 
 
-def said_in(command: Sequence[str]) -> dict[str, str]:
-    """The words of a command by their option or key; paths, which may have moved, by their last name."""
+def settings_in(command: Sequence[str]) -> dict[str, str]:
+    """The words of a command by option or key; of absolute paths, which may have moved, only the name."""
     found: dict[str, str] = {}
     option = ""
     for word in command:
@@ -240,7 +238,7 @@ def said_in(command: Sequence[str]) -> dict[str, str]:
 
 
 def run_python(command: Sequence[str], log: Path, seconds: Path) -> int:
-    """Run a command of Python in the checkout; what it took goes below `seconds`. Returns its status."""
+    """Run a Python command in the repository, append its CPU and wall-clock time to `seconds`, return its status."""
     started = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=file, stderr=file)
@@ -255,14 +253,14 @@ def run_python(command: Sequence[str], log: Path, seconds: Path) -> int:
 
 
 def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time: int) -> bool:
-    """Run the commands of Python whose folders don't hold the file `mark`, in the checkout, each with a log beside it.
+    """Run the Python commands whose folders don't have the file `mark`, each with a log next to its folder.
 
-    Under a progress bar; where one fails, that is said at once, and the others go on. Returns whether none did.
+    A failure is printed at once, and the other commands continue. Returns whether all succeeded.
     """
 
     def run(folder: Path) -> int:
-        write_whole(beside(folder, "command.json"), json.dumps(commands[folder]) + "\n")
-        return run_python(commands[folder], beside(folder, "log"), beside(folder, "seconds"))
+        write_atomically(sibling(folder, "command.json"), json.dumps(commands[folder]) + "\n")
+        return run_python(commands[folder], sibling(folder, "log"), sibling(folder, "seconds"))
 
     failed = False
     columns = (*bar_columns(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
@@ -278,26 +276,26 @@ def run_unfinished(commands: Mapping[Path, Sequence[str]], mark: str, at_a_time:
                 if status := future.result():
                     failed = True
                     name = started[future].name
-                    progress.console.print(f"{name} failed with status {status}: {name}.log says why")
+                    progress.console.print(f"{name} failed with status {status}: see {name}.log")
                 progress.advance(bar)
-        except BaseException as error:  # such as Ctrl-C: the pool would go on with all that waits
+        except BaseException as error:  # such as Ctrl-C; the pool would start the waiting commands
             pool.shutdown(wait=False, cancel_futures=True)
             end_running(started, set(RUNNING) if isinstance(error, KeyboardInterrupt) else set())
             raise
     return not failed
 
 
-def end_running(started: Iterable[Future[int]], told: set[subprocess.Popen[bytes]]) -> None:
-    """End what runs, each process by one SIGTERM, after which a training leaves a checkpoint, and wait for it.
+def end_running(started: Iterable[Future[int]], signalled: set[subprocess.Popen[bytes]]) -> None:
+    """Stop all running commands with one SIGTERM each, also those that are just starting, and wait for them.
 
-    Also what is only just being started.
+    A training saves a checkpoint on SIGTERM.
 
     Args:
-        started: what runs the processes.
-        told: those that end already: Ctrl-C reaches all that a terminal runs.
+        started: futures of the commands.
+        signalled: processes that are stopping already: Ctrl-C reaches all processes of a terminal.
     """
     while not all(future.done() for future in started):
-        for process in set(RUNNING) - told:
+        for process in set(RUNNING) - signalled:
             process.terminate()
-            told.add(process)
+            signalled.add(process)
         time.sleep(0.05)

@@ -1,12 +1,12 @@
-"""Compare settings of a recipe by the frontiers of what is trained with them, over several seeds.
+"""Compare settings of a recipe over several seeds, by scores and measured speedups.
 
     python scripts/experiments/settings.py --settings schedule.spread=0.5 schedule.spread=0 --output outputs/spreads
     python scripts/experiments/settings.py --settings schedule.prompt=full schedule.prompt=6 schedule.prompt=max \\
         "schedule.prompt=full schedule.over=decode" --seeds 0 1 2 --over all --output outputs/prompts
 
-A setting is one or more overrides in quotes. Each is trained with each seed, all for as many steps as the recipe says;
-an override with {seed} in it gets the seed there, such as model.name_or_path=BASE-seed-{seed}. The frontiers are means
-over seeds. With train.validate_rows the table has the last validation's losses, too.
+A setting is one override, or several in quotes. Each is trained with each seed, for the recipe's number of steps. In
+overrides, {seed} is replaced by the seed, as in model.name_or_path=BASE-seed-{seed}. The picture shows means over
+seeds. With train.validate_rows the table also has the losses of the last validation.
 """
 
 import json
@@ -33,7 +33,7 @@ from skipdecode.timing.interleave import Ratio
 from train.tracking import VALIDATION_FILE
 
 SEED = "{seed}"
-HEADERS = ["setting", "asked", "prompt layers", "max to min", "decoding", "whole"]
+HEADERS = ["setting", "target", "prompt layers", "max to min", "speedup (decode)", "speedup (end-to-end)"]
 
 
 def main() -> int:
@@ -43,17 +43,17 @@ def main() -> int:
         nargs="+",
         required=True,
         metavar="KEY=VALUE",
-        help="what is compared; the recipe's own overrides stand before it, or behind another option",
+        help="settings to compare; put overrides of all runs before this option or after another one",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="of the training")
-    parser.add_argument("--over", choices=get_args(Over), default="decode", help="the speed that is drawn")
-    parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="that are evaluated")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="seeds of the trainings")
+    parser.add_argument("--over", choices=get_args(Over), default="decode", help="speedup to draw")
+    parser.add_argument("--speedups", nargs="+", type=float, default=SPEEDS, metavar="X", help="targets to evaluate")
     options = parser.parse_intermixed_args()
     by_seed = [word for word in options.overrides if SEED in word]
-    # The recipe itself, which all are held against, has a model of its own too: the first seed's.
+    # The recipe itself, with which all are compared, uses the model of the first seed.
     options.overrides = [word.replace(SEED, str(options.seeds[0])) for word in options.overrides]
     names = {(each, seed): f"{each} seed {seed}" for seed in options.seeds for each in options.settings}
-    options.only = options.only or list(names.values())  # all were named: what can't be is refused, not left out
+    options.only = options.only or list(names.values())  # so that impossible settings are errors and not skipped
     overrides = {
         name: (*(word.replace(SEED, str(seed)) for word in (*each.split(), *by_seed)), f"train.seed={seed}")
         for (each, seed), name in names.items()
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def last_losses(run: Path) -> dict[str, str]:
-    """The loss of a run's last validation at each target, such as 2x; empty where there was none."""
+    """The loss at each target, such as 2x, in a run's last validation; empty without validation."""
     path = run / VALIDATION_FILE
     if not path.exists():
         return {}
@@ -108,10 +108,10 @@ def last_losses(run: Path) -> dict[str, str]:
 
 
 def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str]]:
-    """A line for each speed of one setting: speeds are means over its seeds; of scores each is given as well."""
+    """A row for each target of one setting, with mean speedups, and mean scores followed by those of each seed."""
     found = []
     for rows, average in zip(zip(*(report.rows for report in reports), strict=True), mean(reports).rows, strict=True):
-        # Each is solved for how long that run's own texts are.
+        # Schedules may differ, because each is solved for the output lengths of its run.
         schedules = [SkipSchedule.from_dict(row.schedule) for row in rows]
         prompts = dict.fromkeys(f"{schedule.prompt_depth}" for schedule in schedules)
         layers = dict.fromkeys(f"{schedule.max_layers} to {schedule.min_layers}" for schedule in schedules)
@@ -125,12 +125,12 @@ def cells(reports: Sequence[Report], metrics: Sequence[Metric]) -> list[list[str
 
 
 def mean(reports: Sequence[Report]) -> Report:
-    """A report whose speeds and scores are the means of several; everything else is the first one's."""
+    """A report with the mean speedups and scores of several; all other values are those of the first."""
     return replace(reports[0], rows=[mean_row(rows) for rows in zip(*(report.rows for report in reports), strict=True)])
 
 
 def mean_row(rows: Sequence[Row]) -> Row:
-    """One row of the mean report."""
+    """A row of the mean report."""
 
     def speed(over: Over) -> Ratio:
         return Ratio(*map(statistics.fmean, zip(*(astuple(row.speed(over)) for row in rows), strict=True)))

@@ -1,4 +1,4 @@
-"""Variants of one recipe that are compared, and the work of each."""
+"""Variants of a recipe, and the work of their training steps."""
 
 import copy
 import math
@@ -22,10 +22,10 @@ from train.shallow import shrink_config
 
 @dataclass(frozen=True)
 class Variants:
-    """A recipe of which variants are compared.
+    """A recipe whose variants are compared.
 
     Attributes:
-        name: of the recipe, or its YAML file.
+        name: name of the recipe, or its YAML file.
         common: overrides of every variant, such as the data.
     """
 
@@ -38,22 +38,23 @@ class Variants:
 
     @cached_property
     def task(self) -> Task:
-        """The task that all are trained on."""
+        """The task of all variants."""
         return build_task(self.recipe())
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The recipe's own model, tokenizer, rows and schedules."""
+        """The model, tokenizer, rows and schedules of the recipe itself."""
         return prepare(self.recipe(), self.task, make_arguments(self.recipe(), Path("unused")))
 
     def cost(self, overrides: Sequence[str] = ()) -> CostModel:
-        """The cost of a decode step of a variant: of its shape, or of as many layers of the recipe's model.
+        """The cost model of a variant.
 
-        A checkpoint that a variant starts from needn't have been trained yet, so its own config isn't asked for.
+        A checkpoint that the variant starts from may not exist yet, so the recipe's config is used with the variant's
+        number of layers.
         """
         recipe, config = self.recipe(overrides), copy.deepcopy(self.prepared.model.config)
         if recipe.model.shape is not None:
-            vocabulary = text_config(config).vocab_size  # by the tokenizer that was trained
+            vocabulary = text_config(config).vocab_size  # that of the trained tokenizer
             config = model_config(recipe)
             text_config(config).vocab_size = vocabulary
         elif recipe.model.layers not in (None, text_config(config).num_hidden_layers):
@@ -61,15 +62,15 @@ class Variants:
         return CostModel.of(config, self.prepared.model.dtype)
 
     def sampler(self, overrides: Sequence[str] = ()) -> ScheduleSampler:
-        """The schedules that a variant trains under. Raises ConfigError where they can't be."""
+        """The schedules that a variant trains under. Raises ConfigError for impossible ones."""
         rows = self.prepared.encoded.rows
         return recipe_sampler(self.recipe(overrides), self.task, self.cost(overrides), rows)[0]
 
     def layers_as_fast(self, speedup: float) -> int:
-        """The layers of a shallow model whose speed over the recipe's model is nearest to a target, as the cost model
-        predicts it: of the same texts, prompts and batches, and of what the recipe's targets are of.
+        """The number of layers with which a shallow model's predicted speedup is nearest to a target.
 
-        Raises ConfigError for a target that one layer alone doesn't reach.
+        The speedup is over the recipe's model, for the same lengths, batch size and kind of speedup as its targets.
+        Raises ConfigError for a target that a single layer doesn't reach.
         """
         config = self.prepared.skip_config
         cost = config.cost_for(self.cost())
@@ -79,15 +80,15 @@ class Variants:
             return cost.speedup(alone, over=config.over)
 
         if speedup > speed(1):
-            raise ConfigError(f"speedup is {speedup:g}: one layer alone reaches at most {speed(1):.2f}x")
+            raise ConfigError(f"speedup is {speedup:g}: a single layer reaches at most {speed(1):.2f}x")
         return min(range(1, cost.num_layers + 1), key=lambda layers: abs(math.log(speed(layers) / speedup)))
 
     def layers(self, overrides: Sequence[str] = ()) -> int:
-        """The layers of a variant's model."""
+        """The number of layers of a variant's model."""
         return self.sampler(overrides).schedules[0].num_layers
 
     def work(self, overrides: Sequence[str] = ()) -> float:
-        """The work of a row in a step on average, in passes of a column through one layer, forward and backward.
+        """The mean work of a row in a step, in forward and backward passes of a position through one layer.
 
         The LM head isn't counted.
         """

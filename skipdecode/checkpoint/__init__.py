@@ -1,1 +1,1 @@
-"""Checkpoints: reading and writing, checksums, exports with fewer layers, and the decoding code that they carry."""
+"""Checkpoints: loading and checking, stored schedules, exports with fewer layers, and the code that they contain."""

@@ -1,4 +1,4 @@
-"""Seals: what a checkpoint's files were when they were written, so that damage is seen before anything is decoded."""
+"""A checkpoint's checksum file: sizes and checksums of its files, which reveal damage before decoding starts."""
 
 import functools
 import json
@@ -9,12 +9,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from skipdecode.errors import ConfigError
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 
-SEAL = "complete.json"  # the last file that is written: every sealed one with its size and checksum
-# What texts follow from. Not what its owner may well change: the card, the recipe, generation_config.json, a chat
-# template; nor custom_generate/, which publishing writes anew.
-DECISIVE = (
+CHECKSUMS_FILE = "complete.json"  # written last; file name -> [size in bytes, CRC-32]
+# The files that determine what a checkpoint generates. Files that users may well edit aren't listed (the model card,
+# the recipe, generation_config.json, a chat template), nor is custom_generate/, which publishing rewrites.
+CHECKED_PATTERNS = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "skipdecode.json", "*.py"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
@@ -22,84 +22,84 @@ DECISIVE = (
 _BLOCK = 2**24
 
 
-def decisive_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's folder that its texts follow from, by name."""
-    return sorted({file for pattern in DECISIVE for file in folder.glob(pattern) if file.is_file()})
+def checked_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's folder that match `CHECKED_PATTERNS`, sorted by name."""
+    return sorted({file for pattern in CHECKED_PATTERNS for file in folder.glob(pattern) if file.is_file()})
 
 
-def seal(folder: Path, files: Sequence[Path] | None = None) -> None:
-    """Write down the files of a folder (default: the decisive ones), after each is on the disk and not in a buffer."""
-    sealed: dict[str, bytes | Path] = {}
-    for file in decisive_files(folder) if files is None else sorted(files):
+def write_checksums(folder: Path, files: Sequence[Path] | None = None) -> None:
+    """Sync files (default: `checked_files`) to disk and write the checksum file of their folder."""
+    contents: dict[str, bytes | Path] = {}
+    for file in checked_files(folder) if files is None else sorted(files):
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-        sealed[file.relative_to(folder).as_posix()] = file
-    write_whole(folder / SEAL, seal_text(sealed))
+        contents[file.relative_to(folder).as_posix()] = file
+    write_atomically(folder / CHECKSUMS_FILE, checksums_text(contents))
 
 
-def seal_text(sealed: Mapping[str, bytes | Path]) -> str:
-    """The seal of these contents, or files, by their names."""
+def checksums_text(contents: Mapping[str, bytes | Path]) -> str:
+    """The text of a checksum file for files, given by name as their content or their path."""
     values = {
         name: [len(content), zlib.crc32(content)]
         if isinstance(content, bytes)
         else [content.stat().st_size, checksum(content)]
-        for name, content in sealed.items()
+        for name, content in contents.items()
     }
     return json.dumps(values, indent=1) + "\n"
 
 
-def damage(folder: Path, *, decisive: bool = False, partly_here: bool = False) -> str | None:
-    """The first thing in a sealed folder that isn't as it was written; None where all is.
+def find_damage(folder: Path, *, checked_only: bool = False, allow_missing: bool = False) -> str | None:
+    """Describe the first file of a folder that differs from its checksum file; None where all agree.
 
     Args:
-        folder: with a seal in it.
-        decisive: look at the files alone that texts follow from, and at whether there are others of the kind.
-        partly_here: a file that is missing isn't damage: a download fetches files when they are asked for.
+        folder: a folder with a checksum file.
+        checked_only: consider only files that match `CHECKED_PATTERNS`, and report added ones.
+        allow_missing: accept missing files, since a download fetches each file when it is first used.
     """
     try:
-        values = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        sealed = {str(name): (int(size), int(crc)) for name, (size, crc) in values.items()}
+        values = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        expected = {str(name): (int(size), int(crc)) for name, (size, crc) in values.items()}
     except FileNotFoundError:
-        return f"it has no {SEAL}"
+        return f"it has no {CHECKSUMS_FILE}"
     except (ValueError, TypeError, AttributeError, OSError):
-        return f"its {SEAL} can't be read"
-    for name, (size, crc) in sealed.items():
+        return f"its {CHECKSUMS_FILE} can't be read"
+    for name, (size, crc) in expected.items():
         file = folder / name
-        if decisive and not any(fnmatch(name, pattern) for pattern in DECISIVE):
+        if checked_only and not any(fnmatch(name, pattern) for pattern in CHECKED_PATTERNS):
             continue
         if not file.is_file():
-            if partly_here:
+            if allow_missing:
                 continue
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
         if checksum(file) != crc:
             return f"{name} has changed since it was written"
-    added = [file.name for file in decisive_files(folder) if file.name not in sealed] if decisive else []
+    added = [file.name for file in checked_files(folder) if file.name not in expected] if checked_only else []
     return f"{added[0]} was added since it was written" if added else None
 
 
-def check_seal(folder: Path, *, partly_here: bool = False) -> None:
-    """Check the decisive files of a folder, where it is sealed.
+def verify_checksums(folder: Path, *, allow_missing: bool = False) -> None:
+    """Compare the checked files of a folder with its checksum file, where it has one.
 
-    Each file is read once in a process, at the pace of the disk (a second or two a gigabyte; loading reads it from
-    memory then), and again where it has changed since.
+    Each file is read once per process, and again when it has changed. This takes a second or two per gigabyte from
+    disk; loading then finds the file in memory.
 
     Raises:
-        ConfigError: for a folder that isn't as it was written.
+        ConfigError: for a file that has changed, was added, or is missing (unless `allow_missing`).
     """
-    if not (folder / SEAL).exists():
+    if not (folder / CHECKSUMS_FILE).exists():
         return
-    found = damage(folder, decisive=True, partly_here=partly_here)
+    found = find_damage(folder, checked_only=True, allow_missing=allow_missing)
     if found is not None:
         raise ConfigError(
-            f"{folder} is damaged: {found}; take a good copy of it, or, if you changed it on purpose, remove "
-            f"{folder / SEAL}"
+            f"{folder} is damaged: {found}; use an intact copy, or, if you changed it on purpose, remove "
+            f"{folder / CHECKSUMS_FILE}"
         )
 
 
 def checksum(file: Path) -> int:
-    """CRC-32: it is there for damage by accident, and keeps pace with a disk."""
+    """The CRC-32 of a file: it detects accidental damage, and is as fast as a disk."""
     status = file.stat()
     return _checksum(str(file.resolve()), status.st_size, status.st_mtime_ns)
 

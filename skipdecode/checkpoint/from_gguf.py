@@ -1,4 +1,4 @@
-"""Models in GGUF, llama.cpp's format: the file is found and checked here, transformers makes plain weights of it."""
+"""Models in GGUF files, llama.cpp's format: this module finds and checks a file, transformers converts its weights."""
 
 import json
 import tempfile
@@ -22,19 +22,22 @@ from transformers.utils import cached_file
 
 from skipdecode.checkpoint.offline import looks_local, without_network
 from skipdecode.errors import ConfigError, first_line
-from skipdecode.internals import forget_gguf_title
+from skipdecode.internals import drop_gguf_title
 
-_MAGIC = b"GGUF"  # what such a file starts with
-_PACKAGES = ("gguf", "accelerate")  # that transformers reads it with
+_MAGIC = b"GGUF"  # the first bytes of a GGUF file
+_PACKAGES = ("gguf", "accelerate")  # what transformers needs to read one
 
 
 def find_gguf(name: str, gguf_file: str, where: Mapping[str, Any] | None = None) -> Path:
-    """The GGUF file of a folder, or of a repository of the Hub, from where it is downloaded once.
+    """Find a GGUF file in a folder, or download it from a repository of the Hub.
 
     Args:
-        name: of the folder or repository.
+        name: the folder or repository.
         gguf_file: the file's name in it.
-        where: what says where a repository is read, such as `revision` and `cache_dir`.
+        where: arguments of `from_pretrained` for a repository, such as `revision` and `cache_dir`.
+
+    Returns:
+        The absolute path of the file.
 
     Raises:
         ConfigError: where there is no such file, it isn't GGUF, or a package that reads it isn't installed.
@@ -52,9 +55,9 @@ def find_gguf(name: str, gguf_file: str, where: Mapping[str, Any] | None = None)
         path = folder / gguf_file
         if not path.is_file():
             found = ", ".join(gguf_files(folder)) or "no .gguf file"
-            raise ConfigError(f"gguf_file {gguf_file!r}: there is no such file in {name!r}, which holds {found}")
+            raise ConfigError(f"gguf_file {gguf_file!r}: there is no such file in {name!r}, which has {found}")
     elif looks_local(name):
-        raise ConfigError(f"gguf_file {gguf_file!r}: {name!r} is not a folder: name the one that holds the file")
+        raise ConfigError(f"gguf_file {gguf_file!r}: {name!r} is not a folder: give the folder of the file")
     else:
         path = _downloaded(name, gguf_file, dict(where or {}))
     try:
@@ -72,56 +75,56 @@ def _downloaded(name: str, gguf_file: str, where: dict[str, Any]) -> Path:
         found = cached_file(name, gguf_file, **where, **without_network(name, (gguf_file,), **where))
     except ConfigError:
         raise
-    except Exception as error:  # the Hub's client raises errors of its own
+    except Exception as error:  # the Hub's client raises its own kinds of errors
         raise ConfigError(f"gguf_file {gguf_file!r} of {name!r} can't be downloaded: {first_line(error)}") from error
     return Path(str(found))
 
 
 def gguf_files(folder: Path) -> list[str]:
-    """The names of a folder's GGUF files."""
+    """The names of the GGUF files in a folder."""
     return sorted(file.name for file in folder.glob("*.gguf"))
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[tuple[str, str]]:
-    """What to call transformers with to read a file and nothing that lies beside it: an empty folder, and the path.
+def _isolated(path: Path) -> Iterator[tuple[str, str]]:
+    """Give the folder (an empty one) and file arguments with which transformers reads nothing but the file `path`.
 
-    From the file's own folder it would take adapters and parts of a tokenizer. By a relative path it would take one in
-    the working directory.
+    From the file's own folder, transformers would also read adapters and tokenizer files.
     """
     with tempfile.TemporaryDirectory() as empty:
         yield empty, str(path)
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """The config that transformers makes of a GGUF file's metadata.
+    """The config that transformers derives from a GGUF file's metadata.
 
-    Raises ConfigError where it can't, as for an architecture that it doesn't read from GGUF.
+    Raises ConfigError where it can't, for example for an architecture that it can't read from GGUF.
     """
     try:
-        with _alone(path) as (folder, file):
+        with _isolated(path) as (folder, file):
             config: PretrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=file)
-    except Exception as error:  # no narrower one: the gguf package raises all kinds for a damaged file
+    except Exception as error:  # the gguf package raises errors of many kinds for a damaged file
         raise ConfigError(f"{str(path)!r} can't be read by transformers: {first_line(error)}") from error
-    forget_gguf_title(config)
+    drop_gguf_title(config)
     return config
 
 
 def read_model(
     path: Path, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model of a GGUF file, its weights dequantised, and what transformers says about their loading.
-
-    It raises what transformers does.
+    """Read the model of a GGUF file with dequantised weights. It raises transformers' errors.
 
     Args:
-        path: of the file.
-        dtype: of the weights; default: float32.
-        kwargs: for `AutoModelForCausalLM.from_pretrained`.
+        path: the file.
+        dtype: data type of the weights; default: float32.
+        kwargs: arguments of `AutoModelForCausalLM.from_pretrained`.
+
+    Returns:
+        The model, and transformers' loading info (missing and unexpected keys, and so on).
     """
-    # Unpacked at loading it is a model like any other. transformers would otherwise note that it comes from GGUF and
-    # refuse to save it, and keep the weights of some families packed, which can't be trained.
-    with _alone(path) as (folder, file):
+    # Without `dequantize`, transformers refuses to save the model, and keeps some families' weights quantised, which
+    # can't be trained.
+    with _isolated(path) as (folder, file):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=file,
@@ -131,18 +134,18 @@ def read_model(
             **kwargs,
         )
     model, info = loaded
-    forget_gguf_title(model.config)
+    drop_gguf_title(model.config)
     return model, info
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file, padding on the left. It raises what transformers does."""
-    with _alone(path) as (folder, file):
+    """Read the tokenizer of a GGUF file, padding on the left. It raises transformers' errors."""
+    with _isolated(path) as (folder, file):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
         if len(tokenizer) == tokenizer.vocab_size:
             return tokenizer
-        # Every token of the file is in the vocabulary. transformers adds those that it takes a family to have, such as
-        # <|endoftext|>, for which the model has no embedding.
+        # The vocabulary contains every token of the file. transformers adds tokens that it expects of a family, such as
+        # <|endoftext|>, for which the model has no embedding; remove them.
         tokenizer.save_pretrained(folder)
         saved = Path(folder, "tokenizer.json")
         values = json.loads(saved.read_text(encoding="utf-8"))

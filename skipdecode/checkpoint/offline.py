@@ -1,4 +1,4 @@
-"""Reaching the Hub, tried once: without a network, each file that is asked for would be tried for a minute."""
+"""A single check whether the Hub can be reached; offline, transformers would retry each file for a minute."""
 
 import http.client
 import os
@@ -17,57 +17,60 @@ from skipdecode.errors import ConfigError
 from skipdecode.internals import is_cached
 
 _HUB = "https://huggingface.co"
-_PATIENCE = 5.0  # seconds
+_TIMEOUT = 5.0  # seconds
 
 
 def without_network(
     name: str, files: Sequence[str] = ("config.json", "adapter_config.json"), **where: Any
 ) -> dict[str, Any]:
-    """Arguments that keep `from_pretrained` to the cache, where a name is a repository and the Hub doesn't answer.
+    """Arguments that restrict `from_pretrained` to the local cache where the Hub can't be reached.
 
     Args:
-        name: of a model, or its folder.
-        files: of which the cache holds one where it holds the model.
-        where: such as `cache_dir` and `revision`, as in `from_pretrained`.
+        name: a repository of the Hub, or a folder (which needs no arguments).
+        files: files of which the cache contains at least one if it contains the repository.
+        where: arguments of `from_pretrained` such as `cache_dir` and `revision`.
+
+    Returns:
+        `local_files_only`, or nothing where the Hub can be reached or isn't needed.
 
     Raises:
-        ConfigError: where the Hub doesn't answer and the cache doesn't hold it.
+        ConfigError: where the Hub can't be reached and the cache doesn't contain the repository.
     """
     address = os.environ.get("HF_ENDPOINT") or _HUB
     if Path(name).is_dir() or is_offline_mode() or where.get("local_files_only") or _answers(address):
         return {}
     if not any(is_cached(name, file, **where) for file in files):
         raise ConfigError(
-            f"{name!r} is no folder, there is no copy of it in the cache, and the Hub can't be reached ({address})"
+            f"{name!r} is not a folder, there is no copy of it in the cache, and the Hub can't be reached ({address})"
         )
     return {"local_files_only": True}
 
 
 def looks_local(name: str) -> bool:
-    """True for the name of a folder, also of one that isn't there, rather than of a repository of the Hub."""
+    """Whether a name is that of a folder, existing or not, rather than that of a repository of the Hub."""
     return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @cache
 def _answers(address: str) -> bool:
-    """True where anything answers at an address, whatever it says."""
+    """Whether a server answers at an address, with whatever status below 500."""
     answered: list[bool] = []
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PATIENCE).close()
-        except urllib.error.HTTPError as error:  # an answer, unless it is a proxy's that reaches nobody
-            if error.code >= 500:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT).close()
+        except urllib.error.HTTPError as error:
+            if error.code >= 500:  # a proxy that can't reach the server
                 return
         except urllib.error.URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # others may trust certificates that Python doesn't
+            if not isinstance(error.reason, ssl.SSLError):  # the Hub's client may trust more certificates
                 return
-        except (OSError, ValueError, http.client.HTTPException):  # ValueError: no address, as of one without https://
+        except (OSError, ValueError, http.client.HTTPException):  # ValueError: an invalid address
             return
         answered.append(True)
 
-    # In a thread, since looking up a name has no timeout.
+    # In a thread, because a name lookup has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
+    thread.join(_TIMEOUT)
     return bool(answered)

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from skipdecode.files import replaced_folder
+from skipdecode.files import atomic_folder_replacement
 
 FOLDER = Path("custom_generate")  # in a checkpoint
 _PACKAGE = __name__.partition(".")[0]
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # never imported here: transformers copies the modules that t
 def write_custom_generate(folder: str | os.PathLike[str]) -> Path:
     """Write `custom_generate/` into a checkpoint's folder, in place of one that is there. Returns its path."""
     path = Path(folder) / FOLDER
-    with replaced_folder(path) as partial:
+    with atomic_folder_replacement(path) as partial:
         for name, text in custom_generate_files().items():
             (partial / name).write_text(text, encoding="utf-8")
     return path

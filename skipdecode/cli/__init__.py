@@ -1,1 +1,1 @@
-"""The command line `skipdecode`."""
+"""The command-line program `skipdecode`."""

@@ -1,4 +1,4 @@
-"""What each subcommand of `skipdecode` does with its options."""
+"""The subcommands of `skipdecode`."""
 
 import argparse
 import importlib
@@ -17,33 +17,19 @@ from skipdecode.errors import ConfigError
 if TYPE_CHECKING:
     from skipdecode.timing.compare import Decoded, Decoder
 
-API_KEY = "SKIPDECODE_API_KEY"  # the environment's, of `serve`
+API_KEY = "SKIPDECODE_API_KEY"  # environment variable with the key of `serve`
 PLANNED_NOTE = (
-    "planned: the target can't be reached by that clock, and the fastest schedule that the checkpoint was trained for "
-    "runs in its place"
+    "planned: this target can't be reached, and the fastest schedule that the checkpoint was trained for runs in its "
+    "place"
 )
 
-# Ends of lines to readers of Unicode texts, though not to JSON.
+# JSON permits these characters in strings, but many readers take them for ends of lines.
 _LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\u0085\u2028\u2029"}
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Write what follows each prompt. Returns the exit status."""
-    if options.schedule is not None and (options.speedup != 1 or options.over is not None or options.strict):
-        raise ConfigError("--schedule says how fast it is: leave --speedup, --over and --strict out")
-    if options.stream and options.json:
-        raise ConfigError("--stream writes words as they come: leave --json out")
-    if options.lossless and options.over is not None and options.speedup == 1:
-        raise ConfigError(f"--over is {options.over}, of a --speedup that drafts: name one, or leave --over out")
-    sampling: dict[str, Any] = {"lossless": options.lossless}
-    seed = options.seed or 0
-    if options.temperature is not None or options.top_p is not None:
-        _check_sampling(options, seed)
-        sampling |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
-    elif options.seed is not None:
-        raise ConfigError(f"--seed is {options.seed}, of sampling: name --temperature or --top-p, or leave it out")
-    if options.order is not None and (not options.lossless or options.schedule is not None or options.speedup != 1):
-        raise ConfigError("--order says which layers draft for --lossless: leave it out, or --speedup and --schedule")
+    """Write the completion of each prompt. Returns the exit status."""
+    sampling = _decoding_settings(options)
     prompts = _prompts(options, as_json=options.json)
     from skipdecode.schedule.schedule import SkipSchedule
 
@@ -52,10 +38,10 @@ def generate(options: argparse.Namespace) -> int:
     decoder.check(prompts)
     size = 1 if options.stream else options.batch_size
     batches = [prompts[at : at + size] for at in range(0, len(prompts), size)]
-    chosen = options.lossless and schedule is None and options.speedup == 1
-    if schedule is None and not chosen:
+    choose_draft = options.lossless and schedule is None and options.speedup == 1
+    if schedule is None and not choose_draft:
         for batch in batches:
-            decoder.plan_of(batch, options.speedup, options.over)  # for the errors, before anything is written
+            decoder.plan_of(batch, options.speedup, options.over)  # raises errors before anything is written
     order = None
     if options.order is not None:
         from skipdecode.families import decoder_layers
@@ -65,7 +51,7 @@ def generate(options: argparse.Namespace) -> int:
     if "do_sample" in sampling:
         import torch
 
-        torch.manual_seed(seed)
+        torch.manual_seed(options.seed or 0)
     total: Decoded | None = None
     streamer = None
     if options.stream:
@@ -75,8 +61,8 @@ def generate(options: argparse.Namespace) -> int:
             decoder.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
     for batch in batches:
-        named = decoder.draft_schedule(batch, order) if chosen else schedule
-        solved = named or decoder.plan_of(batch, options.speedup, options.over).schedule
+        given = decoder.draft_schedule(batch, order) if choose_draft else schedule
+        solved = given or decoder.plan_of(batch, options.speedup, options.over).schedule
         decoded = decoder.decode(batch, solved, streamer)
         for completion in decoded.completions if streamer is None else ():
             line = completion.text
@@ -87,26 +73,49 @@ def generate(options: argparse.Namespace) -> int:
             print(line, flush=True)
         total = decoded if total is None else total + decoded
     assert total is not None  # there is at least one prompt
-    print(_speed(total, solved.num_layers), file=sys.stderr)
+    print(
+        f"{total.layers_per_token:.2f} of {solved.num_layers} layers per token, {total.tokens_per_second:.1f} tokens/s "
+        f"(prefill {total.prefill_seconds:.2f} s, decoding {total.decode_seconds:.2f} s)",
+        file=sys.stderr,
+    )
     return 0
 
 
-def _speed(decoded: "Decoded", num_layers: int) -> str:
-    return (
-        f"{decoded.layers_per_token:.2f} of {num_layers} layers per token, "
-        f"{decoded.tokens_per_second:.1f} tokens/s (prompts {decoded.prefill_seconds:.2f} s, "
-        f"decoding {decoded.decode_seconds:.2f} s)"
-    )
+def _decoding_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the Decoder for `generate`. Raises ConfigError for options that exclude each other."""
+    if options.schedule is not None and (options.speedup != 1 or options.over is not None or options.strict):
+        raise ConfigError("--schedule replaces a target speedup: leave --speedup, --over and --strict out")
+    if options.stream and options.json:
+        raise ConfigError("--stream writes plain text as it is generated: leave --json out")
+    if options.lossless and options.over is not None and options.speedup == 1:
+        raise ConfigError(f"--over is {options.over} without --speedup: give a --speedup above 1, or leave --over out")
+    if options.order is not None and (not options.lossless or options.schedule is not None or options.speedup != 1):
+        raise ConfigError(
+            "--order needs --lossless, and chooses the layers that draft: leave --speedup and --schedule out"
+        )
+    if options.temperature is None and options.top_p is None:
+        if options.seed is not None:
+            raise ConfigError(f"--seed is {options.seed} without sampling: give --temperature or --top-p too")
+        return {"lossless": options.lossless}
+    # float32 must hold the scores after their division by the temperature.
+    if options.temperature is not None and not 1e-4 <= options.temperature <= 1e4:
+        raise ConfigError(f"--temperature is {options.temperature}: it must be between 0.0001 and 10000")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p is {options.top_p}: it must be above 0, and 1 or less")
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed is {options.seed}: it must be between 0 and {2**63 - 1}")
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    return {"lossless": options.lossless, **sampling}
 
 
 def info(options: argparse.Namespace) -> int:
-    """Say what a checkpoint was trained for, and what each speed costs. Returns the exit status."""
+    """Show what a checkpoint was trained for, and what each speedup costs. Returns the exit status."""
     decoder = _decoder(options)
     from skipdecode.checkpoint.skip_config import DEFAULT_SPEEDUP, SkipConfig
     from skipdecode.families import longest_sequence
     from skipdecode.generate.fast_path import fast_path
     from skipdecode.schedule.cost import CostModel, count_parameters
-    from skipdecode.schedule.machine_profile import describe_clock
+    from skipdecode.schedule.machine_profile import describe_cost_model
     from skipdecode.schedule.plan import show_planned
     from skipdecode.timing.compare import price
 
@@ -114,62 +123,63 @@ def info(options: argparse.Namespace) -> int:
     positions = longest_sequence(model.config)
     if positions is not None and options.prompt_length > positions:
         raise ConfigError(f"--prompt-length is {options.prompt_length}: the model has {positions} positions")
-    remembered = SkipConfig.of(model.config)
+    config = SkipConfig.of(model.config)
     depth = CostModel.of(model).num_layers
     parameters = count_parameters(model.parameters())
     print(f"{options.checkpoint}: {model.config.model_type}, {depth} layers, {parameters / 1e6:.1f} M parameters")
-    if remembered is None:
-        print("it doesn't say what it was trained for: nothing but full depth can be expected to read well")
+    if config is None:
+        print("its config names no schedules that it was trained for: expect good output at full depth only")
     else:
-        _print_training(remembered)
+        _print_training(config)
     default = getattr(model.generation_config, DEFAULT_SPEEDUP, None)
     if default is not None:
         own = str(default).removesuffix(".0")
-        print(f"decodes at {own}x where it is served with its own code and nobody asks for a speed")
-    trained = (sorted(remembered.schedules) if remembered is not None else []) or [1.0]
+        print(f"decodes at {own}x by default if it is loaded with its own code (trust_remote_code)")
+    trained = (sorted(config.schedules) if config is not None else []) or [1.0]
     speedups = options.speedup or (trained if len(trained) <= 8 else _spread(trained, 7))
     conditions = {"batch_size": options.batch_size, "prompt_length": options.prompt_length}
-    headers = ["target", "layers", "prompt", "layers per token", "decoding", "whole", "cache MB", "trained for"]
+    headers = ["target", "layers", "prompt layers", "mean layers"]
+    headers += ["speedup (decode)", "speedup (end-to-end)", "cache MB", "trained for"]
     rows = []
-    found_for = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
-    for speedup, found in zip(speedups, found_for, strict=True):
-        schedule = found.plan.schedule
+    prices = price(decoder, speedups, over=options.over, **conditions, new_tokens=options.new_tokens)
+    for speedup, cost in zip(speedups, prices, strict=True):
+        schedule = cost.plan.schedule
         rows.append(
             [
-                show_planned(speedup, found.plan.shortfall),
+                show_planned(speedup, cost.plan.shortfall),
                 f"{schedule.max_layers} to {schedule.min_layers} of {depth}",
                 str(schedule.prompt_depth),
-                f"{found.layers:.2f}",
-                f"{found.predicted:.2f}x",
-                f"{found.whole:.2f}x",
-                f"{found.cache_bytes / 1e6:.2f}",
-                "yes" if found.trained else "no",
+                f"{cost.layers:.2f}",
+                f"{cost.predicted:.2f}x",
+                f"{cost.end_to_end:.2f}x",
+                f"{cost.cache_bytes / 1e6:.2f}",
+                "yes" if cost.trained else "no",
             ]
         )
     print()
     for line in _aligned([headers, *rows]):
         print(line)
-    over = options.over or (remembered.over if remembered is not None else "decode")
-    clock = describe_clock(fast_path(model).profile(options.weights))
+    over = options.over or (config.over if config is not None else "decode")
+    clock = describe_cost_model(fast_path(model).profile(options.weights))
     print(
-        f"\nbatch {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new ones; targets "
-        f"are of {'decoding' if over == 'decode' else 'prompt and decoding together'}; speeds by {clock}, over full "
-        "depth"
+        f"\nbatch size {options.batch_size}, {options.prompt_length} prompt tokens, {options.new_tokens} new tokens; "
+        f"targets refer to {'decoding' if over == 'decode' else 'prefill and decoding together'}; speedups over full "
+        f"depth, by {clock}"
     )
-    if any(not found.plan.reached for found in found_for):
+    if any(not cost.plan.reached for cost in prices):
         print(PLANNED_NOTE)
     return 0
 
 
-def _print_training(remembered: Any) -> None:
-    speeds = remembered.trained_range
+def _print_training(config: Any) -> None:
+    speeds = config.trained_range
     if speeds is not None:
         drawn = f"{speeds[0]:g}x" if speeds[0] == speeds[1] else f"{speeds[0]:g}x to {speeds[1]:g}x"
-        print(f"trained for {drawn} ({len(remembered.schedules)} schedules)")
-    if remembered.task.get("name"):
-        print(f"on the task {remembered.task['name']}")
-    if remembered.task.get("example"):
-        print(f"with prompts such as {json.dumps(remembered.task['example'], ensure_ascii=False)}")
+        print(f"trained for {drawn} ({len(config.schedules)} schedules)")
+    if config.task.get("name"):
+        print(f"on the task {config.task['name']}")
+    if config.task.get("example"):
+        print(f"with prompts such as {json.dumps(config.task['example'], ensure_ascii=False)}")
 
 
 def _spread(values: Sequence[float], count: int) -> list[float]:
@@ -177,71 +187,76 @@ def _spread(values: Sequence[float], count: int) -> list[float]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Show prompts at several speeds side by side. Returns the exit status."""
+    """Show the outputs and times of several speedups side by side. Returns the exit status."""
     prompts = _prompts(options)
     decoder = _decoder(options)
     decoder.check(prompts)
     from skipdecode.schedule.plan import show_planned
-    from skipdecode.timing import compare as texts
+    from skipdecode.timing.compare import compare as compare_speedups
 
-    found = texts.compare(decoder, prompts, options.speedup, options.repeats, options.over)
-    names = [f"{plan.target:g}x" for plan in found.plans]
+    comparison = compare_speedups(decoder, prompts, options.speedup, options.repeats, options.over)
+    names = [f"{plan.target:g}x" for plan in comparison.plans]
     width = max(24, (shutil.get_terminal_size().columns - 3 * (len(names) - 1)) // len(names))
     for number, prompt in enumerate(prompts):
         print(f"> {prompt.rstrip()}")
-        written = [decoded.completions[number].text for decoded in found.decoded]
-        for line in _side_by_side(names, written, width):
+        outputs = [decoded.completions[number].text for decoded in comparison.decoded]
+        for line in _side_by_side(names, outputs, width):
             print(line)
         print()
-    if not found.paces:
-        print(f"too short to be timed: no text has more than {found.tokens} token{'s' if found.tokens > 1 else ''}")
+    if not comparison.paces:
+        length = f"{comparison.tokens} token{'s' if comparison.tokens > 1 else ''}"
+        print(f"the outputs are too short to be timed: none has more than {length}")
         return 0
-    headers = ["target", "decoding", "whole", "layers per token", "agreement", "tokens/s", "prompts s", "decoding s"]
+    headers = ["target", "speedup (decode)", "speedup (end-to-end)", "mean layers", "agreement", "tokens/s"]
+    headers += ["prefill s", "decoding s"]
     rows = [
         [
             show_planned(plan.target or 1.0, plan.shortfall),
-            *([str(pace.speedup), str(pace.whole)] if number else ["1.00x"] * 2),
+            *([str(pace.speedup), str(pace.end_to_end)] if number else ["1.00x"] * 2),
             f"{pace.layers:.2f}",
             f"{100 * agreement:.1f} %",
             f"{pace.tokens_per_second:.1f}",
             f"{pace.prefill_seconds:.3f}",
             f"{pace.decode_seconds:.3f}",
         ]
-        for number, (plan, agreement, pace) in enumerate(zip(found.plans, found.agreements, found.paces, strict=True))
+        for number, (plan, agreement, pace) in enumerate(
+            zip(comparison.plans, comparison.agreements, comparison.paces, strict=True)
+        )
     ]
     for line in _aligned([headers, *rows]):
         print(line)
     print(
-        "\nspeed of decoding, and of prompts and decoding together, over full depth's: median [quartiles] of "
-        f"{found.rounds} rounds in turns; each goes on to {found.tokens} tokens, as many as the longest text has\n"
-        "agreement: tokens of the texts above that full depth would have chosen behind what stands before them"
+        "\nspeedup of decoding, and end-to-end (prefill and decoding), over full depth: median [quartiles] of "
+        f"{comparison.rounds} interleaved rounds, with {comparison.tokens} tokens in every sequence, as in the longest "
+        "output\n"
+        "agreement: share of the output's tokens that full depth would choose too, given the tokens before them"
     )
-    if any(not plan.reached for plan in found.plans):
+    if any(not plan.reached for plan in comparison.plans):
         print(PLANNED_NOTE)
     return 0
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a smaller checkpoint for one speed. Returns the exit status."""
+    """Write a smaller checkpoint for one speedup. Returns the exit status."""
     decoder = _decoder(options)
-    from skipdecode.checkpoint import export as prune
+    from skipdecode.checkpoint.export import export as export_checkpoint
     from skipdecode.schedule.plan import show_planned
 
     plan = decoder.plan(options.speedup)
-    found = prune.export(
+    exported = export_checkpoint(
         decoder.model, decoder.tokenizer, plan.schedule, options.speedup, options.output, standalone=options.standalone
     )
-    saved = 1 - found.parameters / found.parameters_before
+    saved = 1 - exported.parameters / exported.parameters_before
     print(
-        f"{options.output}: {found.layers} of {found.layers_before} layers, {found.parameters / 1e6:.2f} of "
-        f"{found.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved); made for "
-        f"{show_planned(options.speedup, plan.shortfall)} alone" + (", as a plain model" if options.standalone else "")
+        f"{options.output}: {exported.layers} of {exported.layers_before} layers, {exported.parameters / 1e6:.2f} of "
+        f"{exported.parameters_before / 1e6:.2f} M parameters ({saved:.0%} saved), for "
+        f"{show_planned(options.speedup, plan.shortfall)} only" + (", as a plain model" if options.standalone else "")
     )
     return 0
 
 
 def calibrate(options: argparse.Namespace) -> int:
-    """Measure this machine's clock, and keep it. Returns the exit status."""
+    """Time a model on this machine and save the profile. Returns the exit status."""
     output = None if options.output is None else Path(options.output)
     if output is not None:
         _check_new_file(output)
@@ -249,14 +264,15 @@ def calibrate(options: argparse.Namespace) -> int:
     from skipdecode.checkpoint.skip_config import SkipConfig
     from skipdecode.timing.calibrate import measure_profile, room_for
 
-    remembered = SkipConfig.of(decoder.model.config) or SkipConfig()
-    _, most = room_for(decoder.model)
+    config = SkipConfig.of(decoder.model.config) or SkipConfig()
+    _, max_length = room_for(decoder.model)
     for length in options.prompt_length or ():
-        if length > most:
+        if length > max_length:
             raise ConfigError(
-                f"--prompt-length is {length}: the model has positions for {most} at most and the texts that are timed"
+                f"--prompt-length is {length}: it must be at most {max_length}, so that the model has positions for "
+                "the new tokens that are timed"
             )
-    lengths = {min(length, most) for length in options.prompt_length or remembered.timed_lengths()}
+    lengths = {min(length, max_length) for length in options.prompt_length or config.timed_lengths()}
     sizes = set(options.batch_size)
     done = 0
 
@@ -287,35 +303,39 @@ def calibrate(options: argparse.Namespace) -> int:
         ]
         for batch, spread in zip(profile.batches, measured.spreads, strict=True)
     ]
-    headers = ["batch", "prompt", "ms a step", "of 1 layer", "ms of prompts", "of 1 layer", "spread"]
+    headers = ["batch size", "prompt length", "ms per step", "with 1 layer", "ms of prefill", "with 1 layer", "spread"]
     for line in _aligned([headers, *rows]):
         print(line)
-    print("\nspread: of the middle half of the rounds, of a step at full depth, of one layer, or of how these compare")
+    print(
+        "\nspread: interquartile range over the rounds, the largest of: a full step, a step of one layer, their ratio"
+    )
     if (warning := measured.warning()) is not None:
         print(f"warning: {warning}", file=sys.stderr)
     if output is not None:
-        print(f"written to {profile.save(output)}: schedule.profile={output} trains for this machine")
+        print(f"written to {profile.save(output)}: train for this machine with schedule.profile={output}")
     else:
-        print(f"kept in {profile.save()}: speeds of this model are solved for it from now on; remove it to undo that")
+        print(
+            f"written to {profile.save()}: speedups of this model are solved for it from now on; delete it to undo that"
+        )
     return 0
 
 
 def _check_new_file(path: Path) -> None:
-    """Raises ConfigError where --output names something that exists, or a file in no folder."""
+    """Raise ConfigError if --output exists or its folder doesn't."""
     if path.exists():
-        raise ConfigError(f"--output {path} exists: name a new file")
+        raise ConfigError(f"--output {path} exists already: name a new file")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: {path.parent} is no folder")
+        raise ConfigError(f"--output {path}: {path.parent} is not a folder")
 
 
 def order(options: argparse.Namespace) -> int:
-    """Find the order of a model's layers, and write it to a file. Returns the exit status."""
+    """Rank the layers of a model by importance, and write the order to a file. Returns the exit status."""
     output = Path(options.output)
     _check_new_file(output)
     if (options.task is None) == (options.file is None):
-        raise ConfigError("the rows come from --task NAME or from --file FILE: name one of the two")
+        raise ConfigError("give the rows by either --task NAME or --file FILE")
     if options.file is not None and (options.data_dir is not None or options.task_options):
-        raise ConfigError("--data-dir and --task-option are of a --task: leave them out beside --file")
+        raise ConfigError("--data-dir and --task-option belong to --task: leave them out with --file")
     import torch
     from transformers.utils.logging import tqdm
 
@@ -337,25 +357,26 @@ def order(options: argparse.Namespace) -> int:
             bar.set_postfix_str(f"divergence {divergence:.3f}")
             bar.update()
 
-        found = find_order(model, rows, shortlist=options.shortlist, advance=advance)
-    found.save(output)
-    listed = [f"{layers}: {value:.3f}" for layers, value in found.divergence.items()]
-    print(f"order, the most important layer first: {' '.join(map(str, found.order))}")
-    print(f"by Block Influence:                    {' '.join(map(str, found.by_influence))}")
+        ranking = find_order(model, rows, shortlist=options.shortlist, advance=advance)
+    ranking.save(output)
+    listed = [f"{layers}: {value:.3f}" for layers, value in ranking.divergence.items()]
+    print(f"order, the most important layer first: {' '.join(map(str, ranking.order))}")
+    print(f"order by Block Influence:              {' '.join(map(str, ranking.by_influence))}")
     print("divergence from full depth by number of layers, in nats per predicted token, without any training:")
     print(textwrap.fill("  ".join(listed), 100))
     print(
-        f"measured on {found.rows} rows, {found.tokens} predicted tokens, in {found.seconds:.0f} s; written to {output}"
+        f"measured on {ranking.rows} rows with {ranking.tokens} predicted tokens in {ranking.seconds:.0f} s; "
+        f"written to {output}"
     )
     return 0
 
 
 def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any]]:
-    """Rows of a task's training split, or of --file, tokenised. Raises ConfigError where they can't be read."""
+    """The tokenised rows of a task's training split or of --file. Raises ConfigError if they can't be read."""
     if options.file is None:
         root = Path(__file__).resolve().parents[2]
         if not (root / "data" / "rows.py").is_file():
-            raise ConfigError("--task needs a checkout of the repository, which has the tasks: name rows by --file")
+            raise ConfigError("--task needs a checkout of the repository, which has the tasks; without one, use --file")
         sys.path.insert(0, str(root))
         rows: Sequence[dict[str, Any]] = importlib.import_module("data.rows").training_rows(
             options.task, options.data_dir, options.task_options, options.max_prompt_tokens, tokenizer
@@ -370,20 +391,20 @@ def _rows(options: argparse.Namespace, tokenizer: Any) -> Sequence[dict[str, Any
         if not line.strip():
             continue
         where = f"--file {options.file!r}, line {number}"
-        prompt, completion = _texts_of(line, where, ("prompt", "completion"))
+        prompt, completion = _strings_of(line, where, ("prompt", "completion"))
         ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
         rows.append({"prompt_ids": tokenizer(prompt)["input_ids"], "completion_ids": [*ids, tokenizer.eos_token_id]})
         if not rows[-1]["prompt_ids"]:
             raise ConfigError(f"{where}: the prompt has no token")
     if not rows:
-        raise ConfigError(f"--file {options.file!r} holds no row: every line is empty")
+        raise ConfigError(f"--file {options.file!r} has no rows: every line is empty")
     return rows
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Answer requests until it is told to end. Returns the exit status."""
+    """Run the server until SIGTERM or Ctrl-C. Returns the exit status."""
     try:
-        from skipdecode.serve import main as run
+        from skipdecode.serve.main import run as run_server
         from skipdecode.serve.settings import ServeSettings
     except ModuleNotFoundError as error:
         if str(error.name).split(".")[0] == "skipdecode":
@@ -392,12 +413,12 @@ def serve(options: argparse.Namespace) -> int:
             f"serving needs {error.name}, which isn't installed: pip install 'skipdecode[serve]'"
         ) from error
     settings = ServeSettings(
-        name=options.name or Path(os.path.abspath(options.checkpoint)).name,  # which "." has too
+        name=options.name or Path(os.path.abspath(options.checkpoint)).name,  # also for "."
         speedup=options.speedup,
         over=options.over,
         strict=options.strict,
         new_tokens=min(options.max_new_tokens, options.most_new_tokens),
-        most_new_tokens=options.most_new_tokens,
+        max_new_tokens=options.most_new_tokens,
         timeout=options.timeout,
         drain=options.drain,
         api_key=options.api_key if options.api_key is not None else os.environ.get(API_KEY),
@@ -416,13 +437,13 @@ def serve(options: argparse.Namespace) -> int:
         wave_seconds=options.wave_seconds,
         weights=options.weights,
     )
-    return run.run(engine, decoder.tokenizer, settings, options.host, options.port)
+    return run_server(engine, decoder.tokenizer, settings, options.host, options.port)
 
 
-def _side_by_side(headers: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
+def _side_by_side(headers: Sequence[str], outputs: Sequence[str], width: int) -> list[str]:
     wrapped = [
         [header, *(line for part in text.strip().splitlines() for line in textwrap.wrap(part, width) or [""])]
-        for header, text in zip(headers, texts, strict=True)
+        for header, text in zip(headers, outputs, strict=True)
     ]
     height = max(map(len, wrapped))
     padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
@@ -436,58 +457,45 @@ def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _prompts(options: argparse.Namespace, *, as_json: bool = False) -> list[str]:
-    """The prompts of the arguments, of a file or of standard input. Raises ConfigError where there are none."""
+    """The prompts of the arguments, of --file or of standard input. Raises ConfigError if there are none."""
     if options.prompts and options.file is not None:
-        raise ConfigError("prompts are given as arguments and by --file: leave one out")
+        raise ConfigError("prompts are given both as arguments and by --file: use only one")
     if options.prompts:
-        return [_unescaped(prompt) for prompt in options.prompts]
+        return [prompt.replace("\\n", "\n") for prompt in options.prompts]
     if options.file in (None, "-"):
         if sys.stdin is None or (options.file is None and sys.stdin.isatty()):
-            raise ConfigError("no prompt: name one, or --file FILE, or write lines to standard input")
+            raise ConfigError("no prompts: give them as arguments, by --file FILE, or on standard input")
         where, read = "standard input", sys.stdin.read
     else:
         where, read = f"--file {options.file!r}", lambda: Path(options.file).read_text(encoding="utf-8-sig")
     try:
-        text = read().removeprefix("\ufeff")  # of a file that another system marked
+        text = read().removeprefix("\ufeff")  # a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} can't be read: {error}") from error
-    # Not splitlines(), which also parts prompts at characters such as U+2028.
+    # Not splitlines(), which also splits at characters such as U+2028.
     numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not numbered:
-        raise ConfigError(f"{where} holds no prompt: every line is empty")
+        raise ConfigError(f"{where} has no prompts: every line is empty")
     if not as_json:
-        return [_unescaped(line) for _, line in numbered]
-    return [_texts_of(line, f"{where}, line {number}")[0] for number, line in numbered]
+        return [line.replace("\\n", "\n") for _, line in numbered]
+    return [_strings_of(line, f"{where}, line {number}")[0] for number, line in numbered]
 
 
-def _texts_of(line: str, where: str, keys: Sequence[str] = ("prompt",)) -> list[str]:
-    """The texts of a JSON object. Raises ConfigError that says where a line has none."""
+def _strings_of(line: str, where: str, keys: Sequence[str] = ("prompt",)) -> list[str]:
+    """The strings at these keys of a line of JSON. Raises ConfigError if the line doesn't have them."""
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also an endless number, and nesting without end
+    except (ValueError, RecursionError) as error:  # for invalid JSON, very long numbers, and deep nesting
         raise ConfigError(
             f"{where}: expected a JSON object with a {' and a '.join(keys)}, found {line[:40]!r}"
         ) from error
-    texts = []
+    strings = []
     for key in keys:
         text = values.get(key) if isinstance(values, dict) else None
         if not isinstance(text, str):
-            raise ConfigError(f"{where}: expected a JSON object whose {key} is a text, found {line[:40]!r}")
-        texts.append(text)
-    return texts
-
-
-def _unescaped(prompt: str) -> str:
-    return prompt.replace("\\n", "\n")
-
-
-def _check_sampling(options: argparse.Namespace, seed: int) -> None:
-    if options.temperature is not None and not 1e-4 <= options.temperature <= 1e4:  # float32 holds what it divides
-        raise ConfigError(f"--temperature is {options.temperature}: it must lie between 0.0001 and 10000")
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise ConfigError(f"--top-p is {options.top_p}: it must lie above 0 and at most at 1")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed is {seed}: it must lie between 0 and {2**63 - 1}")
+            raise ConfigError(f"{where}: expected a JSON object whose {key} is a string, found {line[:40]!r}")
+        strings.append(text)
+    return strings
 
 
 def _decoder(options: argparse.Namespace, **sampling: Any) -> "Decoder":

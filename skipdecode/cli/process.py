@@ -1,4 +1,4 @@
-"""The start of a command, and its end: a status, and one line that says what was in its way."""
+"""The start and the end of a command: quick imports, exit status, and errors as one line."""
 
 import contextlib
 import errno
@@ -14,26 +14,30 @@ from typing import NoReturn
 
 from skipdecode.errors import ConfigError, first_line
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = None) -> int:
-    """Do what a command is for and return its exit status.
-
-    What is in its way is one line on standard error: 2 for what the user must change (a ConfigError, a file that can't
-    be read or written), 1 for a disk that is full, 130 after Ctrl-C, and 141, without a line, where the reader of the
-    output has enough. Any other exception is a fault of the code and comes through.
+    """Run a command, and report an error as one line on standard error.
 
     Args:
-        run: the work; None counts as the status 0.
-        left: what there is to go on from, for the line of a command that was broken off.
+        run: does the work and returns the exit status; None counts as 0.
+        left: returns what an interrupted command leaves to continue from, which is added to the line.
+
+    Returns:
+        The exit status of `run`; 2 for errors that the user must fix (a ConfigError, a file that can't be read or
+        written), 1 for a full disk, 130 after Ctrl-C, and 141, without a line, if the reader of the output has closed
+        it.
+
+    Raises:
+        Exception: any other error, as it is a defect of the code.
     """
     line: str | None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     try:
         status = run() or 0
-        sys.stdout.flush()  # else a full disk shows while Python is taken down
+        sys.stdout.flush()  # otherwise a full disk would be reported during the shutdown of Python
         return status
     except ConfigError as error:
         line, status = f"error: {error}", 2
@@ -42,46 +46,46 @@ def run_command(run: Callable[[], int | None], left: Callable[[], str] | None = 
     except BrokenPipeError:
         line, status = None, 141
     except OSError as error:
-        status = 1 if error.errno in _FULL else 2
+        status = 1 if error.errno in _DISK_FULL else 2
         line = f"{'stopped' if status == 1 else 'error'}: {_reason(error)}"
-    except Exception as error:  # tokenizers and safetensors have no OSError, and say its number
-        if not any(f"(os error {number})" in str(error) for number in _FULL):
+    except Exception as error:  # tokenizers and safetensors raise errors of their own, with the number
+        if not any(f"(os error {number})" in str(error) for number in _DISK_FULL):
             raise
         line, status = f"stopped: {first_line(error)}", 1
     if left is not None and line is not None and not line.startswith("error"):
         line = f"{line}: {left()}"
     if line is not None:
-        with contextlib.suppress(OSError):  # nobody can be told
+        with contextlib.suppress(OSError):  # standard error is closed
             print(line, file=sys.stderr)
-    _give_up_output()
+    _discard_output()
     return status
 
 
 def run_module(name: str) -> int:
-    """Import a module and run its `main()` as `run_command` does, so that Ctrl-C is one line while it imports too."""
+    """Import a module and run its `main` by `run_command`, so that Ctrl-C during the import prints one line too."""
     return run_command(lambda: importlib.import_module(name).main())
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import torch and transformers while Python's collector rests.
+    """Pause Python's garbage collector during the import of torch and transformers.
 
-    Of all that they make it goes through everything again and again, and finds nothing to free.
+    It would scan the many objects that they create again and again, and find nothing to free.
     """
-    enabled, first = gc.isenabled(), "transformers" not in sys.modules
+    enabled, first_import = gc.isenabled(), "transformers" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        if first:
-            gc.freeze()  # what modules hold stays to the end: looking through it once more takes as long as a text
+        if first_import:
+            gc.freeze()  # excludes modules from later collections, as they stay until the end of the process
         if enabled:
             gc.enable()
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end this process as an error does, so that the processes that it started end with it."""
+    """Make SIGTERM raise SystemExit in the block, so that cleanup code runs and ends the processes it has started."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -94,26 +98,26 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process with a status and without a farewell: Python would take a second to free torch, piece by piece.
+    """End the process at once, without Python's shutdown, which takes about a second to free torch.
 
-    For commands alone, whose files are whole by now; what was registered by `atexit` isn't called.
+    Only for commands that have closed all their files. Functions registered with `atexit` are not called.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with contextlib.suppress(OSError):  # `run_command` has said what there was to say of it
+            with contextlib.suppress(OSError):  # `run_command` has reported it
                 stream.flush()
     os._exit(status)
 
 
 def _reason(error: OSError) -> str:
-    """Such as `Permission denied: 'runs/recipe.yaml'`."""
+    """The error's text and file, such as `Permission denied: 'runs/recipe.yaml'`."""
     if error.strerror is None or error.filename is None:
         return first_line(error).removeprefix(f"[Errno {error.errno}] ")
     return f"{error.strerror}: {error.filename!r}"
 
 
-def _give_up_output() -> None:
-    """Drop output that can't be written: Python would try once more as it ends, and complain."""
+def _discard_output() -> None:
+    """Discard output that can't be written, as Python would try again at its end and print an error."""
     try:
         sys.stdout.flush()
     except OSError:

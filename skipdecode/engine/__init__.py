@@ -1,1 +1,1 @@
-"""Continuous batching: requests of different lengths and speeds that decode together."""
+"""Continuous batching: requests of different lengths and target speedups that decode together."""

@@ -1,7 +1,7 @@
-"""Keys and values of many texts in one piece of memory, allocated once.
+"""Keys and values of all sequences of an engine, in one block of memory that is allocated once.
 
-Of each layer that its tokens run, a text holds as many columns as its schedule needs (law 6), and gives them back when
-it has passed the layer's cutoff (law 7).
+For each layer that its tokens run, a sequence holds as many KV slots as its schedule needs (invariant 6,
+docs/explanation.md). It gives them back as soon as no later token of it runs the layer (invariant 7).
 """
 
 from bisect import bisect_left
@@ -10,125 +10,152 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skipdecode.errors import ConfigError
 from skipdecode.fastpath.kv_cache import PlannedCache
+from skipdecode.fastpath.model import FastDecoder
+from skipdecode.generate.fast_path import free_memory
 from skipdecode.schedule.schedule import SkipSchedule
+
+MEMORY_SHARE = 0.25  # of the free memory, for keys and values, unless `cache_bytes` says otherwise
 
 
 class Span(NamedTuple):
-    """Columns that stand side by side: the first, and how many there are."""
+    """Adjacent KV slots: the index of the first, and how many there are."""
 
     start: int
-    columns: int
+    slots: int
 
 
-class Arena:
-    """Columns of keys and values that texts take and give back, of any layer.
+class KVPool:
+    """KV slots that sequences allocate and free. A slot holds the key and the value of one token in one layer.
 
     Args:
-        columns: how many there are.
-        kv_heads, head_dim: of every layer.
-        dtype, device: of the model.
+        slots: number of slots.
+        kv_heads: key/value heads of every layer.
+        head_dim: dimensions of a head.
+        dtype: of the model.
+        device: of the model.
 
     Attributes:
-        keys, values: [kv_heads, columns, head_dim].
-        free: columns that nobody holds.
+        keys, values: [kv_heads, slots, head_dim].
+        slots: number of slots.
+        free_slots: number of slots that no sequence holds.
 
     Examples:
-        >>> arena = Arena(10, 1, 2, torch.float32, torch.device("cpu"))
-        >>> held = arena.take([4, 3])
-        >>> held, arena.free, arena.take([4])
-        ([Span(start=0, columns=4), Span(start=4, columns=3)], 3, None)
-        >>> arena.give(held[0])
-        >>> arena.take([2, 2, 3]), arena.free
-        ([Span(start=0, columns=2), Span(start=2, columns=2), Span(start=7, columns=3)], 0)
+        >>> pool = KVPool(10, 1, 2, torch.float32, torch.device("cpu"))
+        >>> spans = pool.allocate([4, 3])
+        >>> spans, pool.free_slots, pool.allocate([4])
+        ([Span(start=0, slots=4), Span(start=4, slots=3)], 3, None)
+        >>> pool.free(spans[0])
+        >>> pool.allocate([2, 2, 3]), pool.free_slots
+        ([Span(start=0, slots=2), Span(start=2, slots=2), Span(start=7, slots=3)], 0)
     """
 
-    def __init__(self, columns: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.keys, self.values = (torch.empty(kv_heads, columns, head_dim, dtype=dtype, device=device) for _ in "kv")
-        self.columns = self.free = columns
-        self._gaps = [Span(0, columns)]  # ascending, none beside another
+    def __init__(self, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.keys, self.values = (torch.empty(kv_heads, slots, head_dim, dtype=dtype, device=device) for _ in "kv")
+        self.slots = self.free_slots = slots
+        self._gaps = [Span(0, slots)]  # the free slots, ascending; adjacent gaps are merged
 
-    def take(self, counts: Sequence[int]) -> list[Span] | None:
-        """A span of each of so many columns; None, and nothing is taken, where one doesn't fit now."""
-        taken: list[Span] = []
+    @classmethod
+    def for_decoder(
+        cls, decoder: FastDecoder, device: torch.device, max_tokens: int, cache_bytes: int | None
+    ) -> "KVPool":
+        """The pool of an engine.
+
+        Args:
+            decoder: the model's fast path.
+            device: of the model.
+            max_tokens: tokens of all sequences that may be held at once, at full depth.
+            cache_bytes: size of the pool; by default enough for `max_tokens`, but at most a quarter of the free memory.
+
+        Raises:
+            ConfigError: if `cache_bytes` doesn't hold the shortest sequence.
+        """
+        block, depth = decoder.layers[0], len(decoder.layers)
+        slot_bytes = 2 * block.kv_heads * block.head_dim * torch.empty(0, dtype=decoder.dtype).element_size()
+        if cache_bytes is None:
+            free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
+            cache_bytes = int(min(MEMORY_SHARE * free, max_tokens * depth * slot_bytes))
+        slots = cache_bytes // slot_bytes
+        if slots < 2 * depth:
+            raise ConfigError(
+                f"cache_bytes is {cache_bytes}: it must be at least {2 * depth * slot_bytes}, for a sequence of two "
+                f"tokens in {depth} layers"
+            )
+        slots = min(slots, 2**31 - 1)  # the kernels index slots by 32-bit integers
+        return cls(slots, block.kv_heads, block.head_dim, decoder.dtype, device)
+
+    def allocate(self, counts: Sequence[int]) -> list[Span] | None:
+        """Allocate one span of each of these lengths; returns None, and allocates nothing, if one doesn't fit."""
+        allocated: list[Span] = []
         for count in counts:
-            at = next((n for n, gap in enumerate(self._gaps) if gap.columns >= count), None)
+            at = next((n for n, gap in enumerate(self._gaps) if gap.slots >= count), None)
             if at is None:
-                for span in taken:
-                    self.give(span)
+                for span in allocated:
+                    self.free(span)
                 return None
-            start, columns = self._gaps[at]
-            taken.append(Span(start, count))
-            self._gaps[at : at + 1] = [Span(start + count, columns - count)] if columns > count else []
-            self.free -= count
-        return taken
+            start, slots = self._gaps[at]
+            allocated.append(Span(start, count))
+            self._gaps[at : at + 1] = [Span(start + count, slots - count)] if slots > count else []
+            self.free_slots -= count
+        return allocated
 
-    def give(self, span: Span) -> None:
-        """Give columns back."""
-        start, end = span.start, span.start + span.columns
+    def free(self, span: Span) -> None:
+        """Free a span that was allocated."""
+        start, end = span.start, span.start + span.slots
         after = bisect_left(self._gaps, span)
         before = after
         if after < len(self._gaps) and self._gaps[after].start == end:
-            end += self._gaps[after].columns
+            end += self._gaps[after].slots
             after += 1
         if before and sum(self._gaps[before - 1]) == start:
             before -= 1
             start = self._gaps[before].start
         self._gaps[before:after] = [Span(start, end - start)]
-        self.free += span.columns
+        self.free_slots += span.slots
 
-    def cache_of(self, schedule: SkipSchedule, steps: int, spans: Sequence[Span | None]) -> PlannedCache:
-        """The planned cache of one text, for its prompt: its layers hold their spans, or nothing.
+    def prefill_cache(self, schedule: SkipSchedule, steps: int, spans: Sequence[Span | None]) -> PlannedCache:
+        """A cache through which the prefill of one sequence writes into its spans.
 
         Args:
-            schedule, steps: as of the cache.
-            spans: of each layer; None for one that no generated token runs.
+            schedule: of the sequence.
+            steps: maximum number of decode steps of the sequence.
+            spans: one for each layer; None for a layer that no generated token runs.
         """
         cache = PlannedCache(schedule, steps)
-        held: list[Any] = cache.layers
-        for layer, span in zip(held, spans, strict=True):
+        cache_layers: list[Any] = cache.layers
+        for layer, span in zip(cache_layers, spans, strict=True):
             if span is not None:
-                part = slice(span.start, span.start + span.columns)
+                part = slice(span.start, span.start + span.slots)
                 layer.hold(self.keys[None, :, part], self.values[None, :, part])
         return cache
 
     @property
-    def gaps(self) -> int:
-        """Pieces that the free columns are in."""
+    def free_regions(self) -> int:
+        """Number of contiguous regions that the free slots form."""
         return len(self._gaps)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that keys and values take."""
-        return 2 * self.keys.numel() * self.keys.element_size()
 
-
-class ArenaLayer:
-    """The arena as the kernels take a layer's keys and values: rows are columns, from which a text's columns go on.
+class PoolLayer:
+    """The pool in the form in which the kernels take the cache of a layer: each row of it is one KV slot.
 
     Attributes:
-        buffers: keys and values, [columns, kv_heads, 1, head_dim] both.
+        buffers: keys and values, both [slots, kv_heads, 1, head_dim].
     """
 
     is_initialized = True
     generated = 1
     length = 0
 
-    def __init__(self, arena: Arena) -> None:
-        self.buffers = tuple(part.transpose(0, 1).unsqueeze(2) for part in (arena.keys, arena.values))
+    def __init__(self, pool: KVPool) -> None:
+        self.buffers = tuple(part.transpose(0, 1).unsqueeze(2) for part in (pool.keys, pool.values))
 
     def check_room(self, columns: int) -> None:
-        """Nothing to check: a text gets its columns before it runs."""
+        """Check nothing: the scheduler has allocated a sequence's slots before any of its tokens runs."""
 
 
-class ArenaCache:
-    """The arena in place of a cache: every layer's keys and values are somewhere in it.
+class PoolCache:
+    """The pool in the form in which a decode step takes a cache: the same `PoolLayer` for every layer of the model."""
 
-    Attributes:
-        arena: the memory.
-        layers: the same for each layer of the model.
-    """
-
-    def __init__(self, arena: Arena, num_layers: int) -> None:
-        self.arena = arena
-        self.layers = [ArenaLayer(arena)] * num_layers
+    def __init__(self, pool: KVPool, num_layers: int) -> None:
+        self.layers = [PoolLayer(pool)] * num_layers

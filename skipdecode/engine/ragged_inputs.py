@@ -1,7 +1,7 @@
-"""A decode step of texts at columns of their own and at speeds of their own: each layer runs a prefix of them (law 7).
+"""Inputs of a decode step for sequences of different lengths and schedules.
 
-Layer sets nest (law 1), so with texts ordered deepest budget first, those that run a layer are the first ones, whatever
-their positions and schedules.
+The sets of layers that tokens run are nested (invariant 1, docs/explanation.md). With the tokens ordered by the size of
+their set, largest first, the tokens that run a given layer are therefore the first ones of the batch (invariant 7).
 """
 
 from array import array
@@ -11,40 +11,46 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kv_pool import Arena
-from skipdecode.fastpath.layer import LeanBlock, StepInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.engine.kv_pool import KVPool
+from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.step_inputs import StepInputs, attention_mask
 
 
 def nested_groups(layer_sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Texts that run these sets of layers, in groups in each of which the sets nest, the largest first.
+    """Group tokens by the sets of layers that they run, so that within each group the sets are nested.
 
-    Schedules of one placement and as many warm-up layers make one group.
+    Schedules with the same placement and the same number of warm-up layers form one group.
+
+    Args:
+        layer_sets: the layers that each token runs, ascending.
+
+    Returns:
+        The indices of each group's tokens, those of the largest set first.
 
     >>> nested_groups([(0, 3), (0, 2, 3), (0, 1), (0, 3), (0,)])
     [[1, 0, 3, 4], [2]]
     """
     groups: list[list[int]] = []
-    lasts: list[frozenset[int]] = []  # the smallest set of each
-    frozen: dict[tuple[int, ...], frozenset[int]] = {}
-    for text in sorted(range(len(layer_sets)), key=lambda n: -len(layer_sets[n])):
-        layers = layer_sets[text]
-        own = frozen.get(layers)
-        if own is None:
-            own = frozen[layers] = frozenset(layers)
-        for n, last in enumerate(lasts):
-            if own is last or own <= last:
-                groups[n].append(text)
-                lasts[n] = own
+    smallest: list[frozenset[int]] = []  # set of each group
+    known: dict[tuple[int, ...], frozenset[int]] = {}
+    for token in sorted(range(len(layer_sets)), key=lambda n: -len(layer_sets[n])):
+        layers = layer_sets[token]
+        layer_set = known.get(layers)
+        if layer_set is None:
+            layer_set = known[layers] = frozenset(layers)
+        for n, last in enumerate(smallest):
+            if layer_set is last or layer_set <= last:
+                groups[n].append(token)
+                smallest[n] = layer_set
                 break
         else:
-            groups.append([text])
-            lasts.append(own)
+            groups.append([token])
+            smallest.append(layer_set)
     return groups
 
 
 def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
-    """For each layer of the first of nested sets, how many of them hold it.
+    """For each layer of the first (largest) of several nested sets, the number of sets that contain it.
 
     >>> prefix_lengths([(0, 1, 3), (0, 3), (0, 3), (0,)])
     [4, 1, 3]
@@ -57,153 +63,152 @@ def prefix_lengths(layer_sets: Sequence[tuple[int, ...]]) -> list[int]:
     return list(counts.values())
 
 
-class _Part(StepInputs):
-    """Inputs of the tokens that run a layer: what those of `PrefixInputs` are, without the compiled kernels."""
+class _LayerInputs(StepInputs):
+    """The inputs of the tokens that run one layer, which `RaggedInputs` prepares for it."""
 
     def __init__(
         self,
-        columns: torch.Tensor,
+        pool: KVPool,
+        slots: torch.Tensor,
         last: int,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
         super().__init__(last, None, rotary, bias)
-        self._columns = columns  # [tokens]
-        every = torch.arange(last + 1, device=columns.device)
-        self._distance = columns[:, None] - every  # [tokens, columns], below 0 behind a text's end
-        # What is read where a text has no column is its own last one: other texts' could be infinite.
-        self._read = torch.minimum(every, columns[:, None])
+        self._pool = pool
+        self._slots = slots  # [tokens], each in its own sequence
+        every = torch.arange(last + 1, device=slots.device)
+        self._distance = slots[:, None] - every  # [tokens, slots], negative behind a sequence's end
+        # What is read behind a sequence's end is its own last slot: those of others may hold infinite values, which
+        # a mask can't hide.
+        self._read = torch.minimum(every, slots[:, None])
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def place(self, arena: Arena, starts: torch.Tensor) -> None:
-        """Stand at columns of the arena, from `starts` [tokens] on: those of the layer that runs next."""
-        self._arena = arena
-        self._own = starts + self._columns
-        self._at = starts[:, None] + self._read  # [tokens, columns]
+    def move_to(self, starts: torch.Tensor) -> None:
+        """Read and write the pool from `starts` [tokens] on: where the layer that runs next has its sequences."""
+        self._written = starts + self._slots
+        self._attended = starts[:, None] + self._read  # [tokens, slots]
 
-    def attend(
-        self, block: LeanBlock, cached: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """As StepInputs.attend."""
-        keys, values = self._arena.keys, self._arena.values
-        keys[:, self._own], values[:, self._own] = key.transpose(0, 1), value.transpose(0, 1)
-        grouped = query.view(len(query), block.kv_heads, -1, block.head_dim).transpose(0, 1)
-        attended = block.attention_function(
-            grouped,  # [kv_heads, tokens, heads that share keys, head_dim]: texts stand where heads would
-            keys[:, self._at],  # [kv_heads, tokens, columns, head_dim]
-            values[:, self._at],
-            attn_mask=self._mask(block, query.dtype),
-            scale=block.scaling,
-        )
-        return attended.transpose(0, 1).reshape(len(query), -1)
+    def store(
+        self, cached: Any, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As StepInputs.store; returns keys and values [kv_heads, tokens, slots, head_dim]."""
+        keys, values = self._pool.keys, self._pool.values
+        keys[:, self._written], values[:, self._written] = key.transpose(0, 1), value.transpose(0, 1)
+        return keys[:, self._attended], values[:, self._attended]
 
-    def _mask(self, block: LeanBlock, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to scores [kv_heads or 1, tokens, heads that share keys or 1, columns]."""
-        window = block.window
+    def lay_out(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> [kv_heads, tokens, heads that share keys, head_dim]."""
+        return query.view(len(query), kv_heads, -1, query.shape[-1]).transpose(0, 1)
+
+    def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """[kv_heads or 1, tokens, heads that share keys or 1, slots]."""
         if window not in self._masks:
-            seen = self._distance >= 0
-            if window is not None:
-                seen &= self._distance < window
-            bias: Any = 0.0
-            if self.bias is not None:  # [1, heads, 1, columns]
-                bias = self.bias[0, :, 0, : self.column + 1].view(block.kv_heads, 1, -1, self.column + 1)
-            self._masks[window] = torch.where(seen[None, :, None], bias, float("-inf")).to(dtype)
+            bias = self.bias
+            if bias is not None:  # [1, heads, 1, slots]
+                bias = bias[0, :, 0, : self.slot + 1].view(len(query), 1, -1, self.slot + 1)
+            self._masks[window] = attention_mask(self._distance[None, :, None], window, bias, query.dtype)
         return self._masks[window]
 
+    def take_back(self, attended: torch.Tensor) -> torch.Tensor:
+        return attended.transpose(0, 1).reshape(attended.shape[1], -1)
 
-class PrefixInputs(StepInputs):
-    """Inputs of tokens of several texts, the deepest budget first; those of one text ascend.
+
+class RaggedInputs(StepInputs):
+    """The inputs of tokens of several sequences, each at its own slot and with its own layers.
+
+    Tokens that run more layers come first, and the tokens of one sequence ascend. So those that run a layer are the
+    first ones.
 
     Args:
-        arena: that holds the texts' keys and values.
-        starts: the first column in the arena of each text in each layer [tokens, layers of the model], int32 on CPU.
-        columns: of each token in its own text.
-        texts: a number for the text of each token.
-        layers: that run, ascending.
+        pool: the memory that holds the sequences' keys and values.
+        starts: where each token's sequence begins in the pool, for each layer [tokens, layers of the model], int32 on
+            CPU.
+        slots: the KV slot of each token in its own sequence.
+        sequences: a number for the sequence of each token.
+        layers: those that run, ascending.
         counts: for each of them, how many of the tokens run it.
-        position_ids, rotary: as of a step's, of each token.
-        bias: as of a step's, of one text from its first column on, beyond the last of `columns`.
+        position_ids: of each token, as in StepInputs.
+        rotary: of each token, as in StepInputs.
+        bias: as in StepInputs, of one sequence from its first slot on, beyond the last of `slots`.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        pool: KVPool,
         starts: torch.Tensor,
-        columns: Sequence[int],
-        texts: Sequence[int],
+        slots: Sequence[int],
+        sequences: Sequence[int],
         layers: Sequence[int],
         counts: Sequence[int],
         position_ids: torch.Tensor | None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         bias: torch.Tensor | None,
     ) -> None:
-        super().__init__(max(columns), position_ids, rotary, bias)
-        self._arena = arena
+        super().__init__(max(slots), position_ids, rotary, bias)
+        self._pool = pool
         self._starts = starts
         self._counts = dict(zip(layers, counts, strict=True))
-        self.columns = columns
-        self._texts = texts
-        self._parts: dict[int, _Part] = {}
+        self._slots = slots
+        self._sequences = sequences
+        self._by_count: dict[int, _LayerInputs] = {}
 
-    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """As StepInputs.places; where the rows lie is said by `prefixes`."""
-        return self._texts, self.columns
+    def rows_and_slots(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        """As StepInputs.rows_and_slots; the rows in the cache are those of `nested_rows`."""
+        return self._sequences, self._slots
 
-    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
-        """As StepInputs.prefixes: a row of the cache is a column of the arena."""
+    def nested_rows(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor]":
+        """As StepInputs.nested_rows: the pool is a cache whose rows are its slots."""
         return array("i", self._counts.values()), self._starts[:, list(layers)].T.contiguous()
 
-    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: Any) -> torch.Tensor:
-        """As StepInputs.run, of the prefix that runs the layer."""
+    def rows(self, index: int) -> int | None:
         count = self._counts[index]
-        part = self._parts.get(count)
-        if part is None:
-            part = self._parts[count] = self._first(count, hidden.device)
-        starts = self._starts[:count, index].to(hidden.device, torch.int64)
-        part.place(self._arena, starts)
-        if count == len(hidden):
-            return block(hidden, cached, part)
-        hidden[:count] = block(hidden[:count], cached, part)
-        return hidden
+        return count if count < len(self._slots) else None
 
-    def _first(self, count: int, device: torch.device) -> _Part:
-        columns = torch.tensor(self.columns[:count], device=device)
-        rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
-        return _Part(columns, max(self.columns[:count]), rotary, self.bias)
+    def of_layer(self, index: int) -> StepInputs:
+        count, device = self._counts[index], self._pool.keys.device
+        inputs = self._by_count.get(count)
+        if inputs is None:
+            slots = torch.tensor(self._slots[:count], device=device)
+            rotary = (self.rotary[0][:count], self.rotary[1][:count]) if self.rotary is not None else None
+            inputs = _LayerInputs(self._pool, slots, max(self._slots[:count]), rotary, self.bias)
+            self._by_count[count] = inputs
+        inputs.move_to(self._starts[:count, index].to(device, torch.int64))
+        return inputs
 
 
-class TextPositions:
-    """What the columns of a text are to a model, from its first one on, in tables that grow.
+class PositionTables:
+    """Position ids, rotary embeddings and biases by position, in tables that grow with the longest sequence.
 
     Args:
-        decoder: of the model.
+        decoder: the model's fast path.
         device: of the model.
     """
 
-    def __init__(self, decoder: LeanDecoder, device: torch.device) -> None:
+    def __init__(self, decoder: FastDecoder, device: torch.device) -> None:
         self._decoder = decoder
         self._device = device
-        self._known = 0
-        self._looked_up: torch.Tensor | None = None
+        self._length = 0
+        self._position_ids: torch.Tensor | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bias: torch.Tensor | None = None
 
-    def reach(self, columns: int) -> None:
-        """Know the first `columns` at least."""
-        if columns <= self._known:
+    def grow(self, length: int) -> None:
+        """Extend the tables to at least `length` positions."""
+        if length <= self._length:
             return
-        self._known = max(columns, 2 * self._known, 256)
-        every = torch.arange(self._known, device=self._device)[None]
-        looked_up, rotary = self._decoder.placed(every)
-        self._looked_up = looked_up[0] if looked_up is not None else None
+        self._length = max(length, 2 * self._length, 256)
+        every = torch.arange(self._length, device=self._device)[None]
+        position_ids, rotary = self._decoder.placed(every)
+        self._position_ids = position_ids[0] if position_ids is not None else None
         self._rotary = (rotary[0][0], rotary[1][0]) if rotary is not None else None
         self._bias = self._decoder.bias(torch.ones_like(every), 0, padded=False)
 
-    def of(
-        self, columns: Sequence[int]
+    def at(
+        self, positions: Sequence[int]
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
-        """Position ids, rotary and bias of tokens at these columns, as `PrefixInputs` takes them."""
-        at = torch.tensor(columns, device=self._device)
-        looked_up = self._looked_up[at] if self._looked_up is not None else None
-        rotary = (self._rotary[0][at], self._rotary[1][at]) if self._rotary is not None else None
-        return looked_up, rotary, self._bias
+        """Position ids, rotary embeddings and bias of tokens at these positions, as `RaggedInputs` takes them."""
+        index = torch.tensor(positions, device=self._device)
+        position_ids = self._position_ids[index] if self._position_ids is not None else None
+        rotary = (self._rotary[0][index], self._rotary[1][index]) if self._rotary is not None else None
+        return position_ids, rotary, self._bias

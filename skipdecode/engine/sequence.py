@@ -1,33 +1,19 @@
-"""What a request of an engine asks for, prepared by transformers' own `generate`; and its answer, token by token."""
+"""A sequence that an engine decodes, and the answer that receives its tokens."""
 
-import copy
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
-from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 
-from skipdecode.errors import ConfigError, first_line
-from skipdecode.generate.runners import why_not_lean_steps
-from skipdecode.generate.skip_generate import check_request, check_unhealed
-from skipdecode.generate.stopping import Endings, limited_config
-from skipdecode.internals import given_a_tokenizer
+from skipdecode.engine.prepare import PreparedRequest
+from skipdecode.errors import ConfigError
+from skipdecode.generate.acceptance import accepted_tokens
+from skipdecode.generate.draft_policy import MAX_DRAFTS, AcceptedPlusOne, DraftPolicy, VerifiedRound
+from skipdecode.generate.stopping import Endings
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import SkipSchedule
 
@@ -35,148 +21,16 @@ End = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What `generate` hands to a decoding loop for one prompt.
+class GeneratedToken:
+    """A token that was generated, or the event that ended its sequence.
 
     Attributes:
-        input_ids: the prompt [1, columns].
-        processor, criteria, config: generate's own.
-    """
-
-    input_ids: torch.Tensor
-    processor: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-
-    @property
-    def new_tokens(self) -> int:
-        """New tokens at most."""
-        return int(self.config.max_length - self.input_ids.shape[1])
-
-
-# Processors and criteria that keep nothing of a text, and of a prompt know its length alone.
-_BY_LENGTH = {MaxLengthCriteria, EosTokenCriteria, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper}
-_FIRST_DRAFTS, _MOST_AHEAD = 4, 8  # tokens that are drafted before they are verified
-LEAST_TEMPERATURE = 1e-5  # below it scores overflow, and the likeliest token is all that is left anyway
-MOST_KNOWN = 4096  # kinds of requests that are kept prepared
-# Arguments of `generate` that are no settings of it.
-_NOT_SETTINGS = (
-    *("inputs", "input_ids", "attention_mask", "inputs_embeds", "position_ids", "past_key_values", "streamer"),
-    *("custom_generate", "synced_gpus", "tokenizer", "assistant_model", "weights", "cuda_graphs", "draft_counts"),
-)
-
-
-class Preparer:
-    """Has `generate` prepare prompts, with its own settings.
-
-    What it makes of settings that are plain values, of end tokens, limits and temperatures, depends on a prompt's
-    length and on nothing else of it. So it is kept: a server is asked for the same again and again, and `generate`
-    takes longer to prepare a text than a small model to decode it.
-
-    Args:
-        model: which must not be changed in between.
-        tokenizer: for `stop_strings`.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._known: dict[Any, Prepared] = {}
-        self._defaults: dict[str, Any] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that the model knows."""
-        return int(self._model.get_input_embeddings().num_embeddings)
-
-    def __call__(self, prompt: Sequence[int], settings: dict[str, Any]) -> Prepared:
-        """What a prompt is decoded with. Raises ConfigError for what an engine doesn't decode."""
-        if len(prompt) == 0:
-            raise ConfigError("the prompt is empty: it must have at least one token")
-        vocabulary = self.vocabulary
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int | Integral):
-                raise ConfigError(f"the prompt holds {token!r}: token ids are integers from 0 to {vocabulary - 1}")
-            if not 0 <= token < vocabulary:
-                raise ConfigError(f"the prompt holds token {token}: the model knows those from 0 to {vocabulary - 1}")
-        input_ids = torch.tensor([list(prompt)], device=self._model.device)
-        defaults = vars(self._model.generation_config)
-        if defaults != self._defaults:
-            self._known.clear()
-            self._defaults = copy.deepcopy(defaults)  # with its lists, which may be changed in place
-        key = (len(prompt), *((name, type(value), value) for name, value in sorted(settings.items())))
-        plain = all(isinstance(value, int | float | str | None) for value in settings.values())
-        found = self._known.get(key) if plain else None
-        if found is not None:
-            return replace(found, input_ids=input_ids)
-        found = self._prepare(input_ids, settings)
-        if plain and {type(part) for part in (*found.processor, *found.criteria)} <= _BY_LENGTH:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = found
-        return found
-
-    def _prepare(self, input_ids: torch.Tensor, settings: dict[str, Any]) -> Prepared:
-        for name in _NOT_SETTINGS:
-            if settings.get(name) is not None:
-                raise ConfigError(f"{name} is given: an engine takes a prompt's tokens, and settings of generate")
-        check_unhealed(settings.get("token_healing", self._model.generation_config.token_healing))
-        try:
-            found: Prepared = self._model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                custom_generate=_prepared,
-                tokenizer=self._tokenizer,  # a checkpoint's own settings may have stop strings, too
-                **settings,
-            )
-        except ConfigError:
-            raise
-        except ValueError as error:  # generate's own, for values and names that it doesn't take
-            raise ConfigError(f"generate refuses these settings: {first_line(error)}") from error
-        temperature = found.config.temperature
-        if found.config.do_sample and temperature is not None and not LEAST_TEMPERATURE <= temperature < math.inf:
-            raise ConfigError(f"temperature is {temperature}: it must be at least {LEAST_TEMPERATURE:g} to sample")
-        return found
-
-
-@given_a_tokenizer
-def _prepared(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    **model_kwargs: Any,
-) -> Prepared:
-    """A `custom_generate` that decodes nothing."""
-    generation_config = limited_config(generation_config, stopping_criteria)
-    check_request(model, input_ids, generation_config, model_kwargs)
-    if len(input_ids) > 1:
-        raise ConfigError(f"num_return_sequences is {len(input_ids)}: submit so many requests, with a seed each")
-    if generation_config.return_dict_in_generate:
-        raise ConfigError("return_dict_in_generate is True: an engine gives tokens, and with logprobs their chances")
-    if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
-        raise ConfigError("guidance_scale is asked for: an engine runs a text once a token")
-    reason = why_not_lean_steps(model, generation_config, synced_gpus, model_kwargs)
-    if reason is not None:
-        raise ConfigError(f"an engine can't decode with this model: {reason}")
-    return Prepared(input_ids, logits_processor, stopping_criteria, generation_config)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A token of a text.
-
-    Attributes:
-        token: its id.
-        logprob: the logarithm of its probability in the model's own distribution, where logprobs were asked for.
-        top: the likeliest tokens there, with theirs.
-        end: what ended the text with it; None where the text goes on. After a cancellation or a failure there is no
-            token (-1).
-        error: what failed.
-        at: when it was chosen, by `time.monotonic`.
+        token: token id; -1 if the sequence ended without one, because it was cancelled or failed.
+        logprob: log probability by the model's own distribution, if logprobs were requested.
+        top: the likeliest tokens at this position with their log probabilities, if they were requested.
+        end: why the sequence ended with this token; None if it continues.
+        error: why the sequence failed, if it did.
+        at: when the token was generated, by `time.monotonic`.
     """
 
     token: int
@@ -188,15 +42,16 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Completed:
-    """A text that has ended.
+class CompletedRequest:
+    """The result of a request that has ended.
 
     Attributes:
-        tokens: as `generate` gives them behind the prompt, the end token or stop string among them.
-        end: what ended it.
-        layers: that its tokens ran, on average, but for the first, which comes from the prompt's pass.
-        waited, first_token, seconds: wall clock from its submission until it was admitted, its first token was chosen,
-            and it ended; None for what didn't come to pass.
+        tokens: the new tokens, as `generate` returns them after the prompt: with the end token or stop string.
+        end: why the sequence ended.
+        layers: mean number of layers per token, without the first token, which comes from the prefill.
+        waited: seconds from submission until the request was admitted; None if it never was.
+        first_token: seconds from submission until the first token; None if there is none.
+        seconds: from submission until the end.
     """
 
     tokens: tuple[int, ...]
@@ -209,7 +64,7 @@ class Completed:
 
 @dataclass
 class Times:
-    """When a request was submitted, admitted and got its first and last token, by `time.monotonic`."""
+    """When a request was submitted and admitted, and when its first and last token came, by `time.monotonic`."""
 
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -218,17 +73,19 @@ class Times:
 
 
 class Answer:
-    """The text of a request, while it is decoded: iterate over it for its tokens as they come, each time for all.
+    """The answer to a request. Iterating over it gives the tokens as they are generated, from the first one each time.
 
     Args:
-        prompt_tokens: of the prompt.
-        schedule: which layers its tokens run.
-        plan: what its speedup is decoded with; None of lossless texts, whose speed depends on their drafts.
-        listener: called with each token in place of keeping it for an iterator, in the engine's thread: it must be
-            quick and raise nothing.
+        prompt_tokens: length of the prompt.
+        schedule: the layers that the tokens of the answer run.
+        plan: how the requested speedup is decoded; None if the answer is lossless, as its speed depends on the
+            acceptance rate of its drafts.
+        listener: called with each token, in the engine's thread, in place of keeping it for iteration. It must return
+            quickly and raise nothing.
 
     Attributes:
         prompt_tokens, schedule, plan: as given.
+        times: when the request was submitted, admitted, and got its tokens.
     """
 
     def __init__(
@@ -236,62 +93,68 @@ class Answer:
         prompt_tokens: int,
         schedule: SkipSchedule,
         plan: SpeedPlan | None,
-        listener: Callable[[Chosen], None] | None = None,
+        listener: Callable[[GeneratedToken], None] | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.schedule = schedule
         self.plan = plan
-        self._times = Times()
+        self.times = Times()
         self._tokens: list[int] = []
-        self._last: Chosen | None = None
+        self._last: GeneratedToken | None = None
         self._ended = threading.Event()
         self._cancelled = False
-        self._kept: list[Chosen] = []
-        self._came = threading.Condition()
+        self._kept: list[GeneratedToken] = []
+        self._changed = threading.Condition()
         self._listener = listener
 
-    def __iter__(self) -> Iterator[Chosen]:
-        """The tokens as they come, up to the one that ends the text. Raises what made it fail, and ConfigError where a
-        listener has them.
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        """Iterate over the tokens, waiting for each.
+
+        Raises:
+            ConfigError: if a listener receives the tokens.
+            BaseException: the error that made the sequence fail.
         """
         if self._listener is not None:
-            raise ConfigError("the tokens go to the listener: nothing is kept to iterate over")
+            raise ConfigError("the tokens go to the listener: they are not kept for iteration")
         for n in count():
-            with self._came:
-                self._came.wait_for(lambda: len(self._kept) > n)  # noqa: B023, it is over before the next n
-            chosen = self._kept[n]
-            if chosen.error is not None:
-                raise chosen.error
-            if chosen.end != "cancelled":
-                yield chosen
-            if chosen.end is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._kept) > n)  # noqa: B023, called before n changes
+            generated = self._kept[n]
+            if generated.error is not None:
+                raise generated.error
+            if generated.end != "cancelled":
+                yield generated
+            if generated.end is not None:
                 return
 
     def cancel(self) -> None:
-        """End the text where it is; what it holds is free before the next step."""
+        """Have the sequence end; its memory is free before the next step."""
         self._cancelled = True
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was cancelled, be it after its end."""
+        """Whether `cancel` was called, even after the end."""
         return self._cancelled
 
-    @property
-    def times(self) -> Times:
-        """When what came to pass."""
-        return self._times
+    def result(self, timeout: float | None = None) -> CompletedRequest:
+        """Wait for the end of the sequence.
 
-    def result(self, timeout: float | None = None) -> Completed:
-        """Wait for the end of the text. Raises what made it fail, and TimeoutError after so many seconds."""
+        Args:
+            timeout: maximum seconds to wait; by default there is no limit.
+
+        Raises:
+            TimeoutError: if the sequence hasn't ended by then.
+            BaseException: the error that made the sequence fail.
+        """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the text hasn't ended after {timeout} s")
+            raise TimeoutError(f"the sequence hasn't ended after {timeout} s")
         assert self._last is not None
         assert self._last.end is not None
         if self._last.error is not None:
             raise self._last.error
-        times, steps = self._times, len(self._tokens) - 1
+        times, steps = self.times, len(self._tokens) - 1
         start = times.submitted
-        return Completed(
+        return CompletedRequest(
             tuple(self._tokens),
             self._last.end,
             self.schedule.mean_budget(steps) if steps > 0 else 0.0,
@@ -300,158 +163,173 @@ class Answer:
             (times.last or start) - start,
         )
 
-    def add(self, chosen: Chosen) -> None:
-        """Take a token: the engine's."""
-        if chosen.token >= 0:
-            self._tokens.append(chosen.token)
-            self._times.first = self._times.first or chosen.at
-        if chosen.end is not None:
-            self._times.last = chosen.at
-            self._last = chosen
+    def add(self, generated: GeneratedToken) -> None:
+        """Add a token. For the engine only."""
+        if generated.token >= 0:
+            self._tokens.append(generated.token)
+            self.times.first = self.times.first or generated.at
+        if generated.end is not None:
+            self.times.last = generated.at
+            self._last = generated
         try:
             if self._listener is not None:
-                self._listener(chosen)
+                self._listener(generated)
             else:
-                with self._came:
-                    self._kept.append(chosen)
-                    self._came.notify_all()
+                with self._changed:
+                    self._kept.append(generated)
+                    self._changed.notify_all()
         except Exception:
-            self._listener = None  # it isn't told of its own failure
-            if chosen.end is None:
+            self._listener = None  # it must not be called with its own failure
+            if generated.end is None:
                 raise
         finally:
-            if chosen.end is not None:
+            if generated.end is not None:
                 self._ended.set()
 
 
-class Input(NamedTuple):
-    """A token that a step runs: at which column of its text, and through which layers, ascending."""
+class TokenInput(NamedTuple):
+    """A token that a step runs, its position in its sequence, and the layers that it runs, ascending."""
 
     token: int
-    column: int
+    position: int
     layers: tuple[int, ...]
 
 
-class Text:
-    """A request's text, of which the engine holds the columns.
+class EngineSequence:
+    """The prompt and the new tokens of one request.
 
     Args:
-        prepared: what was asked for.
-        answer: where its tokens go.
-        seed: of its own generator; None for torch's own.
-        logprobs: how many of the likeliest tokens to give with each; None for no probabilities at all.
-        drafts: the schedule under which tokens are drafted that the answer's then verifies; None where none are.
+        prepared: the prompt and its settings.
+        answer: receives the tokens.
+        seed: of the sequence's own random generator; None to sample from torch's global one.
+        logprobs: how many of the likeliest tokens to report with each token; None for no probabilities at all.
+        draft_schedule: drafts tokens, which the schedule of the answer verifies; None to draft nothing.
+
+    Attributes:
+        prompt: token ids, [1, prompt length].
+        length: tokens of the prompt and new tokens so far.
+        max_steps: maximum number of decode steps; one less than new tokens, as the last one is never an input.
+        cutoffs: for each layer, how many new tokens run it.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         answer: Answer,
         seed: int | None,
         logprobs: int | None,
-        drafts: SkipSchedule | None = None,
+        draft_schedule: SkipSchedule | None = None,
     ) -> None:
         self.answer = answer
         self.schedule = answer.schedule
-        self._drafts = drafts
-        self._drafted: list[int] = []  # tokens behind the text, to be verified
-        self._to_draft = _FIRST_DRAFTS
-        self._verifies = True  # what the prompt's pass chooses is full depth's
-        self.steps = prepared.new_tokens - 1  # at most: the last token is never an input
-        self.cutoffs = self.schedule.cutoffs(self.steps)
-        self.do_sample = bool(prepared.config.do_sample)
-        self.processor = prepared.processor
-        self.logprobs = logprobs
-        self.plain = not self.do_sample and not prepared.processor
         self.prompt = prepared.input_ids
+        self.length = self.prompt.shape[1]
+        self.max_steps = prepared.new_tokens - 1
+        self.cutoffs = self.schedule.cutoffs(self.max_steps)
+        self._draft_schedule = draft_schedule
+        self._drafts: list[int] = []  # tokens that follow the last one and are still to be verified
+        self._draft_policy: DraftPolicy = AcceptedPlusOne()
+        self._drafts_wanted = 0  # drafts of this round
+        self._verifying = True  # the prefill's token counts as verified
+        self._processor = prepared.processor
+        self._do_sample = bool(prepared.config.do_sample)
+        self._logprobs = logprobs
+        self._max_length = self.length + prepared.new_tokens
         device = self.prompt.device
-        columns = self.prompt.shape[1]
-        self._ids = torch.empty(1, columns + prepared.new_tokens, dtype=torch.int64, device=device)
-        self._ids[:, :columns] = self.prompt
-        self.columns = columns  # of prompt and text so far
-        self.last = int(prepared.input_ids[0, -1])  # token of them
-        self._sets: dict[int, tuple[int, ...]] = {}
-        self.generator: torch.Generator | None = None
-        if self.do_sample and seed is not None:
-            self.generator = torch.Generator(device).manual_seed(seed)
-        self._ends = Endings(prepared.criteria, 1)
-        self._limit = columns + prepared.new_tokens
+        self._token_ids = torch.empty(1, self._max_length, dtype=torch.int64, device=device)
+        self._token_ids[:, : self.length] = self.prompt
+        self._last_token = int(self.prompt[0, -1])
+        self._layer_sets: dict[int, tuple[int, ...]] = {}  # by budget
+        self._generator: torch.Generator | None = None
+        if self._do_sample and seed is not None:
+            self._generator = torch.Generator(device).manual_seed(seed)
+        self._endings = Endings(prepared.criteria, 1)
 
     @property
     def step(self) -> int:
-        """The number of the token that is run next, among the generated ones."""
-        return self.columns - self.prompt.shape[1] - 1
+        """The index, among the new tokens, of the next token that is run."""
+        return self.length - self.prompt.shape[1] - 1
 
-    def inputs(self, *, drafting: bool) -> list[Input]:
-        """What is run next: the last token, one that was drafted, or all of them to be verified.
+    @property
+    def slots(self) -> list[int]:
+        """KV slots needed in each layer: those of the prompt and of all tokens that run it, or 0 if none does."""
+        prompt_length = self.prompt.shape[1]
+        return [prompt_length + cutoff if cutoff else 0 for cutoff in self.cutoffs]
+
+    def next_inputs(self, *, drafting: bool) -> list[TokenInput]:
+        """The inputs of the next step: the last token, the last draft, or all drafts to be verified.
 
         Args:
-            drafting: whether tokens may be drafted, where the text is one that drafts.
+            drafting: whether a sequence that has a draft schedule may draft in this step.
         """
-        if self._drafts is None:
-            return [Input(self.last, self.columns - 1, self._layers(self.schedule, self.step))]
-        drafted = self._drafted
-        self._verifies = not drafting or len(drafted) >= min(self._to_draft, self._limit - self.columns - 1)
-        if self._verifies:
+        if self._draft_schedule is None:
+            return [TokenInput(self._last_token, self.length - 1, self._layers(self.schedule, self.step))]
+        drafts = self._drafts
+        if not drafts:
+            room = min(MAX_DRAFTS, self._max_length - self.length - 1)
+            budgets = [self._draft_schedule.budget(self.step + n) for n in range(room)]
+            self._drafts_wanted = len(self._draft_policy.rule(1, budgets).min_probabilities)
+        self._verifying = not drafting or len(drafts) >= self._drafts_wanted
+        if self._verifying:
             layers = self._layers(self.schedule, self.step)
-            return [Input(token, self.columns - 1 + n, layers) for n, token in enumerate([self.last, *drafted])]
-        token, at = (drafted or [self.last])[-1], len(drafted)
-        return [Input(token, self.columns - 1 + at, self._layers(self._drafts, self.step + at))]
+            tokens = [self._last_token, *drafts]
+            return [TokenInput(token, self.length - 1 + n, layers) for n, token in enumerate(tokens)]
+        token, at = (drafts or [self._last_token])[-1], len(drafts)
+        return [TokenInput(token, self.length - 1 + at, self._layers(self._draft_schedule, self.step + at))]
 
     def _layers(self, schedule: SkipSchedule, step: int) -> tuple[int, ...]:
         budget = schedule.budget(step)
-        found = self._sets.get(budget)
-        if found is None:
-            found = self._sets[budget] = schedule.layers_for(budget)
-        return found
+        layers = self._layer_sets.get(budget)
+        if layers is None:
+            layers = self._layer_sets[budget] = schedule.layers_for(budget)
+        return layers
 
-    def take(self, greedy: list[int], logits: torch.Tensor) -> bool:
-        """Go on by what `inputs` gave. Returns whether the text ends.
+    def advance(self, greedy: list[int], logits: torch.Tensor) -> bool:
+        """Add the tokens that a step has generated, or a draft.
 
         Args:
-            greedy: the likeliest token behind each.
-            logits: [inputs, vocabulary] in float32.
+            greedy: the likeliest token after each of the inputs that `next_inputs` returned.
+            logits: of the same, [inputs, vocabulary] in float32.
+
+        Returns:
+            Whether the sequence has ended.
         """
-        if self._drafts is not None and not self._verifies:
-            self._drafted.append(greedy[0])
+        if self._draft_schedule is not None and not self._verifying:
+            self._drafts.append(greedy[0])
             return False
-        drafted, self._drafted = self._drafted, []
-        for n in range(len(greedy)):
-            own = logits[n : n + 1]
-            token = greedy[n] if self.plain else self.choose(own)
-            if self.extend(token, own):
+        drafts, self._drafts = self._drafts, []
+        choosing = self._do_sample or bool(self._processor)
+        chosen = (self._choose(logits[n : n + 1]) if choosing else token for n, token in enumerate(greedy))
+        accepted = 0
+        for accepted, token in enumerate(accepted_tokens(drafts, chosen)):
+            if self._append(token, logits[accepted : accepted + 1]):
                 return True
-            if n < len(drafted) and token != drafted[n]:
-                self._to_draft = n + 1  # what agreed, and one more
-                return False
-        if drafted:
-            self._to_draft = min(len(drafted) + 1, _MOST_AHEAD)
+        if drafts:
+            self._draft_policy.learn(VerifiedRound(1, accepted + 1, [len(drafts)], [accepted]))
         return False
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next token, of logits [1, vocabulary] in float32."""
-        scores = self.processor(self._ids[:, : self.columns], logits.clone())  # type: ignore[arg-type]
-        if not self.do_sample:
+    def _choose(self, logits: torch.Tensor) -> int:
+        """Apply the logits processors and choose the next token, given logits [1, vocabulary] in float32."""
+        scores = self._processor(self._token_ids[:, : self.length], logits.clone())  # type: ignore[arg-type]
+        if not self._do_sample:
             return int(scores.argmax(dim=-1))
         probabilities = torch.softmax(scores, dim=-1)
-        return int(torch.multinomial(probabilities, num_samples=1, generator=self.generator))
+        return int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
 
-    def extend(self, token: int, logits: torch.Tensor) -> bool:
-        """Add a token, chosen of `logits` [1, vocabulary]. Returns whether the text ends with it."""
-        self._ids[0, self.columns] = self.last = token
-        self.columns += 1
-        ids = self._ids[:, : self.columns]
-        ends = self._ends(ids, None)[0]
+    def _append(self, token: int, logits: torch.Tensor) -> bool:
+        """Append a token, chosen by logits [1, vocabulary]. Returns whether the sequence ends with it."""
+        self._token_ids[0, self.length] = self._last_token = token
+        self.length += 1
+        token_ids = self._token_ids[:, : self.length]
+        ended = self._endings(token_ids, None)[0]
         end: End | None = None
-        if ends:
-            end = "length" if self._ends.by_length(ids) else "stop"
-        self.answer.add(self._chosen(token, logits, end))
-        return ends
-
-    def _chosen(self, token: int, logits: torch.Tensor, end: End | None) -> Chosen:
-        if self.logprobs is None:
-            return Chosen(token, end=end)
-        logprobs = logits[0].log_softmax(-1)
-        values, tokens = logprobs.topk(self.logprobs)
-        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-        return Chosen(token, float(logprobs[token]), top, end)
+        if ended:
+            end = "length" if self._endings.by_length(token_ids) else "stop"
+        if self._logprobs is None:
+            self.answer.add(GeneratedToken(token, end=end))
+        else:
+            logprobs = logits[0].log_softmax(-1)
+            values, tokens = logprobs.topk(self._logprobs)
+            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            self.answer.add(GeneratedToken(token, float(logprobs[token]), top, end))
+        return ended

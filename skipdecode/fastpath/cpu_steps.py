@@ -1,4 +1,4 @@
-"""The decode steps of a lean decoder by the compiled kernels: their structs of a model, a step and its cache."""
+"""Prefill and decode steps of the fast path by the compiled CPU kernels: the structs that these read and write."""
 
 import ctypes
 import functools
@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
+from skipdecode.fastpath.layer import FastLayer, Norm
 from skipdecode.fastpath.prompt_inputs import PromptInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs
 from skipdecode.kernels.cpu import (
     KINDS,
-    MOST_HEAD_DIM,
+    MAX_HEAD_DIM,
     BlockStruct,
     DraftsStruct,
     GreedyStruct,
@@ -40,65 +41,68 @@ ACTIVATIONS = {
     "GELUActivation": 4,
 }
 
-# The most tokens of a call for which the kernels are ahead of torch's operators. Of more, what stands between two
-# products no longer fits into a processor's caches: several calls are ahead then.
-MOST_TOKENS: dict[Any, int] = dict.fromkeys((torch.float32, torch.bfloat16, *get_args(Weights)), 512)
-MOST_OF_BFLOAT16 = {"generic": 4}
-MOST_WITHOUT_TILES = 16  # of bfloat16 on AMX where inputs aren't whole tiles of 32, and rows are multiplied one by one
-BFLOAT16_AS_FLOATS = ("avx512_vnni", "avx2")  # sets without products of bfloat16 that are ahead of torch even so
+# The maximum number of tokens in a call: up to here the kernels are faster than torch's operators. With more tokens
+# the values between two matrix products no longer fit into a processor's caches, and several calls are faster.
+MAX_TOKENS: dict[Any, int] = dict.fromkeys((torch.float32, torch.bfloat16, *get_args(Weights)), 512)
+MAX_TOKENS_BFLOAT16 = {"generic": 4}
+# For bfloat16 with AMX where the number of inputs is no multiple of 32, so that rows are multiplied one by one.
+MAX_TOKENS_WITHOUT_TILES = 16
+# Instruction sets without bfloat16 products, whose kernels are faster than torch nevertheless.
+BFLOAT16_AS_FLOATS = ("avx512_vnni", "avx2")
 
 
-def kind_of(bounds: Sequence[float], probability: float) -> int:
-    """The place of the first of rising bounds that a probability isn't beyond; of the last where there is none."""
+def bin_of(bounds: Sequence[float], probability: float) -> int:
+    """The number of the bin that a probability is in, of bins with these rising upper bounds."""
     return min(bisect_left(bounds, probability), len(bounds) - 1)
 
 
 class DraftRule(NamedTuple):
-    """What stops drafting a text's next tokens.
+    """When drafting for a sequence stops.
 
     Attributes:
-        worth: for each draft, how likely those before it must all be taken for it to be made: likelier than that.
-        bounds: probabilities, rising to 1.
-        shares: how likely drafts are taken whose probability is up to each of them.
+        min_probabilities: for each draft, the probability that all drafts before it are accepted; the draft is made
+            only where it is higher than this.
+        bounds: upper bounds of bins of a draft's probability, rising to 1.
+        acceptance_rates: of the drafts in each bin.
     """
 
-    worth: Sequence[float]
+    min_probabilities: Sequence[float]
     bounds: Sequence[float]
-    shares: Sequence[float]
+    acceptance_rates: Sequence[float]
 
-    def share(self, probability: float) -> float:
-        """How likely a draft of such a probability is taken."""
-        return self.shares[kind_of(self.bounds, probability)]
+    def acceptance_rate(self, probability: float) -> float:
+        """The acceptance rate of drafts of such a probability."""
+        return self.acceptance_rates[bin_of(self.bounds, probability)]
 
 
-class TextsAtHand(NamedTuple):
-    """Texts that go on from a token each.
+class RunningSequences(NamedTuple):
+    """Sequences that are decoded, each from its latest token.
 
     Attributes:
-        tokens: [texts], which haven't run yet.
-        rows: of the cache, one for each text.
-        starts: the number of each text's token among its generated ones.
-        most: tokens that each may grow by.
-        ends: tokens behind which a text has no more.
+        tokens: the latest token of each [sequences], which hasn't run yet.
+        rows: the row of each in the cache.
+        starts: the number of its token among its generated ones.
+        max_tokens: the maximum number of new tokens of each.
+        ends: tokens that end a sequence.
     """
 
     tokens: torch.Tensor
     rows: Sequence[int]
     starts: Sequence[int]
-    most: Sequence[int]
+    max_tokens: Sequence[int]
     ends: Collection[int]
 
     def reach(self, steps: int) -> int:
-        """Columns of generated tokens that the longest text has run after so many steps."""
-        return max(start + min(steps, most) for start, most in zip(self.starts, self.most, strict=True))
+        """How many generated tokens the longest sequence has run after so many steps."""
+        return max(start + min(steps, limit) for start, limit in zip(self.starts, self.max_tokens, strict=True))
 
 
 class ChosenTokens(NamedTuple):
-    """Tokens that were chosen one after another.
+    """New tokens of sequences.
 
     Attributes:
-        tokens: [texts, steps].
-        counts: how many of each text there are; what stands behind them means nothing.
+        tokens: [sequences, steps].
+        counts: the number of new tokens of each sequence; values of `tokens` beyond it mean nothing.
     """
 
     tokens: torch.Tensor
@@ -106,43 +110,43 @@ class ChosenTokens(NamedTuple):
 
 
 class DraftedRounds(NamedTuple):
-    """Tokens of full depth, and the rounds of drafts that gave them.
+    """New tokens from rounds of drafting and verification.
 
     Attributes:
         chosen: the tokens.
-        drafted: of each round and text, drafts.
-        agreed: those of them that full depth chose too; -1 where the text had ended before.
-        probabilities: of the drafts, [rounds, drafts, texts].
+        drafted: the number of drafts in each round for each sequence.
+        accepted: how many of them full depth chose too; -1 where the sequence had ended before.
+        probabilities: of the drafts, [rounds, drafts, sequences].
     """
 
     chosen: ChosenTokens
     drafted: list[list[int]]
-    agreed: list[list[int]]
+    accepted: list[list[int]]
     probabilities: list[list[list[float]]]
 
 
 class NativeSteps:
-    """The decode steps of a `LeanDecoder` by the kernels.
+    """The prefill and the decode steps of a `FastDecoder` by the compiled kernels.
 
     Args:
         compiled: the kernels.
-        blocks: the model's layers; None for those that can't be run.
+        layers: the model's layers; None for those that can't run.
         final_norm: of the model, or None.
-        head: the model's head; None where something stands between norm and head.
-        tables: of tokens and of positions, where their rows' sum is what the first layer takes.
-        weights: their kind.
+        head: the LM head; None where something stands between the final norm and it.
+        tables: the embeddings of tokens and of positions, where the first layer's input is their sum.
+        weights: the kind of weights.
 
     Attributes:
-        embeds: whether tokens are given, and not their hidden states.
-        ends_in_logits: whether a head comes last.
-        head: that one.
-        most_tokens: for which the kernels are ahead of torch's operators.
+        embeds: whether calls take token ids; else they take hidden states.
+        ends_in_logits: whether calls return logits; else they return hidden states.
+        head: the LM head.
+        max_tokens: the number of tokens up to which the kernels are faster than torch's operators.
     """
 
     def __init__(
         self,
         compiled: Kernels,
-        blocks: Sequence[LeanBlock | None],
+        layers: Sequence[FastLayer | None],
         final_norm: Norm | None,
         head: NativeLinear | None,
         tables: tuple[torch.Tensor, torch.Tensor | None] | None,
@@ -154,37 +158,39 @@ class NativeSteps:
         if tables is not None:
             self._embedding, self._position_table = tables
         self.embeds = tables is not None
-        self._alive: list[Any] = []  # what the structs point to
+        self._alive: list[Any] = []  # the memory that the structs point to
         self._caches: weakref.WeakKeyDictionary[PlannedCache, Any] = weakref.WeakKeyDictionary()
-        self._blocks = {n: self._block(block) for n, block in enumerate(blocks) if block is not None}
-        self._addresses = [ctypes.addressof(self._blocks[n]) if n in self._blocks else None for n in range(len(blocks))]
+        self._blocks = {n: self._block(layer) for n, layer in enumerate(layers) if layer is not None}
+        self._addresses = [ctypes.addressof(self._blocks[n]) if n in self._blocks else None for n in range(len(layers))]
         self._final_norm = self._norm(final_norm)
         self.head = head
         self.ends_in_logits = head is not None
         self._hidden_size = self._blocks[0].out.outputs
-        assert blocks[0] is not None
-        self._dtype = cast(torch.Tensor, blocks[0].sources["out"][0].weight).dtype
+        assert layers[0] is not None
+        self._dtype = cast(torch.Tensor, layers[0].sources["out"][0].weight).dtype
         kind = self._dtype if weights == "packed" else weights
-        self.most_tokens = MOST_TOKENS[kind]
+        self.max_tokens = MAX_TOKENS[kind]
         if kind == torch.bfloat16:
             linears = [linear for block in self._blocks.values() for linear in (block.out, block.up, block.down)]
             without_tiles = compiled.name == "amx" and any(linear.inputs % 32 for linear in linears)
-            most = MOST_OF_BFLOAT16.get(compiled.name, self.most_tokens)
-            self.most_tokens = MOST_WITHOUT_TILES if without_tiles else most
-        self._in_parts = self.most_tokens == MOST_TOKENS[kind]
+            of_set = MAX_TOKENS_BFLOAT16.get(compiled.name, self.max_tokens)
+            self.max_tokens = MAX_TOKENS_WITHOUT_TILES if without_tiles else of_set
+        self._in_parts = self.max_tokens == MAX_TOKENS[kind]
 
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run tokens through `layers` on top of the cache.
+        """Run tokens through `layers`.
 
         Args:
-            entered: tokens [tokens] where there are `tables`, else their hidden states [tokens, hidden].
-            layers, cache, inputs: as of a `LeanDecoder`'s step, of one whose places are known.
-            of_prompt: as `prefill` gives them.
+            entered: token ids [tokens] where there are `tables`, else hidden states [tokens, hidden].
+            layers: the numbers of those that run, ascending.
+            cache: that holds all earlier tokens.
+            inputs: of the tokens.
+            of_prompt: what `prefill` passes on to `_step`.
 
         Returns:
-            The output in float32 and no logits where there is no head, else no output and logits.
+            The last layer's output in float32 and None where there is no LM head, else None and logits.
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
         _checked(-self._kernels.step(self._kernels.number, step))
@@ -206,13 +212,12 @@ class NativeSteps:
         *,
         chooses: bool = False,
     ) -> tuple[StepStruct, torch.Tensor | None, dict[str, Any]]:
-        """The struct of a call, the logits that it writes unless it chooses tokens, and all else that it points to."""
+        """The struct of a call, the logits that it writes unless it chooses tokens, and the memory of both."""
         tokens = len(entered)
-        places = inputs.places(tokens) if places is None else places
-        assert places is not None
-        rows, columns = places
+        places = inputs.rows_and_slots(tokens) if places is None else places
+        rows, slots = places
         held: list[Any] = cache.layers
-        end = max(columns) + 1
+        end = max(slots) + 1
         for index in layers:
             layer = held[index]
             if layer.generated:
@@ -222,10 +227,10 @@ class NativeSteps:
             "layers": self.layer_structs(cache, passing),
             "running": _numbers(tuple(layers)),
             "row": array("i", rows),
-            "column": array("i", columns),
+            "column": array("i", slots),
         }
         step = StepStruct(
-            **{name: _place_of(value) for name, value in alive.items()},
+            **{name: _address_of(value) for name, value in alive.items()},
             layer_count=len(layers),
             tokens=tokens,
             hidden_size=self._hidden_size,
@@ -249,19 +254,19 @@ class NativeSteps:
                 hidden.copy_(entered)
             alive["hidden"] = hidden
             step.hidden = hidden.data_ptr()
-        prefixes = inputs.prefixes(layers)
+        prefixes = inputs.nested_rows(layers)
         if prefixes is not None:
             alive["prefixes"] = prefixes
-            step.layer_tokens, step.layer_rows = _place_of(prefixes[0]), prefixes[1].data_ptr()
+            step.layer_tokens, step.layer_rows = _address_of(prefixes[0]), prefixes[1].data_ptr()
         alive["rotary"] = _set_rotary(step, inputs.rotary)
         if inputs.bias is not None:
-            bias = alive["bias"] = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, columns]
+            bias = alive["bias"] = inputs.bias.float().contiguous()  # [batch or 1, heads or 1, 1, slots]
             step.bias = bias.data_ptr()
             step.bias_row_stride = bias.stride(0) if len(bias) > 1 else 0
             step.bias_head_stride = bias.stride(1) if bias.shape[1] > 1 else 0
         if last is not None:
             alive["last"] = array("i", last)
-            step.last, step.last_count, step.stop = _place_of(alive["last"]), len(last), stop
+            step.last, step.last_count, step.stop = _address_of(alive["last"]), len(last), stop
         if self.head is None:
             return step, None, alive
         step.head, step.final_norm = ctypes.addressof(self.head.struct), ctypes.addressof(self._final_norm)
@@ -272,30 +277,34 @@ class NativeSteps:
         return step, logits, alive
 
     def choose(
-        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], cache: PlannedCache, prepared: PreparedInputs
+        self,
+        sequences: RunningSequences,
+        layers: Sequence[Sequence[int]],
+        cache: PlannedCache,
+        prepared: PreparedInputs,
     ) -> ChosenTokens:
-        """Run each text's token and what is chosen after it, greedily, one after another.
+        """Decode several tokens of each sequence greedily.
 
         Args:
-            texts: that the cache holds the columns before of.
-            layers: of each step, each among those of the one before.
-            cache: of them.
+            sequences: whose earlier tokens the cache holds.
+            layers: those that run in each step, a subset of the step's before.
+            cache: of the sequences.
             prepared: the inputs of all steps.
         """
         for n, running in enumerate(layers, start=1):
             if n == len(layers) or running is not layers[n]:
-                _check_room(cache, running, prepared.prompt_columns + texts.reach(n))
-        step, greedy, chosen, counts, alive = self._greedy(texts, layers, len(layers), cache, prepared)
+                _check_room(cache, running, prepared.prompt_columns + sequences.reach(n))
+        step, greedy, chosen, counts, alive = self._greedy(sequences, layers, len(layers), cache, prepared)
         done = self._kernels.greedy(self._kernels.number, step, greedy)
         del alive
         for n in range(_checked(done)):
             if n + 1 == done or layers[n] is not layers[n + 1]:
-                self._set_length(cache, layers[n], prepared.prompt_columns + max(texts.starts) + n + 1)
+                self._set_length(cache, layers[n], prepared.prompt_columns + max(sequences.starts) + n + 1)
         return ChosenTokens(chosen[:done].T, list(counts))
 
     def draft(
         self,
-        texts: TextsAtHand,
+        sequences: RunningSequences,
         layers: Sequence[Sequence[int]],
         all_layers: Sequence[int],
         cache: PlannedCache,
@@ -304,113 +313,116 @@ class NativeSteps:
         rounds: int,
         drafter: "NativeSteps",
     ) -> DraftedRounds:
-        """Draft tokens of each text, run them through `all_layers` and take those that these choose too, greedily.
+        """Decode greedily by rounds of drafts from some layers, which all layers verify.
 
         Args:
-            texts, cache, prepared: as of `choose`.
-            layers: of each draft of a round.
+            sequences: whose earlier tokens the cache holds.
+            layers: those that run for each draft of a round.
             all_layers: of the model.
-            rule: of each round.
-            rounds: at most.
-            drafter: of the same model, which runs the drafts.
+            cache: of the sequences.
+            prepared: the inputs of all steps.
+            rule: when drafting stops within a round.
+            rounds: the maximum number of rounds.
+            drafter: runs the drafts, for the same model.
         """
         assert drafter.head is not None
-        count, steps = len(texts.tokens), len(layers)
-        most = min(max(texts.most), rounds * (steps + 1))
-        _check_room(cache, all_layers, prepared.prompt_columns + texts.reach(most))
-        step, greedy, chosen, counts, alive = self._greedy(texts, layers, most, cache, prepared)
-        drafted, agreed = (array("i", [-1] * rounds * count) for _ in range(2))
+        count, steps = len(sequences.tokens), len(layers)
+        new_tokens = min(max(sequences.max_tokens), rounds * (steps + 1))
+        _check_room(cache, all_layers, prepared.prompt_columns + sequences.reach(new_tokens))
+        step, greedy, chosen, counts, alive = self._greedy(sequences, layers, new_tokens, cache, prepared)
+        drafted, accepted = (array("i", [-1] * rounds * count) for _ in range(2))
         probabilities = torch.empty(rounds, steps, count)
-        arrays = {name: array("f", getattr(rule, name)) for name in ("worth", "bounds", "shares")}
+        of_rule = {"worth": rule.min_probabilities, "bounds": rule.bounds, "shares": rule.acceptance_rates}
+        arrays = {name: array("f", values) for name, values in of_rule.items()}
         all_running = _numbers(tuple(all_layers))
         drafts = DraftsStruct(
             layers=ctypes.addressof(drafter.layer_structs(cache, None)),
             head=ctypes.addressof(drafter.head.struct),
-            all_running=_place_of(all_running),
+            all_running=_address_of(all_running),
             probabilities=probabilities.data_ptr(),
-            drafted=_place_of(drafted),
-            agreed=_place_of(agreed),
+            drafted=_address_of(drafted),
+            agreed=_address_of(accepted),
             all_count=len(all_layers),
             kinds=len(rule.bounds),
             rounds=rounds,
-            **{name: _place_of(values) for name, values in arrays.items()},
+            **{name: _address_of(values) for name, values in arrays.items()},
         )
         done = _checked(self._kernels.lossless(self._kernels.number, step, greedy, drafts))
         del alive
-        self._set_length(cache, all_layers, prepared.prompt_columns + max(texts.starts) + done)
+        self._set_length(cache, all_layers, prepared.prompt_columns + max(sequences.starts) + done)
         parts = [
-            [each[n : n + count] for n in range(0, len(each), count)] for each in (drafted.tolist(), agreed.tolist())
+            [each[n : n + count] for n in range(0, len(each), count)] for each in (drafted.tolist(), accepted.tolist())
         ]
-        ran = sum(any(text >= 0 for text in of_round) for of_round in parts[1])
+        ran = sum(any(count >= 0 for count in of_round) for of_round in parts[1])
         found = ChosenTokens(chosen[:done].T, list(counts))
         return DraftedRounds(found, parts[0][:ran], parts[1][:ran], probabilities[:ran].tolist())
 
     def _greedy(
         self,
-        texts: TextsAtHand,
+        sequences: RunningSequences,
         layers: Sequence[Sequence[int]],
         tokens: int,
         cache: PlannedCache,
         prepared: PreparedInputs,
     ) -> tuple[StepStruct, GreedyStruct, torch.Tensor, "array[int]", list[Any]]:
-        """The structs of a call, the tokens [tokens, texts] and counts that it writes, and what else it points to."""
-        columns = [prepared.prompt_columns + start for start in texts.starts]
-        position_ids, rotary = prepared.of_texts(texts.rows, texts.starts, tokens)
-        inputs = StepInputs(columns[0], position_ids, None, prepared.bias)
-        places = (texts.rows, columns)
-        step, _, alive = self._step(texts.tokens, layers[0], cache, inputs, places=places, chooses=True)
+        """The structs of a call, the tokens [tokens, sequences] and counts that it writes, and what they point to."""
+        slots = [prepared.prompt_columns + start for start in sequences.starts]
+        position_ids, rotary = prepared.of_sequences(sequences.rows, sequences.starts, tokens)
+        inputs = StepInputs(slots[0], position_ids, None, prepared.bias)
+        places = (sequences.rows, slots)
+        step, _, alive = self._step(sequences.tokens, layers[0], cache, inputs, places=places, chooses=True)
         alive["rotary"] = _set_rotary(step, rotary)
-        chosen = torch.empty(tokens, len(texts.tokens), dtype=torch.int64)
-        counts = array("i", [0] * len(texts.tokens))
+        chosen = torch.empty(tokens, len(sequences.tokens), dtype=torch.int64)
+        counts = array("i", [0] * len(sequences.tokens))
         running = [_numbers(tuple(each)) for each in layers]
         arrays = {
-            "running": array("Q", map(_place_of, running)),
+            "running": array("Q", map(_address_of, running)),
             "layer_counts": array("i", map(len, layers)),
-            "ends": array("q", texts.ends),
-            "most": array("i", texts.most),
+            "ends": array("q", sequences.ends),
+            "most": array("i", sequences.max_tokens),
         }
         greedy = GreedyStruct(
             position_ids=step.position_ids,
             rotary_token=alive["rotary"][0].stride(0) if rotary is not None else 0,
             chosen=chosen.data_ptr(),
-            counts=_place_of(counts),
+            counts=_address_of(counts),
             steps=len(layers),
-            end_count=len(texts.ends),
-            **{name: _place_of(values) for name, values in arrays.items()},
+            end_count=len(sequences.ends),
+            **{name: _address_of(values) for name, values in arrays.items()},
         )
         return step, greedy, chosen, counts, [alive, running, arrays]
 
-    def _set_length(self, cache: PlannedCache, layers: Sequence[int], columns: int) -> None:
+    def _set_length(self, cache: PlannedCache, layers: Sequence[int], length: int) -> None:
         held: list[Any] = cache.layers
         for index in layers:
-            held[index].length = columns
+            held[index].length = length
 
     def prefill(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: PromptInputs, stop: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a prompt's tokens through `layers` and fill the cache. Returns what a step does, of the last tokens.
+        """Run a prompt through `layers` and fill the cache. Returns what a step does, for each sequence's last token.
 
-        Above the first `stop` layers these alone run, and the others give keys and values as they stopped. Texts run
-        together up to `most_tokens`.
+        Above the first `stop` layers only the last tokens run; keys and values of the others come from the states that
+        these layers left. Sequences run together as long as they have up to `max_tokens` tokens.
         """
         held: list[Any] = cache.layers
         block = self._blocks[0]
         one = torch.empty(1, dtype=self._dtype)
-        like = one.expand(inputs.batch, block.kv_heads, inputs.column + 1, block.head_dim)
+        like = one.expand(inputs.batch, block.kv_heads, inputs.width, block.head_dim)
         kept = [held[index] for index in layers if held[index].generated]
         for layer in kept:
             if not layer.is_initialized:
                 layer.lazy_initialization(like, like)
-            if inputs.shown is not None:  # attended to with weight 0, what nobody writes
+            if inputs.shown is not None:  # padding is attended to with weight 0: it must not hold NaN
                 for buffer in layer.buffers:
-                    buffer[:, :, : inputs.column].zero_()
+                    buffer[:, :, : inputs.slot].zero_()
         passing = torch.zeros(2, *like.shape, dtype=self._dtype) if len(kept) < len(layers) else None
-        places = inputs.places(len(entered))
+        places = inputs.rows_and_slots(len(entered))
         hidden: list[torch.Tensor | None] = []
         logits: list[torch.Tensor | None] = []
         first, ends = 0, [end + 1 for end in inputs.last.tolist()]
         while first < len(entered):
-            fitting = [end for end in ends if first < end <= first + self.most_tokens]
+            fitting = [end for end in ends if first < end <= first + self.max_tokens]
             part = slice(first, fitting[-1])
             found = self(
                 entered[part],
@@ -428,17 +440,17 @@ class NativeSteps:
         return _joined(hidden), _joined(logits)
 
     def takes_prompt(self, inputs: PromptInputs) -> bool:
-        """Whether the kernels are ahead of torch's operators for a prompt."""
+        """Whether the kernels are faster than torch's operators for a prompt."""
         ends = inputs.last.tolist()
-        if ends[-1] < self.most_tokens:
+        if ends[-1] < self.max_tokens:
             return True
         longest = max(end - before for before, end in zip([-1, *ends], ends, strict=False))
-        return self._in_parts and longest <= self.most_tokens
+        return self._in_parts and longest <= self.max_tokens
 
     def layer_structs(self, cache: PlannedCache, passing: torch.Tensor | None) -> Any:
-        """The structs of all layers with their keys and values, whose buffers a cache allocates once.
+        """The structs of all layers with the addresses of their keys and values, which a cache allocates once.
 
-        Those of a prompt that no token attends to later stand in `passing` [2, batch, heads, columns, head_dim].
+        `passing` [2, batch, heads, slots, head_dim] is memory for keys and values that only the prompt attends to.
         """
         known = self._caches.get(cache)
         if known is not None and passing is None:
@@ -448,7 +460,7 @@ class NativeSteps:
         for struct, block, layer in zip(structs, self._addresses, held, strict=True):
             kept = layer.buffers if layer.is_initialized else passing
             if kept is None or block is None:
-                continue  # no token of this cache's runs the layer
+                continue  # the layer doesn't run with this cache
             keys, values = kept
             struct.block, struct.keys, struct.values = block, keys.data_ptr(), values.data_ptr()
             struct.row_stride, struct.head_stride = keys.stride(0), keys.stride(1)
@@ -465,29 +477,29 @@ class NativeSteps:
         return NormStruct(address(weight), address(bias), norm.eps, 1 if norm.centred else 2)
 
     def _linears(self, linear: Linear | None, sources: Sequence[nn.Module]) -> list[NativeLinear]:
-        """The projection as it is where it is the kernels' own, else of the model's weights."""
+        """The projection itself where it is a NativeLinear, else one of the model's own weights."""
         found = [linear] if isinstance(linear, NativeLinear) else [native_linear(source) for source in sources]
         self._alive += found
         return found
 
-    def _block(self, block: LeanBlock) -> BlockStruct:
+    def _block(self, layer: FastLayer) -> BlockStruct:
         struct = BlockStruct(
-            attention_norm=self._norm(block.attention_norm),
-            mlp_norm=self._norm(block.mlp_norm),
-            query_norm=self._norm(block.query_norm),
-            key_norm=self._norm(block.key_norm),
-            heads=block.heads,
-            kv_heads=block.kv_heads,
-            head_dim=block.head_dim,
-            interleaved=block.interleaved,
-            window=block.window or 0,
-            activation=ACTIVATIONS[block.activation_name],
-            parallel=bool(block.parallel),
-            norm_first=block.norm_first,
-            scaling=block.scaling,
+            attention_norm=self._norm(layer.attention_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            query_norm=self._norm(layer.query_norm),
+            key_norm=self._norm(layer.key_norm),
+            heads=layer.heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            interleaved=layer.interleaved,
+            window=layer.window or 0,
+            activation=ACTIVATIONS[layer.activation_name],
+            parallel=bool(layer.parallel),
+            norm_first=layer.norm_first,
+            scaling=layer.scaling,
         )
-        for name, sources in block.sources.items():
-            linears = self._linears(getattr(block, name), sources)
+        for name, sources in layer.sources.items():
+            linears = self._linears(getattr(layer, name), sources)
             if name == "qkv":
                 struct.projections = len(linears)
                 for n, linear in enumerate(linears):
@@ -498,65 +510,65 @@ class NativeSteps:
 
 
 def native_steps(
-    blocks: Sequence[LeanBlock | None],
+    layers: Sequence[FastLayer | None],
     final_norm: Norm | None,
     head: tuple[Linear, nn.Module] | None,
     tables: tuple[torch.Tensor, torch.Tensor | None] | None,
     weights: Weights,
 ) -> NativeSteps | None:
-    """A model's decode steps by the kernels; None where they weren't built or don't know the model's layers.
+    """A model's steps by the kernels; None where these weren't built or don't support the model's layers.
 
-    The arguments are those of NativeSteps, but for the head, with its module.
+    The arguments are those of NativeSteps, except that `head` comes with its module.
     """
     compiled = kernels() if weights != "model" else None
-    if compiled is None or not all(_known(block) for block in blocks if block is not None):
+    if compiled is None or not all(_supported(layer) for layer in layers if layer is not None):
         return None
     if tables is not None and not all(table is None or table.is_contiguous() for table in tables):
-        tables = None  # such as a slice of a wider one: torch looks its rows up
+        tables = None  # a slice of a wider table, for instance: torch looks embeddings up
     last = None
     if head is not None:
         last = head[0] if isinstance(head[0], NativeLinear) else native_linear(head[1])
-    return NativeSteps(compiled, blocks, final_norm, last, tables, weights)
+    return NativeSteps(compiled, layers, final_norm, last, tables, weights)
 
 
 def _checked(returned: int) -> int:
-    """The tokens that a call of the kernels says. Raises IndexError, as torch does, where it says that it can't run."""
+    """The number of tokens that a call of the kernels ran. Raises IndexError, as torch does, for an id out of range."""
     if returned < 0:
         raise IndexError("a token or a position is not in the model's table of embeddings")
     return returned
 
 
-def _check_room(cache: PlannedCache, layers: Sequence[int], columns: int) -> None:
+def _check_room(cache: PlannedCache, layers: Sequence[int], length: int) -> None:
     held: list[Any] = cache.layers
     for index in layers:
-        held[index].check_room(columns)
+        held[index].check_room(length)
 
 
 @functools.cache
 def _layer_structs(count: int) -> Any:
-    """The type of so many structs: one that nobody holds is a cycle, which Python's collector has to find."""
+    """An array type of LayerStruct; it is kept, as each ctypes type is a cycle that the garbage collector must find."""
     return LayerStruct * count
 
 
 @functools.lru_cache(maxsize=1024)
 def _numbers(layers: tuple[int, ...]) -> "array[int]":
-    """The numbers of layers as the kernels take them, made once for each set of layers."""
+    """The numbers of layers as the kernels take them."""
     return array("i", layers)
 
 
-def _place_of(held: Any) -> int:
+def _address_of(held: Any) -> int:
     """The address of an array's values, or of a ctypes object."""
     return held.buffer_info()[0] if isinstance(held, array) else ctypes.addressof(held)
 
 
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The rows of all parts, if they are there."""
+    """The rows of all parts; None where there are none."""
     found = [part for part in parts if part is not None]
     return (found[0] if len(found) == 1 else torch.cat(found)) if found else None
 
 
 def _set_rotary(step: StepStruct, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor]:
-    """Give a step its cosines and sines [..., tokens or 1, 1, rotated dimensions]. Returns what it points to."""
+    """Set cosines and sines [..., tokens or 1, 1, rotated dimensions] in the struct of a step. Returns their memory."""
     if rotary is None:
         return []
     cos, sin = found = [part.squeeze(-2).float().contiguous() for part in rotary]
@@ -570,11 +582,11 @@ def native_linear(module: Any) -> NativeLinear:
     return NativeLinear(weight_of(module), module.bias)
 
 
-def _known(block: LeanBlock) -> bool:
-    weight = cast(torch.Tensor, block.sources["out"][0].weight)
+def _supported(layer: FastLayer) -> bool:
+    weight = cast(torch.Tensor, layer.sources["out"][0].weight)
     return (
         weight.device.type == "cpu"
         and weight.dtype in KINDS
-        and block.head_dim <= MOST_HEAD_DIM
-        and block.activation_name in ACTIVATIONS
+        and layer.head_dim <= MAX_HEAD_DIM
+        and layer.activation_name in ACTIVATIONS
     )

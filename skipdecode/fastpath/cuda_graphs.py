@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: on a GPU a step's hundreds of small kernels take longer to launch than to run.
 
-A graph replays the same kernels on the same memory. So the tokens, their step and its column stand in buffers that
-stay, beside the positions of all steps, and what a step needs of these is looked up by the graph itself. There is one
-graph for each distinct budget of a schedule, each number of rows (those whose texts have ended leave), and for steps
-that choose the next token and those that don't, captured when it is first reached, all in one memory pool. Fewer rows
-are the first of the same buffers. Buffers and graphs are kept for the next call of the same shape.
+A graph replays the same kernels on the same memory. So the tokens, the number of their step and their KV slot are in
+buffers that stay, with the positions of all steps, and the graph itself looks up what its step needs. There is a graph
+for each budget of a schedule, each number of rows (rows of ended sequences leave), and for steps with and without the
+choice of the next token. A graph is captured when its step first runs, and all share a memory pool. Fewer rows use the
+first rows of the same buffers. Buffers and graphs are kept for the next call of the same shape.
 """
 
 import functools
@@ -16,78 +16,84 @@ from typing import Any, TypeAlias
 
 import torch
 
-from skipdecode.fastpath.gpu_layer import MOST_FUSED, FusedBlock, fused_blocks
+from skipdecode.fastpath.gpu_layer import MAX_ROWS, GpuLayer, gpu_layers
 from skipdecode.fastpath.kv_cache import PlannedCache, PlannedLayer
-from skipdecode.fastpath.layer import LeanBlock, PreparedInputs, StepInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
 from skipdecode.schedule.schedule import SkipSchedule
 
-# Prompts whose columns round up to the same multiple of this share buffers and graphs.
+# Prompts whose lengths round up to the same multiple of this share buffers and graphs.
 PROMPT_GRAIN = 64
-# Shapes that are kept for each model, each with a cache and a few graphs, and the share of a GPU's memory that these
-# caches may hold; the longest unused goes first. A calibration of several batches goes through dozens, again and again.
-KEPT, KEPT_MEMORY = 128, 0.25
-MOST_AHEAD = 16  # tokens that are chosen before anybody looks: a key that interrupts waits for so many
-# Settings of torch's that say how products are computed.
+# The maximum number of shapes that are kept for each model, each with a cache and a few graphs, and the maximum share
+# of a GPU's memory in these caches. The least recently used is dropped first. A calibration uses dozens in turn.
+MAX_KEPT, MAX_KEPT_MEMORY = 128, 0.25
+MAX_AHEAD = 16  # tokens that are chosen in one call, by which Ctrl-C is delayed
+# Settings of torch that say how matrix products are computed.
 PRODUCTS = (
     "fp32_precision",
     "allow_fp16_accumulation",
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
 )
-STEPS_UNSEEN = 2  # that a GPU is ahead of what the host has seen, and runs for nothing where a text has ended
+STEPS_IN_FLIGHT = 2  # steps that a GPU runs before the host sees an earlier one's tokens; wasted at the end
 
 Replay: TypeAlias = Callable[[], None]
 
 
 class StaticInputs(StepInputs):
-    """Inputs in buffers that stay; the step and its column are values in memory, so that the same operations serve all.
+    """Inputs in buffers that a graph reads again and again: the step and its slot are values in memory.
 
-    The tokens attend to the whole cache, and a bias hides the columns that aren't written yet; fused layers look at the
-    column itself.
+    The tokens attend to the whole cache, and a mask hides the slots that aren't written yet. Layers with kernels of
+    their own read the slot themselves.
 
     Args:
         tables: the inputs of all steps, its bias as wide as the cache.
-        step_at, column_at: of the tokens [1].
-        columns: the numbers of the cache's columns [columns].
-        no_bias: zeros [1, 1, 1, columns].
-        fused: the model's layers as kernels of their own, or None.
+        step_at: the number of the step [1].
+        slot_at: the KV slot of its tokens [1].
+        slots: the numbers of the cache's slots [1, 1, 1, slots].
+        gpu_layers: the model's layers as kernels of their own; None where these don't run it.
     """
+
+    in_buffers = True
 
     def __init__(
         self,
         tables: PreparedInputs,
         step_at: torch.Tensor,
-        column_at: torch.Tensor,
-        columns: torch.Tensor,
-        no_bias: torch.Tensor,
-        fused: Sequence[FusedBlock] | None,
+        slot_at: torch.Tensor,
+        slots: torch.Tensor,
+        gpu_layers: Sequence[GpuLayer] | None,
     ) -> None:
         super().__init__(0, None, None, None)
         self.tables = tables
         self.step_at = step_at
-        self.column_at = column_at
-        self.columns = columns
-        self.no_bias = no_bias
-        self.fused = fused
+        self.slot_at = slot_at
+        self.slots = slots
+        self.gpu_layers = gpu_layers
 
     @classmethod
-    def like(cls, prepared: PreparedInputs, columns: int, decoder: LeanDecoder, logits: torch.Tensor) -> "StaticInputs":
-        """Buffers for generations of the shape of one whose steps have the inputs `prepared`, and its last `logits`."""
+    def like(cls, prepared: PreparedInputs, slots: int, decoder: FastDecoder, logits: torch.Tensor) -> "StaticInputs":
+        """Buffers for generations of one shape.
+
+        Args:
+            prepared: the inputs of the steps of one of them.
+            slots: of the cache.
+            decoder: of the model.
+            logits: the last ones of the prompt [batch, vocabulary].
+        """
         bias, rotary, device = prepared.bias, prepared.rotary, logits.device
-        if rotary is not None:  # rows that share their positions may be followed by others that don't
+        if rotary is not None:  # sequences of another generation may have different positions
             rotary = (rotary[0].expand(len(logits), -1, -1, -1), rotary[1].expand(len(logits), -1, -1, -1))
-        no_bias = torch.zeros(1, 1, 1, columns, dtype=decoder.dtype, device=device)
         tables = PreparedInputs(
             0,
             None if prepared.position_ids is None else prepared.position_ids.clone(),
             None if rotary is None else (rotary[0].clone(), rotary[1].clone()),
-            None if bias is None else bias.new_zeros(*bias.shape[:3], columns),
+            None if bias is None else bias.new_zeros(*bias.shape[:3], slots),
         )
-        step_at, column_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        fused = fused_blocks(decoder.blocks, decoder.dtype, device)
-        return cls(tables, step_at, column_at, torch.arange(columns, device=device), no_bias, fused)
+        step_at, slot_at = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        layers = gpu_layers(decoder.layers, decoder.dtype, device, slot_at)
+        return cls(tables, step_at, slot_at, torch.arange(slots, device=device)[None, None, None], layers)
 
     def first_rows(self, count: int) -> "StaticInputs":
         """The inputs of the first rows, in the same memory."""
@@ -98,10 +104,10 @@ class StaticInputs(StepInputs):
             None if tables.rotary is None else (tables.rotary[0][:count], tables.rotary[1][:count]),
             None if tables.bias is None else tables.bias[:count],
         )
-        return StaticInputs(fewer, self.step_at, self.column_at, self.columns, self.no_bias, self.fused)
+        return StaticInputs(fewer, self.step_at, self.slot_at, self.slots, self.gpu_layers)
 
-    def take_over(self, prepared: PreparedInputs) -> None:
-        """Have the inputs of another generation, or of its rows that are left."""
+    def copy_from(self, prepared: PreparedInputs) -> None:
+        """Copy the inputs of another generation into the buffers, or of the rows that are left of one."""
         tables = self.tables
         if tables.position_ids is not None and prepared.position_ids is not None:
             tables.position_ids.copy_(prepared.position_ids)
@@ -111,18 +117,27 @@ class StaticInputs(StepInputs):
         if tables.bias is not None and prepared.bias is not None:
             tables.bias[..., : prepared.bias.shape[-1]] = prepared.bias
 
-    def place(self, step: int, column: int) -> None:
-        """Stand before a step, whose tokens have a column."""
+    def move_to(self, step: int, slot: int) -> None:
+        """Set the step that runs next, and the slot of its tokens."""
         self.step_at.fill_(step)
-        self.column_at.fill_(column)
+        self.slot_at.fill_(slot)
 
     def advance(self) -> None:
-        """Stand before the next step."""
+        """Move on to the next step."""
         self.step_at.add_(1)
-        self.column_at.add_(1)
+        self.slot_at.add_(1)
 
-    def look_up(self, rows: int) -> None:
-        """Find what the step at hand needs, by operations that find it for every step."""
+    def layers_for(self, rows: int) -> Sequence[GpuLayer] | None:
+        """The layers as kernels of their own; None where these don't run so many rows."""
+        return self.gpu_layers if rows <= MAX_ROWS else None
+
+    def look_up(self, dtype: torch.dtype, *, masked: bool) -> None:
+        """Read what the current step needs from the tables, by operations that are the same for every step.
+
+        Args:
+            dtype: of attention scores.
+            masked: whether slots that aren't written yet have to be masked.
+        """
         tables = self.tables
         if tables.position_ids is not None:
             self.position_ids = tables.position_ids.index_select(0, self.step_at)[0]
@@ -130,33 +145,22 @@ class StaticInputs(StepInputs):
             cos, sin = (part.index_select(1, self.step_at)[:, 0] for part in tables.rotary)
             self.rotary = (cos, sin)
         self.bias = tables.bias
-        if not self.runs_fused(rows):
-            shown = self.no_bias if tables.bias is None else tables.bias
-            self.bias = shown.masked_fill(self.columns > self.column_at, float("-inf"))
+        if masked:
+            self.bias = attention_mask(self.slot_at - self.slots, None, tables.bias, dtype)
 
-    def runs_fused(self, rows: int) -> bool:
-        """Whether so many rows go through kernels of the layers' own."""
-        return self.fused is not None and rows <= MOST_FUSED
+    def store(
+        self, cached: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As StepInputs.store; returns the whole buffers. Models with sliding windows have no graphs."""
+        keys: Any = cached.keys
+        values: Any = cached.values
+        keys.index_copy_(2, self.slot_at, key[:, :, None])
+        values.index_copy_(2, self.slot_at, value[:, :, None])
+        return keys, values
 
-    def run(self, block: LeanBlock, index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
-        """As StepInputs.run, by the layer's own kernels where it has them."""
-        if self.fused is not None and self.runs_fused(len(hidden)):
-            return self.fused[index](hidden, cached, self, self.column_at)
-        return block(hidden, cached, self)
-
-    def update_cache(
-        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As StepInputs.update_cache, with all columns of the buffers."""
-        keys: Any = layer.keys
-        values: Any = layer.values
-        keys.index_copy_(2, self.column_at, key[:, :, None])
-        values.index_copy_(2, self.column_at, value[:, :, None])
+    def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
         assert self.bias is not None
-        return keys, values, self.bias[..., : keys.shape[2]]
-
-    def places(self, tokens: int) -> None:
-        """None: the column stands in a buffer."""
+        return self.bias[..., : keys.shape[2]]
 
 
 class StepGraphs:
@@ -165,46 +169,52 @@ class StepGraphs:
     Args:
         decoder: of a model without sliding windows.
         schedule: of the generations.
-        steps: decode steps at most.
-        prompt_columns: of the prompts, at most.
+        steps: the maximum number of decode steps.
+        prompt_columns: the maximum padded length of prompts, in tokens.
 
     Attributes:
-        key: the shape, which a later call must share to use them again; None where none may.
-        decoder: of the model; None while a decoder keeps them, which is freed with its last user then.
-        free: happens on a GPU when the call that had them last is done there.
+        cache: of the generations.
+        key: the shape, which a later call must have to use these graphs again; None where none may.
+        decoder: of the model; None while the decoder keeps these graphs, so that there is no reference cycle.
+        free: an event that a GPU reaches when the last call that used these graphs has ended there.
     """
 
-    def __init__(self, decoder: LeanDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
+    def __init__(self, decoder: FastDecoder, schedule: SkipSchedule, steps: int, prompt_columns: int) -> None:
         self.cache = PlannedCache(schedule, steps, prompt_columns=prompt_columns)
         self.key: Any = None
-        self.decoder: LeanDecoder | None = decoder
+        self.decoder: FastDecoder | None = decoder
         self.free: torch.cuda.Event | None = None
         self._steps = steps
-        self._columns = prompt_columns + max(1, steps)  # as wide as inputs of no steps are prepared
-        self._prompt = 0  # columns, of the prompt at hand
+        self._slots = prompt_columns + max(1, steps)  # inputs are prepared for one step at least
+        self._prompt = 0  # the padded length of the current prompt
         self._buffers: tuple[torch.Tensor, torch.Tensor, StaticInputs] | None = None  # of all rows
-        self._tokens: Any = None  # those of the rows that run
-        self._chosen: Any = None  # by each step [steps, rows]
+        self._tokens: Any = None  # of the rows that run
+        self._chosen: Any = None  # the tokens that each step chose [steps, rows]
         self._inputs: Any = None
-        self._seen: Any = None  # what the host has of them
+        self._seen: Any = None  # their copy on the host
         self._graphs: dict[tuple[Sequence[int], int, bool], tuple[Replay, list[torch.Tensor]]] = {}
         self._pool: Any = None
         self._stream: Any = None  # that graphs are captured on
 
     def start(self, prepared: PreparedInputs, logits: torch.Tensor) -> None:
-        """Begin a generation by the inputs of its steps; its prompt is cached and gave `logits` [batch, vocabulary]."""
+        """Start a generation whose prompt is in the cache.
+
+        Args:
+            prepared: the inputs of its steps.
+            logits: the last ones of the prompt [batch, vocabulary].
+        """
         if self._buffers is None:
             batch, device = len(logits), logits.device
             tokens = torch.zeros(batch, dtype=torch.long, device=device)
             chosen = torch.zeros(max(1, self._steps), batch, dtype=torch.long, device=device)
-            self._seen = torch.zeros(MOST_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
+            self._seen = torch.zeros(MAX_AHEAD, batch, dtype=torch.long, pin_memory=device.type == "cuda")
             assert self.decoder is not None
-            inputs = StaticInputs.like(prepared, self._columns, self.decoder, logits)
+            inputs = StaticInputs.like(prepared, self._slots, self.decoder, logits)
             self._buffers = (tokens, chosen, inputs)
         self._tokens, self._chosen, self._inputs = self._buffers
-        self._inputs.take_over(prepared)
+        self._inputs.copy_from(prepared)
         self._prompt = prepared.prompt_columns
-        # Steps attend to whole buffers, to what isn't written at weight 0: an earlier text must not leave NaN there.
+        # Steps attend to whole buffers, with weight 0 to slots that aren't written: these must not hold an earlier NaN.
         layers: list[Any] = self.cache.layers
         for buffer in (buffer for layer in layers if layer.is_initialized for buffer in layer.buffers):
             buffer[:, :, self._prompt :].zero_()
@@ -212,7 +222,7 @@ class StepGraphs:
     def run(self, i: int, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         """Run generated token i of each row, `tokens` [rows], through `layers`.
 
-        Returns logits [rows, vocabulary]; the next step of as many layers and rows writes over them.
+        Returns logits [rows, vocabulary], which the next step of as many layers and rows overwrites.
         """
         with torch.cuda.device_of(tokens):
             result = self._replay(i, layers, tokens, choosing=False)
@@ -229,22 +239,25 @@ class StepGraphs:
         ends: Collection[int],
         padding: Any,
     ) -> torch.Tensor:
-        """Run generated token i of each row and what is chosen after it, greedily, one after another.
+        """Decode several steps greedily, from generated token i on.
 
-        On a GPU the next steps are under way before the tokens of the last are looked at, so that it never waits. All
-        stop where every text has ended, or so many that rows should leave.
+        A GPU starts the next steps before the host sees the tokens of earlier ones, so that it never waits. Decoding
+        stops early where every sequence has ended, or so many that the batch should shrink.
 
         Args:
-            i, tokens: as of `run`.
-            layers: of each step, MOST_AHEAD at most.
-            room, ends, padding: as of `skipdecode.generate.decode_loop.Runner.choose`.
+            i: the number of the first step.
+            tokens: its tokens [rows].
+            layers: those that run in each step, of MAX_AHEAD steps at most.
+            room: as in `skipdecode.generate.decode_loop.Runner.choose`.
+            ends: likewise.
+            padding: likewise.
 
         Returns:
             Token ids [rows, new tokens].
         """
         rows = len(tokens)
-        ahead = steps_unseen(tokens.device)
-        counts = [None if most > 0 else 0 for most in room]  # tokens of those whose texts have ended
+        ahead = steps_in_flight(tokens.device)
+        counts = [None if limit > 0 else 0 for limit in room]  # new tokens of the sequences that have ended
         marks: list[torch.cuda.Event | None] = []
         done = looked_at = 0
 
@@ -274,28 +287,30 @@ class StepGraphs:
             if n + 1 == done or layers[n] is not layers[n + 1]:
                 self._set_length(layers[n], i + n)
         found = [done if count is None else count for count in counts]
-        texts = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
-        if padding is not None and min(found) < texts.shape[1]:
+        new = self._seen[: max(found), :rows].T.clone()  # [rows, new tokens]
+        if padding is not None and min(found) < new.shape[1]:
             padding = int(padding)
             for row, count in enumerate(found):
-                texts[row, count:] = padding
-        result: torch.Tensor = texts.to(tokens.device)
+                new[row, count:] = padding
+        result: torch.Tensor = new.to(tokens.device)
         return result
 
     def keep_rows(self, rows: Sequence[int], prepared: PreparedInputs) -> None:
-        """Run `rows` alone, in their order, until the next `start`: the first rows of the buffers from now on.
+        """Keep only `rows`, in their order, until the next `start`; they move to the first rows of the buffers.
 
-        `prepared` are the inputs of their steps.
+        Args:
+            rows: of those that run.
+            prepared: the inputs of their steps.
         """
         count = len(rows)
         self.cache.keep_rows(rows)
         self._tokens, self._chosen = self._tokens[:count], self._chosen[:, :count]
         self._inputs = self._inputs.first_rows(count)
-        self._inputs.take_over(prepared)
+        self._inputs.copy_from(prepared)
 
     @property
     def device(self) -> torch.device:
-        """That the buffers lie on; the CPU before there are any."""
+        """The device of the buffers; the CPU before they are allocated."""
         return torch.device("cpu") if self._buffers is None else self._buffers[0].device
 
     def _set_length(self, layers: Sequence[int], i: int) -> None:
@@ -305,34 +320,34 @@ class StepGraphs:
     def _replay(
         self, i: int, layers: Sequence[int], tokens: torch.Tensor | None, *, choosing: bool
     ) -> list[torch.Tensor]:
-        """Run a step; without `tokens`, on those that the one before has chosen."""
+        """Run a step on `tokens`; None for those that the step before chose."""
         key = (layers, len(self._tokens), choosing)
         if key not in self._graphs:
             tokens = self._tokens.clone() if tokens is None else tokens
-            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._stand, i, tokens))
+            self._graphs[key] = self._capture(layers, choosing, functools.partial(self._set_step, i, tokens))
         if tokens is not None:
-            self._stand(i, tokens)
+            self._set_step(i, tokens)
         replay, result = self._graphs[key]
         replay()
         return result
 
-    def _stand(self, i: int, tokens: torch.Tensor) -> None:
-        """Stand before step i."""
+    def _set_step(self, i: int, tokens: torch.Tensor) -> None:
         self._tokens.copy_(tokens)
-        self._inputs.place(i, self._prompt + i)
+        self._inputs.move_to(i, self._prompt + i)
 
     def _capture(
-        self, layers: Sequence[int], choosing: bool, stand: Callable[[], None]
+        self, layers: Sequence[int], choosing: bool, set_step: Callable[[], None]
     ) -> tuple[Replay, list[torch.Tensor]]:
-        """A function that runs a step of `layers`, and the list with its logits, empty where it chooses tokens."""
+        """A function that runs a step of `layers`, and a list with its logits, empty where it chooses tokens."""
         result: list[torch.Tensor] = []
         tokens, chosen, inputs = self._tokens, self._chosen, self._inputs
 
         def forward() -> None:
             assert self.decoder is not None
-            inputs.look_up(len(tokens))
-            logits = self.decoder(tokens, layers, self.cache, inputs)
-            if choosing:  # the next graph may have the memory of the logits
+            gpu_layers = inputs.layers_for(len(tokens))
+            inputs.look_up(self.decoder.dtype, masked=gpu_layers is None)
+            logits = self.decoder(tokens, layers, self.cache, inputs, gpu_layers)
+            if choosing:  # the next graph may reuse the memory of the logits
                 tokens.copy_(logits.argmax(dim=-1))
                 chosen.index_copy_(0, inputs.step_at, tokens[None])
                 inputs.advance()
@@ -342,30 +357,30 @@ class StepGraphs:
         if tokens.device.type != "cuda":
             return forward, result
         with _CAPTURING:
-            if self._stream is None:  # of this device: torch's own for captures is of the first one that captured
+            if self._stream is None:  # torch's own stream for captures is of the first device that captured
                 self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            # Kernels load and libraries choose their algorithms in the first runs, which a capture can't record.
+            # In the first runs kernels are loaded and libraries choose algorithms, which a capture can't record.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(2):
-                    stand()
+                    set_step()
                     forward()
-                stand()
+                set_step()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what another thread does meanwhile, such as allocating memory, doesn't end the capture.
+            # thread_local: another thread's operations, such as allocating memory, don't end the capture.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 forward()
         return graph.replay, result
 
 
-def steps_unseen(device: torch.device) -> int:
-    """The steps that are under way before the tokens of an earlier one are looked at."""
-    return STEPS_UNSEEN if device.type == "cuda" else 0
+def steps_in_flight(device: torch.device) -> int:
+    """How many steps run on the device before the host sees the tokens of an earlier one."""
+    return STEPS_IN_FLIGHT if device.type == "cuda" else 0
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | None":
-    """What says when all that was asked of a GPU until now is done."""
+    """An event that a GPU reaches when it has done all work so far; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -378,56 +393,57 @@ _KEEPING = threading.Lock()
 
 
 def step_graphs(
-    decoder: LeanDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
+    decoder: FastDecoder, schedule: SkipSchedule, steps: int, shape: tuple[int, int, bool], *, keep: bool
 ) -> StepGraphs:
-    """The graphs for a generation of one shape, from an earlier call where there was one.
+    """The graphs for a generation of one shape, those of an earlier call where it kept them.
 
-    They are this call's alone, so that two threads never write into the same buffers; `keep_step_graphs` lets the next
-    call have them.
+    Only this call uses them until `keep_step_graphs`, so that two threads never write into the same buffers.
 
     Args:
-        decoder, schedule, steps: as in StepGraphs.
-        shape: rows, prompt columns, and whether every row fills them.
-        keep: whether the next call may have the same buffers; not where the cache is handed out.
+        decoder: as in StepGraphs.
+        schedule: as in StepGraphs.
+        steps: as in StepGraphs.
+        shape: the number of rows, the padded prompt length, and whether no row is padded.
+        keep: whether a later call may use them; it may not where the caller gets the cache.
     """
     rows, columns, full = shape
     columns = -(-columns // PROMPT_GRAIN) * PROMPT_GRAIN
     if not keep:
         return StepGraphs(decoder, schedule, steps, columns)
-    # Buffers that were made in inference mode can't be written to outside of it, and products are captured as they are
-    # to be computed.
+    # Buffers made in inference mode can't be written to outside of it, and graphs are captured under torch's settings
+    # for matrix products.
     settings = (getattr(torch.backends.cuda.matmul, name) for name in PRODUCTS)
     key = (schedule, steps, rows, columns, full, torch.is_inference_mode_enabled(), *settings)
     with _KEEPING:
         found: StepGraphs | None = decoder.kept_graphs.pop(key, None)
         if found is None:
-            _forget_all_but(decoder.kept_graphs, KEPT - 1)
+            _drop_all_but(decoder.kept_graphs, MAX_KEPT - 1)
     if found is None:
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.decoder = decoder
     found.cache.reset()
-    if found.free is not None:  # another thread's steps may be under way yet, on a stream of its own
+    if found.free is not None:  # another thread's steps may still run, on a stream of its own
         torch.cuda.current_stream(found.device).wait_event(found.free)
     return found
 
 
-def keep_step_graphs(decoder: LeanDecoder, graphs: StepGraphs) -> None:
-    """Let the next call of the same shape have them, once a generation has ended well."""
+def keep_step_graphs(decoder: FastDecoder, graphs: StepGraphs) -> None:
+    """Keep the graphs of a generation that has ended without an error for the next call of the same shape."""
     if graphs.key is not None:
         graphs.decoder = None
         graphs.free = _mark(graphs.device)
         with _KEEPING:
             decoder.kept_graphs[graphs.key] = graphs
             decoder.kept_graphs.move_to_end(graphs.key)
-            _forget_all_but(decoder.kept_graphs, KEPT)
+            _drop_all_but(decoder.kept_graphs, MAX_KEPT)
 
 
-def _forget_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
-    """Let the longest unused go, until there are so many and their caches fit."""
+def _drop_all_but(kept: OrderedDict[Any, StepGraphs], count: int) -> None:
+    """Drop the least recently used until at most `count` are left and their caches fit."""
     held = [graphs.cache.nbytes for graphs in kept.values()]
     device = next((graphs.device for graphs in kept.values()), torch.device("cpu"))
-    room = KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    room = MAX_KEPT_MEMORY * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
     while len(held) > count or (len(held) > 1 and sum(held) > room):
         kept.popitem(last=False)
         held.pop(0)

@@ -1,11 +1,12 @@
 """A decoder layer's decode step as seven Triton kernels (`skipdecode.kernels.gpu`), or five for a single row.
 
-Sums are taken in another order than torch's products take them, so where two tokens are nearly as likely the other one
-may be chosen.
+The kernels add up in another order than torch's matrix products do. So where two tokens are nearly equally likely, the
+other one may be chosen.
 """
 
 import functools
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,87 +14,103 @@ import torch
 
 from skipdecode.fastpath.cpu_steps import ACTIVATIONS
 from skipdecode.fastpath.kv_cache import PlannedLayer
-from skipdecode.fastpath.layer import LeanBlock, Norm, StepInputs
+from skipdecode.fastpath.layer import FastLayer, Norm
+from skipdecode.fastpath.step_inputs import StepInputs
 from skipdecode.kernels.linear import weight_of
 
-MOST_FUSED = 32  # rows of a step: of more, products are no longer bound by reading weights
-_SHARED_MEMORY = 96 * 1024  # bytes of a program, for the largest tiles
-_TYPES = (torch.bfloat16, torch.float16)  # float32 is for those who check, and torch's products are exact there
+MAX_ROWS = 32  # rows of a step: for more of them, the time isn't bound by reading the weights any longer
+_SHARED_MEMORY = 96 * 1024  # bytes that a program with the largest tiles needs
+_TYPES = (torch.bfloat16, torch.float16)  # float32 is used to check results, which torch's products give exactly
 
 
-class FusedBlock:
-    """A `LeanBlock` for which `fused_blocks` has no objection, the kernels that run it, and their `arrivals`."""
+class GpuLayer:
+    """A `FastLayer` by kernels of its own.
 
-    def __init__(self, block: LeanBlock, kernels: Any, arrived: torch.Tensor) -> None:
-        self._block = block
+    Args:
+        layer: one that the kernels support.
+        kernels: `skipdecode.kernels.gpu`.
+        arrived: the kernels' `arrivals`, which all layers of a model share.
+        slot: the KV slot of the tokens [1], a value in GPU memory that the caller sets before each step.
+    """
+
+    def __init__(self, layer: FastLayer, kernels: Any, arrived: torch.Tensor, slot: torch.Tensor) -> None:
+        self._layer = layer
         self._kernels = kernels
         self._arrived = arrived
-        sources = {**block.sources, "up": [*block.sources["gate"], *block.sources["up"]]}
-        # name -> weights and biases of what is projected together
+        self._slot = slot
+        sources = {**layer.sources, "up": [*layer.sources["gate"], *layer.sources["up"]]}
+        # The weights and biases of what is projected together, by the names of the parts.
         self._parts = {
             name: ([weight_of(part) for part in parts], [part.bias for part in parts])
             for name, parts in sources.items()
         }
-        self._activation = ACTIVATIONS[block.activation_name]
+        self._activation = ACTIVATIONS[layer.activation_name]
 
-    def __call__(
-        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, column: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the layer on `hidden` [rows, hidden], whose tokens have the column `column` [1]."""
-        block, keys, values = self._block, cached.keys, cached.values
+    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
+        """Run the layer on `hidden` [rows, hidden], a token of each sequence; the kernels read the slot themselves."""
+        layer, keys, values = self._layer, cached.keys, cached.values
         assert keys is not None
         assert values is not None
-        qkv = self._project("qkv", hidden, block.attention_norm if block.norm_first else None)
+        qkv = self._project("qkv", hidden, layer.attention_norm if layer.norm_first else None)
         attended = self._kernels.attend(
             qkv,
             keys,
             values,
-            column,
-            heads=block.heads,
-            kv_heads=block.kv_heads,
-            interleaved=block.interleaved,
-            scale=block.scaling,
+            self._slot,
+            heads=layer.heads,
+            kv_heads=layer.kv_heads,
+            interleaved=layer.interleaved,
+            scale=layer.scaling,
             bias=inputs.bias,
             rotary=inputs.rotary,
         )
         after = self._project("out", attended, residual=hidden)
-        if not block.norm_first:
-            after = self._kernels.normalise(after, block.attention_norm)
-            result: torch.Tensor = self._kernels.normalise(self._feed_forward(after, None, after), block.mlp_norm)
+        if not layer.norm_first:
+            after = self._kernels.normalise(after, layer.attention_norm)
+            result: torch.Tensor = self._kernels.normalise(self._feed_forward(after, None, after), layer.mlp_norm)
             return result
-        norm = block.mlp_norm or block.attention_norm  # Phi has one for both halves
-        return self._feed_forward(hidden if block.parallel else after, norm, after)
+        norm = layer.mlp_norm or layer.attention_norm  # Phi has one for both halves
+        return self._feed_forward(hidden if layer.parallel else after, norm, after)
 
     def _feed_forward(self, hidden: torch.Tensor, norm: Norm | None, residual: torch.Tensor) -> torch.Tensor:
-        gated = self._block.gate is not None
+        gated = self._layer.gate is not None
         inner = self._project("up", hidden, norm, activation=self._activation, gated=gated)
         return self._project("down", inner, residual=residual)
 
     def _project(self, name: str, hidden: torch.Tensor, norm: Norm | None = None, **how: Any) -> torch.Tensor:
-        if norm is not None and len(hidden) > 1:  # each program would make the norms of all rows
+        if norm is not None and len(hidden) > 1:  # else each program would normalise all rows
             hidden, norm = self._kernels.normalise(hidden, norm), None
         how |= {"norm": norm, "arrived": self._arrived}
         projected: torch.Tensor = self._kernels.project(hidden, *self._parts[name], **how)
         return projected
 
 
-def fused_blocks(blocks: list[Any], dtype: torch.dtype, device: torch.device) -> list[FusedBlock] | None:
-    """All layers of a model for steps of few rows, one at a time; None where no device can, or a layer is another."""
+def gpu_layers(
+    layers: Sequence[FastLayer], dtype: torch.dtype, device: torch.device, slot: torch.Tensor
+) -> list[GpuLayer] | None:
+    """All layers of a model by kernels of their own; None where the device or one of the layers isn't supported.
+
+    Args:
+        layers: of the model.
+        dtype: of its weights.
+        device: that holds them.
+        slot: as in GpuLayer.
+    """
     kernels = _kernels_on(device) if device.type == "cuda" and dtype in _TYPES else None
-    if kernels is None or not all(_can_fuse(block, dtype) for block in blocks):
+    if kernels is None or not all(_supported(layer, dtype) for layer in layers):
         return None
     arrived = kernels.arrivals(device)
-    return [FusedBlock(block, kernels, arrived) for block in blocks]
+    return [GpuLayer(layer, kernels, arrived, slot) for layer in layers]
 
 
-def _can_fuse(block: LeanBlock, dtype: torch.dtype) -> bool:
-    plain = block.window is None and block.query_norm is None and block.activation_name in ACTIVATIONS
-    norms = [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
-    together = [block.sources["qkv"], block.sources["gate"] + block.sources["up"]]
+def _supported(layer: FastLayer, dtype: torch.dtype) -> bool:
+    plain = layer.window is None and layer.query_norm is None and layer.activation_name in ACTIVATIONS
+    norms = [norm for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
+    together = [layer.sources["qkv"], layer.sources["gate"] + layer.sources["up"]]
     alike = all(
         len({(weight_of(p).stride(), getattr(p, "bias", None) is None) for p in parts}) == 1 for parts in together
     )
-    tensors = [weight_of(part) for parts in block.sources.values() for part in parts]
+    tensors = [weight_of(part) for parts in layer.sources.values() for part in parts]
     return (
         plain
         and alike
@@ -104,7 +121,7 @@ def _can_fuse(block: LeanBlock, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of the kernels, which comes with torch's builds for CUDA; None where there is none."""
+    """The module of the kernels; None where Triton isn't installed, which comes with torch's builds for CUDA."""
     try:
         from skipdecode.kernels import gpu as kernels
     except ImportError:
@@ -114,9 +131,9 @@ def triton_kernels() -> ModuleType | None:
 
 @functools.cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels, where a device can run them: one of NVIDIA's of capability 8.0 or more, with that shared memory.
+    """The kernels, for an NVIDIA device of compute capability 8.0 or more with enough shared memory; else None.
 
-    Triton compiles as it first launches, which takes a C compiler; where that fails a warning says so, once.
+    Triton compiles a kernel when it is first launched, which needs a C compiler; where that fails, a warning says so.
     """
     kernels = triton_kernels()
     if kernels is None or torch.version.hip is not None or not torch.cuda.is_available():
@@ -127,11 +144,11 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
         return None
     try:
         with torch.cuda.device(device):
-            rows = torch.zeros(MOST_FUSED, 2048, dtype=torch.float16, device=device)
-            for count in (1, 16, MOST_FUSED):  # a kernel each, with the most memory that it asks for
+            rows = torch.zeros(MAX_ROWS, 2048, dtype=torch.float16, device=device)
+            for count in (1, 16, MAX_ROWS):  # each count runs another kernel, with the largest memory that it uses
                 kernels.project(rows[:count], [rows], [None], arrived=kernels.arrivals(device))
             torch.cuda.synchronize()
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
-        warnings.warn(f"decode steps go without their own kernels, which don't run here: {error}", stacklevel=2)
+        warnings.warn(f"decode steps run without the Triton kernels, which fail on this device: {error}", stacklevel=2)
         return None
     return kernels

@@ -1,8 +1,10 @@
-"""One decoder layer, for one token a row or for the columns of a prompt: a family's names as a dozen operations."""
+"""One decoder layer of the fast path: a family's names turned into a dozen operations.
+
+Rows are tokens: one of each sequence in a decode step, all tokens of a prompt in the prefill.
+"""
 
 import functools
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,158 +13,29 @@ from torch import nn
 
 from skipdecode.families import BlockParts
 from skipdecode.fastpath.kv_cache import PlannedLayer
+from skipdecode.fastpath.step_inputs import StepInputs
 from skipdecode.kernels.linear import Linear, project_apart, project_together, sizes
 
+# Rows that a CPU computes together: what lies between two projections then stays in its caches.
+ROWS_TOGETHER = 512
 
-class StepInputs:
-    """Inputs of a decode step beside its tokens: their positions, and the columns that they attend to.
 
-    Attributes:
-        column: of the tokens, in the cache.
-        position_ids: of the rows' tokens [batch], for a model that looks them up.
-        rotary: cosines and signed sines [batch or 1, 1, rotated dimensions], for a model that rotates.
-        bias: added to attention scores [batch, 1 or heads, 1, columns], or None where every column counts.
+class FastLayer:
+    """One decoder layer.
+
+    Args:
+        layer: the model's own module.
+        parts: the names of the parts of the module.
+        config: of the model.
+        make_linear: makes a projection of a module, with its own weights or a copy of them.
     """
-
-    __slots__ = ("bias", "column", "position_ids", "rotary")
-
-    def __init__(
-        self,
-        column: int,
-        position_ids: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.column = column
-        self.position_ids = position_ids
-        self.rotary = rotary
-        self.bias = bias
-
-    def update_cache(
-        self, layer: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Write this token's key and value [batch, heads, head_dim]; returns all to attend to, and their bias."""
-        keys: Any = layer.keys
-        values: Any = layer.values
-        end = self.column + 1
-        keys[:, :, self.column] = key
-        values[:, :, self.column] = value
-        layer.length = end
-        start = 0 if window is None else max(0, end - window)
-        bias = self.bias[..., start:end] if self.bias is not None else None
-        return keys[:, :, start:end], values[:, :, start:end], bias
-
-    def attend(
-        self, block: "LeanBlock", cached: PlannedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of each row's `query` to what is cached and its own `key` and `value`, [rows, heads, head_dim] all.
-
-        Returns [rows, heads * head_dim].
-        """
-        keys, values, bias = self.update_cache(cached, key, value, block.window)
-        # Heads that share keys stand where a sequence's queries would: no key or value is repeated.
-        grouped = query.view(len(query), block.kv_heads, -1, block.head_dim)
-        attended = block.attention_function(grouped, keys, values, attn_mask=bias, scale=block.scaling)
-        return attended.reshape(len(query), -1)
-
-    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]] | None:
-        """For each of the step's tokens its row of the cache and its column, where they are known beforehand."""
-        return range(tokens), [self.column] * tokens
-
-    def prefixes(self, layers: Sequence[int]) -> "tuple[array[int], torch.Tensor] | None":
-        """For each of `layers`, how many of the first tokens run it, and their rows [layers, tokens] of the cache;
-        None where all do, in the rows that `places` says.
-        """
-        return None
-
-    def run(self, block: "LeanBlock", index: int, hidden: torch.Tensor, cached: PlannedLayer) -> torch.Tensor:
-        """Run layer `index`, which is `block`, on the tokens of `hidden` [rows, hidden] that run it."""
-        return block(hidden, cached, self)
-
-    def by_rows(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-        """A function that treats each row of its arguments [rows, ...] by itself."""
-        return function(*rows)
-
-
-class PreparedInputs:
-    """The inputs of all decode steps after a prompt: a function from a step's number to its StepInputs.
-
-    Attributes:
-        prompt_columns: of the prompt.
-        position_ids: as in StepInputs, of every step [steps, batch].
-        rotary: as in StepInputs, of every step [batch or 1, steps, 1, rotated dimensions].
-        bias: as in StepInputs, of all columns; of one row where all share it.
-    """
-
-    def __init__(
-        self,
-        prompt_columns: int,
-        position_ids: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.prompt_columns = prompt_columns
-        self.position_ids = position_ids
-        self.rotary = rotary
-        self.bias = bias
-
-    def __call__(self, i: int) -> StepInputs:
-        position_ids = self.position_ids[i] if self.position_ids is not None else None
-        rotary = (self.rotary[0][:, i], self.rotary[1][:, i]) if self.rotary is not None else None
-        return StepInputs(self.prompt_columns + i, position_ids, rotary, self.bias)
-
-    def of_tokens(
-        self, rows: list[int], steps: list[int]
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Position ids [tokens] and rotary [tokens, 1, rotated dimensions] of rows' tokens at steps of their own."""
-        position_ids = self.position_ids[steps, rows] if self.position_ids is not None else None
-        if self.rotary is None:
-            return position_ids, None
-        rows = rows if len(self.rotary[0]) > 1 else [0] * len(rows)
-        return position_ids, (self.rotary[0][rows, steps], self.rotary[1][rows, steps])
-
-    def of_texts(
-        self, rows: Sequence[int], starts: Sequence[int], steps: int
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Position ids [steps, texts] and rotary [steps, texts or 1, 1, rotated dimensions] of so many steps of texts.
-
-        Each has its row and the number of its first step.
-        """
-        together = len(set(starts)) == 1
-
-        def look_up(table: torch.Tensor) -> torch.Tensor:  # [steps, batch or 1, ...]; no text runs beyond the last
-            batch = table.shape[1]
-            if together and (batch == 1 or list(rows) == list(range(batch))):
-                return table[starts[0] : starts[0] + steps]
-            numbers = torch.tensor(starts) + torch.arange(steps)[:, None]
-            return table[numbers.clamp(max=len(table) - 1), torch.tensor(rows) if batch > 1 else 0]
-
-        position_ids = look_up(self.position_ids) if self.position_ids is not None else None
-        if self.rotary is None:
-            return position_ids, None
-        cos, sin = (look_up(part.transpose(0, 1)) for part in self.rotary)
-        return position_ids, (cos, sin)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Prepare for `rows` alone from now on, in their order."""
-        kept = list(rows)
-        if self.position_ids is not None:
-            self.position_ids = self.position_ids[:, kept]
-        if self.rotary is not None and len(self.rotary[0]) > 1:
-            self.rotary = (self.rotary[0][kept], self.rotary[1][kept])
-        if self.bias is not None and len(self.bias) > 1:
-            self.bias = self.bias[kept]
-
-
-class LeanBlock:
-    """One decoder layer. Rows are tokens: one of each text in a decode step, all columns of a prompt."""
 
     def __init__(self, layer: nn.Module, parts: BlockParts, config: Any, make_linear: Callable[..., Linear]) -> None:
         attention: Any = layer.get_submodule(parts.attention)
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         projections = [getattr(attention, name) for name in parts.qkv]
-        # What the compiled kernels are made of, by the names of their struct (`skipdecode.kernels.cpu`).
+        # The modules that the compiled kernels read, by the names of their struct (`skipdecode.kernels.cpu`).
         self.sources = {"qkv": projections}
         for name in ("out", "gate", "up", "down"):
             path = getattr(parts, name)
@@ -191,42 +64,38 @@ class LeanBlock:
         self.parallel = getattr(layer, parts.parallel) if isinstance(parts.parallel, str) else parts.parallel
         self.norm_first = getattr(layer, "do_layer_norm_before", True)  # opt-350m normalises after each half
 
-    def __call__(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
-        """Run the layer on `hidden` [rows, hidden]."""
-        normed = self.attention_norm(hidden) if self.norm_first else hidden
-        return inputs.by_rows(self.finish, hidden, normed, self.attend(normed, cached, inputs))
-
-    def run_last(
-        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor
+    def __call__(
+        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same for the rows `last`, of which alone `inputs` takes queries."""
+        """Run the layer on `hidden` [rows, hidden] and write the keys and values of all rows into the cache.
+
+        Args:
+            hidden: the states of the rows [rows, hidden].
+            cached: the layer's keys and values.
+            inputs: of the rows.
+            last: the numbers of the rows whose output is wanted, of which alone `inputs` takes queries; None for all.
+
+        Returns:
+            The output of all rows, or of the rows `last`, [rows, hidden].
+        """
         normed = self.attention_norm(hidden) if self.norm_first else hidden
-        return self.finish(hidden[last], normed[last], self.attend_last(normed, cached, inputs, last))
+        if last is None:
+            query, key, value = self.project(normed, inputs.rotary)
+        else:
+            query, key, value = self.project_last(normed, inputs.rotary, last)
+            hidden, normed = hidden[last], normed[last]
+        keys, values = inputs.store(cached, key, value, self.window)
+        query = inputs.lay_out(query, self.kv_heads)
+        mask = inputs.mask(query, keys, self.window)
+        attend = _attend_at_all_positions if inputs.many_queries else self.attention_function
+        attended = inputs.take_back(attend(query, keys, values, attn_mask=mask, scale=self.scaling))
+        return by_rows(self.finish, hidden, normed, attended)
 
-    def attend_last(
-        self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs, last: torch.Tensor
-    ) -> torch.Tensor:
-        """The attention of the rows `last`; keys and values are made of all."""
-        if self.apart is None:
-            query, key, value = self.parts_of(inputs.by_rows(self.project, hidden), inputs.rotary)
-            return inputs.attend(self, cached, query[last], key, value)
-        project_query, project_rest = self.apart
-        query = project_query(hidden[last]).view(len(last), -1, self.head_dim)
-        key, value = inputs.by_rows(project_rest, hidden).view(len(hidden), 2, -1, self.head_dim).unbind(1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if inputs.rotary is not None:
-            query, key = rotate(query, *(part[last] for part in inputs.rotary)), rotate(key, *inputs.rotary)
-        return inputs.attend(self, cached, query, key, value)
-
-    def attend(self, hidden: torch.Tensor, cached: PlannedLayer, inputs: StepInputs) -> torch.Tensor:
-        """The attention of `hidden` [rows, hidden], up to its output projection: [rows, heads * head_dim]."""
-        return inputs.attend(self, cached, *self.parts_of(inputs.by_rows(self.project, hidden), inputs.rotary))
-
-    def parts_of(
-        self, all_heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    def project(
+        self, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [rows, heads, head_dim], normed and rotated, of those that `project` gave."""
+        """Queries, keys and values of `normed` [rows, hidden], rotated: [rows, heads, head_dim] each."""
+        all_heads = by_rows(self._all_heads, normed)
         rotated = self.heads + self.kv_heads
         query_key, value = all_heads[:, :rotated], all_heads[:, rotated:]
         if self.query_norm is not None and self.key_norm is not None:
@@ -236,16 +105,38 @@ class LeanBlock:
             query_key = rotate(query_key, *rotary)
         return query_key[:, : self.heads], query_key[:, self.heads :], value
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of `hidden` [rows, hidden]: [rows, heads + 2 * kv_heads, head_dim]."""
-        rows = hidden.shape[0]
+    def project_last(
+        self, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `project`, with queries of the rows `last` only; keys and values are of all rows."""
+        if self.apart is None:
+            query, key, value = self.project(normed, rotary)
+            return query[last], key, value
+        project_query, project_rest = self.apart
+        query = project_query(normed[last]).view(len(last), -1, self.head_dim)
+        key, value = by_rows(project_rest, normed).view(len(normed), 2, -1, self.head_dim).unbind(1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query, key = rotate(query, *(part[last] for part in rotary)), rotate(key, *rotary)
+        return query, key, value
+
+    def _all_heads(self, normed: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, heads + 2 * kv_heads, head_dim]: queries, then keys, then values."""
+        rows = len(normed)
         if not self.interleaved:
-            return self.qkv(hidden).view(rows, -1, self.head_dim)
-        by_head = self.qkv(hidden).view(rows, self.heads, 3, self.head_dim)
+            return self.qkv(normed).view(rows, -1, self.head_dim)
+        by_head = self.qkv(normed).view(rows, self.heads, 3, self.head_dim)
         return by_head.transpose(1, 2).reshape(rows, 3 * self.heads, self.head_dim)
 
     def finish(self, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output, from its input, what its attention read and what that gave, row by row."""
+        """The output projection, the feed-forward network and what the family adds and normalises around them.
+
+        Args:
+            hidden: the layer's input [rows, hidden].
+            normed: what its attention read [rows, hidden].
+            attended: what its attention returned [rows, heads * head_dim].
+        """
         attended = self.out(attended)
         if not self.norm_first:
             assert self.mlp_norm is not None
@@ -258,19 +149,31 @@ class LeanBlock:
         return hidden + self.feed_forward(self.mlp_norm(hidden))
 
     def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feed-forward half, without norm and residual."""
+        """The feed-forward network, without its norm and the residual connection."""
         if self.gate is None:
             return self.down(self.activation(self.up(hidden)))
         return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
 
 
+def by_rows(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    """Apply a function that treats each row of its arguments [rows, ...] by itself, on CPU some hundred at a time."""
+    parts = -(-len(rows[0]) // ROWS_TOGETHER)
+    if parts <= 1 or rows[0].device.type != "cpu":
+        return function(*rows)
+    return torch.cat([function(*part) for part in zip(*(each.chunk(parts) for each in rows), strict=True)])
+
+
 class Norm:
     """A LayerNorm or RMSNorm as one operation.
 
+    Args:
+        module: the model's own norm.
+
     Attributes:
-        weight, bias: [hidden], or None.
+        weight: [hidden], or None.
+        bias: [hidden], or None.
         eps: added to the variance or the mean square.
-        centred: whether the mean is taken out first: a LayerNorm.
+        centred: whether the mean is subtracted first, as a LayerNorm does and an RMSNorm doesn't.
     """
 
     def __init__(self, module: Any) -> None:
@@ -278,7 +181,7 @@ class Norm:
         self.weight: torch.Tensor | None = module.weight
         self.bias: torch.Tensor | None = module.bias if self.centred else None
         if not self.centred:
-            # Gemma's is centred on one. Each family has its own class, all with the formula of Llama's.
+            # Gemma's weights are stored less 1. Every family has its own class, all with the formula of Llama's.
             weight = module.weight.detach()
             self.weight = weight + 1 if type(module).__name__.startswith("Gemma") else weight
         self.eps: float = getattr(module, "variance_epsilon", None) or module.eps
@@ -291,7 +194,7 @@ class Norm:
 
 
 def _activation(module: nn.Module) -> Linear:
-    """The activation as one operation where torch has one."""
+    """The activation, as one operation where torch has one."""
     fast: dict[str, Linear] = {
         "ReLU": torch.relu,
         "NewGELUActivation": functools.partial(F.gelu, approximate="tanh"),
@@ -301,7 +204,7 @@ def _activation(module: nn.Module) -> Linear:
 
 
 def _window(attention: nn.Module, config: Any) -> int | None:
-    """The number of columns that a layer attends to, the token's own included; None for all."""
+    """The size of a layer's sliding window in slots, the token's own included; None where it has none."""
     everywhere = ["sliding_attention"] * config.num_hidden_layers if config.model_type == "mistral" else None
     kinds = getattr(config, "layer_types", None) or everywhere
     index: Any = attention.layer_idx
@@ -309,18 +212,33 @@ def _window(attention: nn.Module, config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if sliding else None
 
 
+def _attend_at_all_positions(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of every position of a prompt [batch, heads, positions, head_dim], causal where there is no mask."""
+    shared = query.shape[1] // keys.shape[1]
+    if shared > 1:
+        keys, values = (part.repeat_interleave(shared, dim=1) for part in (keys, values))
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=attn_mask, is_causal=attn_mask is None, scale=scale
+    )
+
+
 def _attend_on_cpu(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of one column, as `scaled_dot_product_attention`, whose kernels on CPU are made for many columns.
+    """`scaled_dot_product_attention` for few queries: torch's CPU kernels are made for many.
 
     Args:
         query: [batch, heads, queries, head_dim]
-        keys, values: [batch, heads, columns, head_dim]
+        keys: [batch, heads, slots, head_dim]
+        values: as keys.
+        attn_mask: added to scores, broadcast against [batch, heads, queries, slots].
+        scale: of the scores.
     """
     batch, heads, queries, head_dim = query.shape
-    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, columns, head_dim], not copied
-    # Keys times queries and not the other way round: with keys on the right each call would transpose all of them.
+    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, slots, head_dim], not copied
+    # Keys times queries, not queries times keys: with keys on the right each call would transpose all of them.
     scores = torch.bmm(flat_keys, (query * scale).flatten(0, 1).transpose(1, 2)).transpose(1, 2)
     if attn_mask is not None:
         scores = (scores.view(batch, heads, queries, -1) + attn_mask).view(batch * heads, queries, -1)
@@ -329,9 +247,12 @@ def _attend_on_cpu(
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021) of [batch, heads, head_dim], of the first dimensions where few rotate.
+    """Rotary position embedding (Su et al. 2021) of heads [rows, heads, head_dim].
 
-    The half of the dimensions that is rolled in comes with its sign in `signed_sin`.
+    Args:
+        heads: queries or keys.
+        cos: [rows or 1, 1, rotated dimensions]; dimensions beyond these stay as they are.
+        signed_sin: sines of the same shape, negative in their first half, which takes the place of a negation.
     """
     rotated = cos.shape[-1]
     if rotated == heads.shape[-1]:

@@ -1,11 +1,11 @@
-"""Prompts and decode steps without a model's forward pass: nothing is computed that decoding doesn't need.
+"""Prefill and decode steps without the model's own forward pass.
 
-A forward pass of transformers is made for any length and any cache. One step of decoding is a special case: one token
-a row, all active layers holding the same columns (law 1), so masks, positions and layer lists are known before the
-first step. What is left is a dozen operations a layer, done here on [batch, hidden]. A prompt goes through the same
-operations, its tokens as rows. The names of the weights are a family's only contribution (`skipdecode.families`);
-models that aren't made of plain parts (adapters, hooks, other libraries' quantisation) are left to their own forward
-pass.
+A forward pass of transformers serves any length and any cache. A decode step is a special case: each sequence has one
+token, and all layers that run hold the same slots, as each step runs a subset of the layers of the step before. So
+masks, positions and layers are known before the first step, and a dozen operations on [batch, hidden] remain of each
+layer. A prompt goes through the same operations, a row for each token. A family of models contributes only the names
+of its weights (`skipdecode.families`). Models with adapters, hooks or another library's quantisation use their own
+forward pass.
 """
 
 import math
@@ -21,23 +21,24 @@ from transformers import PreTrainedModel
 from skipdecode.families import FAMILIES, decoder_layers, text_config
 from skipdecode.fastpath.cpu_steps import NativeSteps, native_steps
 from skipdecode.fastpath.kv_cache import PlannedCache
-from skipdecode.fastpath.layer import LeanBlock, Norm, PreparedInputs, StepInputs
+from skipdecode.fastpath.layer import FastLayer, Norm
 from skipdecode.fastpath.prompt_inputs import PromptInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs
 from skipdecode.fastpath.support import parts_of
 from skipdecode.kernels.linear import HEAD_MAKERS, MAKERS, Linear, Weights
 
 
-class LeanDecoder:
-    """A model's prefill and decode steps. Holds its parts and not the model itself, so that the model can be freed.
+class FastDecoder:
+    """A model's prefill and decode steps. It holds the model's parts, not the model, so that the model can be freed.
 
     Args:
-        model: a model for which `FastPath.why_not` has no reason.
+        model: a model that `FastPath.why_not` gives no reason against.
         weights: "model" computes with the model's own weights, "packed" with copies in the layout that the processor
-            reads fastest, "int8" and "int4" with copies in so many bits, the two others with those of the LM head in
-            more or in fewer. Copies are of all projections, the LM head among them; all need a CPU, and 4 bits the
-            compiled kernels (`skipdecode.kernels.cpu`).
-        layers: those that it can run, the first one among them; None for all.
-        before: an earlier decoder of the same model and weights, whose copies are taken over.
+            reads fastest, "int8" and "int4" with copies in 8 and 4 bits; "int4-int8-head" and "int8-int4-head" differ
+            in the LM head. All projections are copied. Copies need a CPU, and 4 bits need the compiled kernels
+            (`skipdecode.kernels.cpu`).
+        layers: the layers that can run, which must include the first one; None for all.
+        before: an earlier decoder of the same model and weights, whose copies are used again.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class LeanDecoder:
         model: PreTrainedModel,
         weights: Weights = "model",
         layers: Collection[int] | None = None,
-        before: "LeanDecoder | None" = None,
+        before: "FastDecoder | None" = None,
     ) -> None:
         parts = parts_of(model)
         assert parts is not None
@@ -54,14 +55,13 @@ class LeanDecoder:
         make_linear = MAKERS[weights]
         self.weights = weights
         self.dtype = model.dtype
-        # Shape -> `skipdecode.fastpath.cuda_graphs.StepGraphs`, the longest unused first; they are freed with the
-        # decoder.
+        # Shape -> `skipdecode.fastpath.cuda_graphs.StepGraphs`, the least recently used first.
         self.kept_graphs: OrderedDict[Any, Any] = OrderedDict()
         modules = decoder_layers(model)
-        self.blocks: list[Any] = [None] * len(modules) if before is None else list(before.blocks)
+        self.layers: list[Any] = [None] * len(modules) if before is None else list(before.layers)
         for n in range(len(modules)) if layers is None else layers:
-            self.blocks[n] = self.blocks[n] or LeanBlock(modules[n], parts, config, make_linear)
-        self.windowed = any(block.window is not None for block in self.blocks if block is not None)
+            self.layers[n] = self.layers[n] or FastLayer(modules[n], parts, config, make_linear)
+        self.windowed = any(layer.window is not None for layer in self.layers if layer is not None)
         self._positions = parts.positions
         self.heads = config.num_attention_heads
         self._embedding: Any = model.get_input_embeddings()
@@ -82,7 +82,7 @@ class LeanDecoder:
             and self._project_in is None
         )
         self._native = native_steps(
-            self.blocks,
+            self.layers,
             self._final_norm,
             (self.head, head) if self._project_out is None else None,
             (cast(torch.Tensor, self._embedding.weight), self._position_table) if plain_start else None,
@@ -95,10 +95,10 @@ class LeanDecoder:
         """The inputs of `steps` decode steps after a prompt.
 
         Args:
-            attention_mask: of the prompt [batch, prompt columns].
-            steps: decode steps at most.
-            position_ids: of the prompt [batch or 1, prompt columns]; steps go on from the last. By default the tokens
-                that the mask shows are counted.
+            attention_mask: of the prompt [batch, padded prompt length].
+            steps: the maximum number of decode steps.
+            position_ids: of the prompt [batch or 1, padded prompt length]; steps continue from the last one. By
+                default the tokens that aren't padding are counted.
         """
         batch, prompt = attention_mask.shape
         padded = not bool(attention_mask.all())
@@ -112,60 +112,82 @@ class LeanDecoder:
         return PreparedInputs(prompt, looked_up, rotary, bias)
 
     def placed(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """What `positions` [batch or 1, columns] are to the model: rows of its table, or cosines and signed sines, each
-        [batch or 1, columns, 1, rotated dimensions].
+        """The model's inputs for `positions` [batch or 1, length].
+
+        Returns rows of its table of positions [batch or 1, length], and cosines and signed sines [batch or 1, length,
+        1, rotated dimensions]; None for what the model doesn't have.
         """
         if self._positions == "learned":
             return positions + self._position_offset, None
         if self._positions == "alibi":
             return None, None
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
-        cos, sin = self._rotary(like, positions)  # each [batch or 1, columns, rotated dimensions]
+        cos, sin = self._rotary(like, positions)  # each [batch or 1, length, rotated dimensions]
         signs = torch.ones_like(sin)
         signs[..., : sin.shape[-1] // 2] = -1
         return None, (cos[:, :, None], (sin * signs)[:, :, None])
 
     def bias(self, mask: torch.Tensor, steps: int, padded: bool) -> torch.Tensor | None:
-        """The values added to the scores of every column, prompt and generated."""
+        """The values added to attention scores for padding and ALiBi, of the prompt's slots and of `steps` more."""
         if not padded and self._positions != "alibi":
             return None
         if not padded:
             mask = mask[:1]
-        columns = torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1)[:, None, None]  # [batch, 1, 1, columns]
-        bias = torch.zeros(columns.shape, dtype=self.dtype, device=mask.device)
-        bias = bias.masked_fill(columns == 0, float("-inf"))
+        slots = torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1)[:, None, None]  # [batch, 1, 1, slots]
+        bias = torch.zeros(slots.shape, dtype=self.dtype, device=mask.device)
+        bias = bias.masked_fill(slots == 0, float("-inf"))
         if self._positions == "alibi":
-            distance = (columns.cumsum(dim=-1) - 1) * columns
+            distance = (slots.cumsum(dim=-1) - 1) * slots
             bias = bias + (alibi_slopes(self.heads, mask.device)[:, None, None] * distance).to(self.dtype)
         return bias
 
     def __call__(
-        self, tokens: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs
+        self,
+        tokens: torch.Tensor,
+        layers: Sequence[int],
+        cache: PlannedCache,
+        inputs: StepInputs,
+        gpu_layers: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """Run `tokens` [batch] through `layers`, on top of the cache. Returns logits [batch, vocabulary]."""
+        """Run a decode step.
+
+        Args:
+            tokens: [batch].
+            layers: the numbers of those that run, ascending.
+            cache: that holds all earlier tokens.
+            inputs: of the step.
+            gpu_layers: what runs in place of the decoder's own layers, as kernels for a GPU.
+
+        Returns:
+            Logits [batch, vocabulary].
+        """
         native = self._native
-        if native is not None and len(tokens) <= native.most_tokens and inputs.places(1) is not None:
+        if native is not None and len(tokens) <= native.max_tokens and not inputs.in_buffers:
             return self._ended(*native(tokens if native.embeds else self.embed(tokens, inputs), layers, cache, inputs))
         hidden = self.embed(tokens, inputs)
-        blocks, cached = self.blocks, cache.layers
+        run: Any = self.layers if gpu_layers is None else gpu_layers
         for index in layers:
-            hidden = inputs.run(blocks[index], index, hidden, cached[index])  # type: ignore[arg-type]
+            rows, of_layer = inputs.rows(index), inputs.of_layer(index)
+            if rows is None:
+                hidden = run[index](hidden, cache.layers[index], of_layer)
+            else:
+                hidden[:rows] = run[index](hidden[:rows], cache.layers[index], of_layer)
         return self.logits(hidden)
 
     def choosing(self, tokens: int) -> NativeSteps | None:
-        """What chooses tokens several in a call, in passes of so many; None where only a step at a time will do."""
+        """The kernels that decode several steps in one call; None where passes of so many tokens need a call each."""
         native = self._native
-        if native is None or not native.embeds or not native.ends_in_logits or tokens > native.most_tokens:
+        if native is None or not native.embeds or not native.ends_in_logits or tokens > native.max_tokens:
             return None
         return native
 
     def runs(self, layers: Collection[int]) -> bool:
         """Whether it can run `layers`."""
-        return all(self.blocks[layer] is not None for layer in layers)
+        return all(self.layers[layer] is not None for layer in layers)
 
     @property
     def draft_weights(self) -> Weights:
-        """The weights of drafts that it verifies: fewer bits where the compiled kernels run them faster."""
+        """The weights that drafts use: 8 bits where the compiled kernels run them faster."""
         return "int8" if self.weights == "packed" and self._native is not None else self.weights
 
     def prefill(
@@ -178,20 +200,24 @@ class LeanDecoder:
         *,
         stop: int | None = None,
     ) -> torch.Tensor:
-        """Run a prompt through `layers` and fill the cache. Returns the last column's logits [batch, vocabulary].
+        """Run a prompt through `layers` and fill the cache.
 
-        The topmost of the layers makes keys and values of all columns, and the rest of the last one alone.
+        The last layer computes keys and values of all tokens, but an output of the last token of each sequence only.
 
         Args:
-            prompt: tokens [batch, columns], or their embeddings [batch, columns, hidden].
-            layers: those that run, ascending.
+            prompt: tokens [batch, length], or their embeddings [batch, length, hidden].
+            layers: the numbers of those that run, ascending.
             cache: an empty one.
-            attention_mask, position_ids: as for `step_inputs`.
-            stop: how many of the layers, the lowest, the columns before the last one run; the others make keys and
-                values of the state that these stopped with. None for all.
+            attention_mask: as for `step_inputs`.
+            position_ids: as for `step_inputs`.
+            stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
+                keys and values of the other tokens come from the states that they stopped with. None for all.
+
+        Returns:
+            Logits of the last tokens [batch, vocabulary].
         """
-        most = len(layers) - 1  # nothing is read of what the topmost layer would make of columns before the last
-        stop = most if stop is None else min(stop, most)
+        before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
+        stop = before_last if stop is None else min(stop, before_last)
         inputs = self._prompt_inputs(attention_mask, position_ids)
         flat = prompt.flatten(0, 1)
         if inputs.shown is not None:
@@ -202,43 +228,41 @@ class LeanDecoder:
         hidden = self._enter(flat, inputs) if prompt.dim() == 3 else self.embed(flat, inputs)  # [tokens, hidden]
         if native is not None:
             return self._ended(*native.prefill(hidden, layers, cache, inputs, stop))
-        blocks, cached = self.blocks, cache.layers
         for index in layers[:stop]:
-            hidden = blocks[index](hidden, cached[index], inputs)
-        inputs.last_alone = True
+            hidden = self.layers[index](hidden, cache.layers[index], inputs)
+        last, of_last = inputs.last, inputs.for_last_tokens()
         for index in layers[stop:-1]:
-            last = blocks[index].run_last(hidden, cached[index], inputs, inputs.last)
-            hidden = hidden.index_copy(0, inputs.last, last)
+            hidden = hidden.index_copy(0, last, self.layers[index](hidden, cache.layers[index], of_last, last))
         top = layers[-1]
-        return self.logits(blocks[top].run_last(hidden, cached[top], inputs, inputs.last))
+        return self.logits(self.layers[top](hidden, cache.layers[top], of_last, last))
 
     def _ended(self, hidden: torch.Tensor | None, logits: torch.Tensor | None) -> torch.Tensor:
-        """Logits in the model's type, of what the kernels gave."""
+        """Logits in the model's type, from what the kernels returned."""
         return (self.logits(hidden.to(self.dtype)) if hidden is not None else logits).to(self.dtype)  # type: ignore[union-attr]
 
     def _prompt_inputs(self, mask: torch.Tensor, position_ids: torch.Tensor | None) -> PromptInputs:
-        batch, columns = mask.shape
+        batch, width = mask.shape
         padded = not bool(mask.all())
-        positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -columns:]
+        positions = (mask.cumsum(dim=-1) - 1) * mask if position_ids is None else position_ids[:, -width:]
         looked_up, rotary = self.placed(positions)
         shown = None
         if padded:
             mask = mask.clone()
-            mask[:, -1] += ~mask.any(dim=-1)  # a row that shows nothing has to attend to something
+            mask[:, -1] += ~mask.any(dim=-1)  # a sequence of padding only has to attend to something
             kept = mask != 0
-            kept[:, -1] = True  # its logits are asked for, whatever the mask says
+            kept[:, -1] = True  # its logits are returned, whatever the mask says
             shown = kept.flatten().nonzero()[:, 0]
             last = kept.sum(dim=-1).cumsum(dim=0) - 1
         else:
-            last = torch.arange(1, batch + 1, device=mask.device) * columns - 1
+            last = torch.arange(1, batch + 1, device=mask.device) * width - 1
 
-        def of_tokens(placed: torch.Tensor) -> torch.Tensor:  # [batch or 1, columns, ...] -> [tokens, ...]
+        def of_tokens(placed: torch.Tensor) -> torch.Tensor:  # [batch or 1, width, ...] -> [tokens, ...]
             flat = placed.expand(batch, *placed.shape[1:]).flatten(0, 1)
             return flat if shown is None else flat[shown]
 
         return PromptInputs(
             batch,
-            columns,
+            width,
             shown,
             last,
             position_ids=of_tokens(looked_up) if looked_up is not None else None,
@@ -247,7 +271,7 @@ class LeanDecoder:
         )
 
     def embed(self, tokens: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [batch, hidden] of `tokens` [batch], as the first layer takes them."""
+        """The first layer's input [batch, hidden] for `tokens` [batch]."""
         return self._enter(self._embedding(tokens), inputs)
 
     def _enter(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
@@ -261,7 +285,7 @@ class LeanDecoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of a layer's output [rows, hidden], by the final norm and the head."""
+        """Logits [rows, vocabulary] of a layer's output [rows, hidden], by the final norm and the LM head."""
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
@@ -271,7 +295,7 @@ class LeanDecoder:
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """The slopes [heads] by which each head's scores fall with distance (Press, Smith and Lewis 2022, ALiBi)."""
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
-    slopes += [2 ** (-4 * (2 * n + 1) / whole) for n in range(heads - whole)]
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (n + 1) / power) for n in range(power)]
+    slopes += [2 ** (-4 * (2 * n + 1) / power) for n in range(heads - power)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)

@@ -1,7 +1,8 @@
-"""Whether a model is made of plain parts, and still of those that it was made of when somebody looked.
+"""Whether the fast path supports a model, and whether the model has changed since it was inspected.
 
-Decoders read a model once, and every call asks again, which on a small model takes as long as several steps. So a call
-compares lists of all modules at once, and looks at each module only where something differs.
+A decoder reads a model once, and every call has to check that it is still the same. On a small model this takes as long
+as several decode steps. So a call compares lists of all modules at once, and inspects each module only where these
+differ.
 """
 
 import sys
@@ -26,30 +27,32 @@ from skipdecode.internals import (
     all_modules,
     all_parameters,
     attention_name,
+    has_global_hooks,
     hooks_of,
-    hooks_on_all,
     versions_of,
 )
 
-# Values of each parameter that are looked at for changes.
+# How many values of each parameter are compared to detect changes.
 SAMPLED = 32
 # Attributes of modules that a decoder reads once.
 _READ_ONCE = ("scaling", "eps", "variance_epsilon", "layer_idx", "use_parallel_residual", "do_layer_norm_before")
 _READ_ONCE_OF_CONFIG = ("num_attention_heads", "num_key_value_heads", "sliding_window", "layer_types")
-# All of them compute softmax(q k / scale) v, and a lean step need not say which.
+# All of them compute softmax(q k / scale) v, so that it doesn't matter which one the model uses.
 _KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Look:
-    """What was seen of a model: its modules, how they compute, and where its weights lie. The model itself isn't held.
+class Inspection:
+    """The state of a model when it was inspected: its modules, their settings and the addresses of its weights.
+
+    It doesn't hold the model itself.
 
     Attributes:
-        modules: that the model consists of.
-        parameters: the modules' and the model's own.
-        settings: what decoders read once.
+        modules: of the model.
+        parameters: of the modules and of the model itself.
+        settings: the attributes that decoders read once.
         addresses: of the parameters.
-        reason: why these parts can't be computed without the model's forward pass; None where they can.
+        reason: why the fast path doesn't support the modules; None where it does.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -63,25 +66,25 @@ class Look:
         self.settings = self._settings(model)
         self.addresses = self._addresses()
         self.reason = _changed_modules(model, [first, *self.modules]) or _unusual_weights(self.parameters)
-        # Modules that aren't plain needn't have what is told, and hooks that do more than watch may hold the model.
-        self._held, self._facts = self._told(model) if self.reason is None else ([], [])
+        # Unsupported modules may lack these attributes, and hooks that do more than watch may hold the model.
+        self._held, self._facts = self._state(model) if self.reason is None else ([], [])
 
     def still_holds(self, model: PreTrainedModel) -> bool:
-        """Whether a look at the model would see the same; False where it may, as with parts that aren't plain."""
-        if self.reason is not None or hooks_of(model):  # the model's own aren't told
+        """Whether an inspection of the model would find the same; always False where the fast path isn't supported."""
+        if self.reason is not None or hooks_of(model):  # hooks of the model itself aren't part of the state
             return False
-        held, facts = self._told(model)
+        held, facts = self._state(model)
         same = facts == self._facts and len(held) == len(self._held) and all(map(is_, held, self._held))
         return same and self._addresses() == self.addresses and self._settings(model) == self.settings
 
-    def same_weights_as(self, other: "Look") -> bool:
-        """Whether another look at the model saw the same parts, with the same settings and weights."""
+    def same_weights_as(self, other: "Inspection") -> bool:
+        """Whether another inspection of the model found the same modules, settings and weights."""
         ours, theirs = ((each.modules, each.settings, each.addresses) for each in (self, other))
-        # Another parameter of the same memory counts its changes apart from the one before.
+        # Another parameter with the same memory has a version counter of its own.
         return self is other or (ours == theirs and all(map(is_, self.parameters, other.parameters)))
 
-    def _told(self, model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
-        """The modules' parameters, children and hooks, which must be the same objects; and what must be equal."""
+    def _state(self, model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
+        """What must stay the same objects (parameters, children and hooks of modules), and what must stay equal."""
         modules = [model, *self.modules]
         attributes: list[dict[str, Any]] = list(map(vars, modules))
         tables: list[dict[str, Any]] = list(itemgetter(*PARTS_OF_MODULES)(attributes[0]))
@@ -91,56 +94,58 @@ class Look:
         facts += [list(map(dict.__contains__, attributes, repeat(name))) for name in REPLACEMENTS_IN_MODULES]
         return list(chain.from_iterable(map(dict.values, tables))), facts
 
-    def _addresses(self) -> list[int]:  # which other libraries' parameters may not have
+    def _addresses(self) -> list[int]:  # other libraries' parameters may have none
         return list(map(torch.Tensor.data_ptr, self.parameters)) if self._plain else []
 
     def _settings(self, model: PreTrainedModel) -> list[Any]:
         config = text_config(model.config)
         of_config = [getattr(config, name, None) for name in _READ_ONCE_OF_CONFIG]
-        of_config = [list(value) if isinstance(value, list) else value for value in of_config]  # as they are now
+        of_config = [
+            list(value) if isinstance(value, list) else value for value in of_config
+        ]  # a copy, as the config may change
         return [*of_config, *[attributes.get(name) for attributes, name in self._read_once]]
 
 
-class Origin:
-    """The origin of a decoder: the model's parts as they were, and values of its weights.
+class Fingerprint:
+    """What tells whether the weights that a decoder was made from have changed.
 
-    Counters and addresses alone don't tell: fused optimisers, `parameter.data` and parameters made in inference mode
-    change values without moving `_version`, as do adapters that are put on and merged into the same model. So
-    `SAMPLED` values of each parameter, evenly spread, are compared too. A change that moves no counter and touches none
-    of them isn't seen, such as a single row of an embedding that is written through `.data`.
+    Version counters and addresses alone can't tell: fused optimisers, `parameter.data` and parameters made in inference
+    mode change values without changing `_version`, as do adapters that are merged into the model. So `SAMPLED` values
+    of each parameter, evenly spread, are compared too. A change that leaves both the counters and these values as they
+    were isn't detected, such as a single row of an embedding that is written through `.data`.
     """
 
-    def __init__(self, look: Look) -> None:
-        self._look = look
-        self._counted = [p for p in self._look.parameters if not p.is_inference()]
+    def __init__(self, inspection: Inspection) -> None:
+        self._inspection = inspection
+        self._counted = [p for p in self._inspection.parameters if not p.is_inference()]
         self._versions = versions_of(self._counted)
-        self._views = [_spread_values(p) for p in self._look.parameters]
+        self._views = [_spread_values(p) for p in self._inspection.parameters]
         on_cpu = all(view.device.type == "cpu" for view in self._views)
         self._arrays = [view.view(_INTEGERS[view.element_size()]).numpy() for view in self._views] if on_cpu else None
         self._values = self._sample()
 
-    def still_holds(self, look: Look) -> bool:
-        """Whether the model, at which that is the latest look, is what it was."""
-        same = look.same_weights_as(self._look) and versions_of(self._counted) == self._versions
+    def still_holds(self, inspection: Inspection) -> bool:
+        """Whether the weights are the same, given the latest inspection of the model."""
+        same = inspection.same_weights_as(self._inspection) and versions_of(self._counted) == self._versions
         return same and self._sample() == self._values
 
-    def _sample(self) -> bytes:  # as NaN is not equal to itself
-        if self._arrays is not None:  # of so many small views much faster than torch.cat
+    def _sample(self) -> bytes:  # bytes are compared, as NaN is not equal to itself
+        if self._arrays is not None:  # much faster than torch.cat for many small views
             return b"".join(map(methodcaller("tobytes"), self._arrays))
         sample: bytes = torch.cat(self._views).view(torch.uint8).cpu().numpy().tobytes()
         return sample
 
 
 def _spread_values(parameter: torch.Tensor) -> torch.Tensor:
-    """At most `SAMPLED` values of a parameter, evenly spread, in its own memory."""
+    """A view of up to `SAMPLED` evenly spread values of a parameter."""
     values = parameter.detach()
     span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     step = max(1, span // SAMPLED)
     return values.as_strided((min(span, SAMPLED),), (step,), values.storage_offset() + (step - 1) // 2)
 
 
-def why_another_computation(model: PreTrainedModel) -> str | None:
-    """What of a model's settings and functions asks for its own forward pass, if anything, whatever its parts are."""
+def why_unsupported(model: PreTrainedModel) -> str | None:
+    """Why the fast path doesn't support a model's settings or functions; None where it does."""
     parts = parts_of(model)
     if parts is None:
         return f"the parts of model_type {model.config.model_type!r} are not known"
@@ -162,7 +167,7 @@ def why_another_computation(model: PreTrainedModel) -> str | None:
 
 def _changed_functions(model: PreTrainedModel, config: Any) -> str | None:
     """Which function beside the modules isn't torch's or transformers' own, if any."""
-    if hooks_on_all():
+    if has_global_hooks():
         return "global hooks are registered"
     for name in STEP_METHODS:
         if getattr(getattr(model, name), "__func__", None) is not getattr(type(model), name):
@@ -180,7 +185,7 @@ def _changed_functions(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def _changed_modules(model: PreTrainedModel, modules: Iterable[nn.Module]) -> str | None:
-    """Whose computation isn't that of torch's and transformers' own classes, if anyone's."""
+    """Which module doesn't compute what torch's or transformers' class does; None where all do."""
     kinds = set()
     for module in modules:
         found = module.__dict__
@@ -214,7 +219,7 @@ def _unusual_weights(parameters: Sequence[nn.Parameter]) -> str | None:
 
 
 def _is_libraries(function: Any) -> bool:
-    """True where a function and what it wraps are torch's, transformers' or Python's own, or wrap for Hub kernels."""
+    """Whether a function, with what it wraps, comes from torch, transformers, Python or the Hub's kernels."""
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
         if home not in ("torch", "transformers", "kernels") and home not in sys.stdlib_module_names:
@@ -224,7 +229,7 @@ def _is_libraries(function: Any) -> bool:
 
 
 def _only_watches(hook: Any) -> bool:
-    """True for a hook that leaves values as they are: it collects hidden states, or says that gradients are wanted."""
+    """Whether a hook leaves values as they are: it collects hidden states, or makes inputs require gradients."""
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
     asks_for_gradients = name.startswith("make_inputs_require_grad") and home.split(".")[0] in ("transformers", "peft")
     return home == "transformers.utils.output_capturing" or asks_for_gradients
@@ -235,6 +240,6 @@ def _name_of(module: nn.Module, model: PreTrainedModel) -> str:
 
 
 def parts_of(model: PreTrainedModel) -> BlockParts | None:
-    """The names of its layers' parts; None of a family whose parts aren't known."""
+    """The names of the parts of its layers; None for a family that the fast path doesn't know."""
     family = FAMILIES.get(model.config.model_type)
     return family.parts if family is not None else None

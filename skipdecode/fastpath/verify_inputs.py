@@ -1,7 +1,7 @@
-"""Several columns a row in one pass, each row from a column of its own on: what verifies drafts.
+"""The inputs of several tokens of each sequence in one pass, each sequence at its own slots: how drafts are verified.
 
-Projections, norms and the feed-forward half see tokens alone. Attention needs columns, so queries are laid out in them,
-and a mask says how far each may look.
+Projections, norms and the feed-forward network see a row for each token. For attention queries are laid out as
+[batch, tokens of the longest], and a mask says what each may attend to.
 """
 
 from collections.abc import Sequence
@@ -10,79 +10,79 @@ from typing import Any
 import torch
 
 from skipdecode.fastpath.kv_cache import PlannedLayer
-from skipdecode.fastpath.layer import LeanBlock, PreparedInputs, StepInputs
+from skipdecode.fastpath.step_inputs import PreparedInputs, StepInputs, attention_mask
 
 
-class ColumnsInputs(StepInputs):
-    """Inputs of generated tokens that stand below one another, row by row.
+class VerifyInputs(StepInputs):
+    """The inputs of generated tokens, one sequence's after another's.
 
     Args:
         prepared: the inputs of all steps.
-        starts: the number of each row's first token among its generated ones, 0-based.
-        counts: how many tokens of each row there are, one after another; 0 for a row that waits.
+        starts: the number of each sequence's first token among its generated ones, 0-based.
+        counts: how many tokens of each sequence run; 0 for one that waits.
         device: of the model.
     """
 
     def __init__(
         self, prepared: PreparedInputs, starts: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> None:
-        batch, most = len(counts), max(counts)
+        batch, longest = len(counts), max(counts)
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
         steps = [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
         position_ids, rotary = prepared.of_tokens(rows, steps)
         super().__init__(prepared.prompt_columns + max(steps), position_ids, rotary, prepared.bias)
-        self._shape = (batch, most)
+        self._shape = (batch, longest)
         self._together = len(set(starts)) == len(set(counts)) == 1
-        self._placed = rows, [prepared.prompt_columns + step for step in steps]
+        self._rows_and_slots = rows, [prepared.prompt_columns + step for step in steps]
         self._rows = torch.tensor(rows, device=device)
-        self._columns = torch.tensor(steps, device=device) + prepared.prompt_columns
-        # Where tokens stand in [batch * most], and what column each place is of; one that is left over is of the row's
-        # last column: it must see something, too.
-        places = [row * most + n for row, count in enumerate(counts) for n in range(count)]
-        self._places = torch.tensor(places, device=device) if len(places) < batch * most else None
-        own = [[start + max(0, min(n, c - 1)) for n in range(most)] for start, c in zip(starts, counts, strict=True)]
+        self._slots = torch.tensor(steps, device=device) + prepared.prompt_columns
+        # The place of each token in [batch * longest], and the slot of each place. A place without a token has the
+        # slot of the sequence's last one: a query that attends to nothing would give NaN.
+        places = [row * longest + n for row, count in enumerate(counts) for n in range(count)]
+        self._places = torch.tensor(places, device=device) if len(places) < batch * longest else None
+        own = [[start + max(0, min(n, c - 1)) for n in range(longest)] for start, c in zip(starts, counts, strict=True)]
         own = own[:1] if self._together else own
-        self._own = torch.tensor(own, device=device) + prepared.prompt_columns  # [batch or 1, most]
+        self._query_slots = torch.tensor(own, device=device) + prepared.prompt_columns  # [batch or 1, longest]
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def places(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
-        """As StepInputs.places."""
-        return self._placed
+    def rows_and_slots(self, tokens: int) -> tuple[Sequence[int], Sequence[int]]:
+        return self._rows_and_slots
 
-    def attend(
-        self, block: LeanBlock, cached: PlannedLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """As StepInputs.attend, of all columns of each row."""
-        (batch, most), end = self._shape, self.column + 1
+    def store(
+        self, cached: PlannedLayer, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (batch, longest), end = self._shape, self.slot + 1
         keys: Any = cached.keys
         values: Any = cached.values
         for held, new in ((keys, key), (values, value)):
             if self._together:
-                held[:, :, end - most : end] = new.view(batch, most, *new.shape[1:]).transpose(1, 2)
+                held[:, :, end - longest : end] = new.view(batch, longest, *new.shape[1:]).transpose(1, 2)
             else:
-                held[self._rows, :, self._columns] = new
+                held[self._rows, :, self._slots] = new
         cached.length = end
-        if self._places is not None:
-            query = query.new_zeros(batch * most, *query.shape[1:]).index_copy_(0, self._places, query)
-        groups = block.heads // block.kv_heads  # heads that share keys stand side by side, as in a step
-        by_key_head = query.reshape(batch, most, block.kv_heads, groups, -1).transpose(1, 2).flatten(2, 3)
-        attended = block.attention_function(
-            by_key_head,  # [batch, kv_heads, most * groups, head_dim]
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=self._mask(groups, block.window, query.dtype),
-            scale=block.scaling,
-        )
-        by_column = attended.view(batch, block.kv_heads, most, groups, -1).transpose(1, 2).reshape(batch * most, -1)
-        return by_column if self._places is None else by_column[self._places]
+        return keys[:, :, :end], values[:, :, :end]
 
-    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """The values added to scores [batch or 1, heads or 1, most * groups, columns]."""
+    def lay_out(self, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> [batch, kv_heads, longest * heads that share keys, head_dim]."""
+        batch, longest = self._shape
+        if self._places is not None:
+            query = query.new_zeros(batch * longest, *query.shape[1:]).index_copy_(0, self._places, query)
+        by_position = query.reshape(batch, longest, kv_heads, -1, query.shape[-1])
+        return by_position.transpose(1, 2).flatten(2, 3)
+
+    def mask(self, query: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """[batch or 1, heads or 1, longest * heads that share keys, slots]."""
         if window not in self._masks:
-            columns = torch.arange(self.column + 1, device=self._own.device)
-            distance = self._own[:, None, :, None] - columns  # [batch or 1, 1, most, columns]
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            bias = 0.0 if self.bias is None else self.bias[..., : self.column + 1]
-            mask = torch.where(seen, bias, float("-inf")).to(dtype)
-            self._masks[window] = mask.repeat_interleave(groups, dim=2)
+            slots = torch.arange(self.slot + 1, device=query.device)
+            distance = self._query_slots[:, None, :, None] - slots  # [batch or 1, 1, longest, slots]
+            bias = None if self.bias is None else self.bias[..., : self.slot + 1]
+            mask = attention_mask(distance, window, bias, query.dtype)
+            self._masks[window] = mask.repeat_interleave(query.shape[2] // self._shape[1], dim=2)
         return self._masks[window]
+
+    def take_back(self, attended: torch.Tensor) -> torch.Tensor:
+        batch, longest = self._shape
+        kv_heads, head_dim = attended.shape[1], attended.shape[-1]
+        by_position = attended.view(batch, kv_heads, longest, -1, head_dim).transpose(1, 2)
+        flat = by_position.reshape(batch * longest, -1)
+        return flat if self._places is None else flat[self._places]

@@ -1,1 +1,1 @@
-"""`skip_generate`: decoding under a schedule, plain or self-speculative, behind transformers' `generate`."""
+"""`skip_generate`: decoding under a schedule, plain or self-speculative, called by transformers' `generate`."""

@@ -1,133 +1,125 @@
-"""The decoding loop: from logits to tokens until every row is done, whatever computes the logits."""
+"""The decoding loop: it chooses tokens from logits until every sequence has ended, whatever computes the logits."""
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.streamers import BaseStreamer
 
+from skipdecode.generate.request import DecodeRequest
+from skipdecode.generate.request import GenerativeModel as GenerativeModel
 from skipdecode.generate.stopping import Endings
-from skipdecode.internals import goes_on, padding_token
-
-# A PreTrainedModel with GenerationMixin; transformers has no public type that says so.
-GenerativeModel: TypeAlias = Any
+from skipdecode.internals import has_unfinished_sequences, padding_token
 
 
 class Runner(Protocol):
-    """The source of the loop's logits, for all rows of a batch or for those that haven't left."""
+    """Computes the logits of the prefill and of each decode step, for the sequences that are still running."""
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
+        """Run the prompts [batch, prompt length]. Returns the last position's logits [batch, vocabulary]."""
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids` [rows, columns]. Returns logits [rows, vocabulary]."""
+        """Run generated token i, the last one of `input_ids` [sequences, length]. Returns logits [sequences, vocab]."""
 
     def choose(
         self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
     ) -> torch.Tensor | None:
-        """Run generated token i and choose what follows, greedily, and maybe several tokens more.
+        """Run generated token i and choose the next token greedily, and possibly several more.
 
         Args:
-            i, input_ids: as of `step`.
-            room: the tokens that each row may grow by; 0 for one that has ended.
-            ends: tokens that end a row's text.
-            padding: the token behind a row's end.
+            i: index of the generated token.
+            input_ids: token ids, [sequences, length].
+            room: how many tokens each sequence may still grow by; 0 if it has ended.
+            ends: tokens that end a sequence.
+            padding: the token that follows a sequence's end.
 
         Returns:
-            Token ids [rows, new tokens]; None where only `step` will do.
+            Token ids [sequences, new tokens]; None if the runner can only compute logits.
         """
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
-        """Let rows leave whose texts have ended, where they may and that pays.
+        """Stop running sequences that have ended, if that is allowed and saves time.
 
         Args:
-            unfinished: for each row that the last step ran, whether its text goes on. The others' logits are nobody's.
-            may_leave: whether those may leave.
+            unfinished: for each sequence of the last step, whether it continues. Nobody reads the logits of the others.
+            may_leave: whether ended sequences may be dropped.
 
         Returns:
-            The rows that the next steps run, by their places among those that the last one ran; None where all stay.
+            The sequences that the next steps run, as indices among those of the last step; None if all stay.
         """
 
     @property
     def cache(self) -> Any:
-        """The cache that `generate` hands out as `past_key_values`."""
+        """The cache that `generate` returns as `past_key_values`."""
 
 
-def decode_loop(
-    model: GenerativeModel,
-    runner: Runner,
-    input_ids: Any,  # a Tensor; transformers asks for a LongTensor, which type checkers take for another type
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: BaseStreamer | None,
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Choose tokens until every row is done; the arguments are those that `generate` gives a `custom_generate`.
+def decode_loop(runner: Runner, request: DecodeRequest) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Choose tokens until every sequence has ended.
 
-    Rows that are done may leave the runner's steps. Processors, criteria and the streamer see the whole batch all the
-    same, and sampling draws as many numbers as ever: what follows the end of a row is padding, whatever its logits are.
+    Sequences that have ended may leave the runner's steps. Processors, criteria and the streamer see the whole batch
+    nevertheless, and sampling draws as many random numbers as without that: the tokens after a sequence's end are
+    padding, whatever their logits are.
 
     Returns:
-        Token ids [batch, prompt columns + new tokens], or a GenerateDecoderOnlyOutput where it is asked for.
+        Token ids [batch, prompt length + new tokens], or a GenerateDecoderOnlyOutput if it was requested.
     """
-    pad_token = padding_token(generation_config)
-    ended = Endings(stopping_criteria, len(input_ids))
-    stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    config, streamer, logits_processor = request.generation_config, request.streamer, request.logits_processor
+    input_ids: Any = request.input_ids  # transformers asks for a LongTensor, which type checkers hold for another type
+    pad_token = padding_token(config)
+    endings = Endings(request.stopping_criteria, len(input_ids))
+    stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in request.stopping_criteria)
     scores: Any = ()
     raw_logits: Any = ()
     unfinished = [True] * len(input_ids)
     finished = False
-    rows = torch.arange(input_ids.shape[0], device=input_ids.device)  # those that the runner runs
-    handed_out = ("return_dict_in_generate", "output_scores", "output_logits")  # what ended rows computed, too
-    may_leave = not synced_gpus and not any(getattr(generation_config, name) for name in handed_out)
-    looked_at = bool(logits_processor) or bool(generation_config.do_sample) or not may_leave
-    ahead = not looked_at and streamer is None and ended.known  # nobody sees a token before the next one
+    rows = torch.arange(input_ids.shape[0], device=input_ids.device)  # indices in the batch of the running sequences
+    # These return what ended sequences compute, too.
+    returned = ("return_dict_in_generate", "output_scores", "output_logits")
+    may_leave = not request.synced_gpus and not any(getattr(config, name) for name in returned)
+    needs_logits = bool(logits_processor) or bool(config.do_sample) or not may_leave
+    several_at_once = not needs_logits and streamer is None and endings.known
 
     logits: torch.Tensor | None = runner.prefill(input_ids)
-    tokens: torch.Tensor | None = None  # [batch, new columns], in place of logits
+    tokens: torch.Tensor | None = None  # [batch, new tokens], in place of logits
     step = 0
     while True:
-        if not finished:  # under synced_gpus a rank that is done goes on running the model for its peers' sake
+        if not finished:  # with synced_gpus, a finished process keeps running the model because its peers need it
             if logits is not None:
-                logits = logits.to(copy=looked_at, dtype=torch.float32, device=input_ids.device)  # [rows, vocab]
+                logits = logits.to(copy=needs_logits, dtype=torch.float32, device=input_ids.device)  # [rows, vocab]
                 if len(rows) < len(input_ids):
                     logits = logits.new_zeros(len(input_ids), logits.shape[1]).index_copy_(0, rows, logits)
-                next_scores = logits_processor(input_ids, logits)
-                if generation_config.output_scores:
+                next_scores = logits_processor(input_ids, cast(torch.FloatTensor, logits))
+                if config.output_scores:
                     scores += (next_scores,)
-                if generation_config.output_logits:
+                if config.output_logits:
                     raw_logits += (logits,)
-                next_tokens = _choose(next_scores, do_sample=bool(generation_config.do_sample))
+                next_tokens = _choose(next_scores, do_sample=bool(config.do_sample))
                 if stops_at_eos and not all(unfinished):
-                    going_on = torch.tensor(unfinished, device=input_ids.device)
-                    next_tokens = torch.where(going_on, next_tokens, pad_token)
+                    continues = torch.tensor(unfinished, device=input_ids.device)
+                    next_tokens = torch.where(continues, next_tokens, pad_token)
                 if streamer is not None:
                     streamer.put(next_tokens.cpu())
                 tokens = next_tokens[:, None]
             assert tokens is not None
             input_ids = torch.cat([input_ids, tokens], dim=-1)
-            ends = ended(input_ids, scores or None, tokens.shape[1])
-            unfinished = [before and not end for before, end in zip(unfinished, ends, strict=True)]
+            ended = endings(input_ids, scores or None, tokens.shape[1])
+            unfinished = [before and not end for before, end in zip(unfinished, ended, strict=True)]
             finished = not any(unfinished)
-        logits = tokens = None  # those of a prefill are large
-        if not goes_on(model, finished, synced_gpus, input_ids.device):
+        logits = tokens = None  # frees the prefill's logits, which are large
+        if not has_unfinished_sequences(request.model, finished, request.synced_gpus, input_ids.device):
             break
-        if stops_at_eos and not finished:  # else what a row writes until the last is done is in its text
-            going = unfinished if len(rows) == len(input_ids) else [unfinished[row] for row in rows.tolist()]
-            remaining = runner.drop_ended_rows(going, may_leave=may_leave)
+        if stops_at_eos and not finished:  # otherwise sequences keep growing until the last one has ended
+            running = unfinished if len(rows) == len(input_ids) else [unfinished[row] for row in rows.tolist()]
+            remaining = runner.drop_ended_rows(running, may_leave=may_leave)
             rows = rows if remaining is None else rows[remaining]
-        at_hand = input_ids if len(rows) == len(input_ids) else input_ids[rows]
-        if ahead:
-            columns = input_ids.shape[1]
-            room = [ended.room(row, columns) if unfinished[row] else 0 for row in rows.tolist()]
-            tokens = runner.choose(step, at_hand, room, ended.tokens, pad_token)
+        running_ids = input_ids if len(rows) == len(input_ids) else input_ids[rows]
+        if several_at_once:
+            length = input_ids.shape[1]
+            room = [endings.room(row, length) if unfinished[row] else 0 for row in rows.tolist()]
+            tokens = runner.choose(step, running_ids, room, endings.tokens, pad_token)
         if tokens is None:
-            logits = runner.step(step, at_hand)
+            logits = runner.step(step, running_ids)
             step += 1
         else:
             step += tokens.shape[1]
@@ -137,18 +129,18 @@ def decode_loop(
 
     if streamer is not None:
         streamer.end()
-    if not generation_config.return_dict_in_generate:
+    if not config.return_dict_in_generate:
         return cast(torch.Tensor, input_ids)
     return GenerateDecoderOnlyOutput(
         sequences=input_ids,
-        scores=scores if generation_config.output_scores else None,
-        logits=raw_logits if generation_config.output_logits else None,
+        scores=scores if config.output_scores else None,
+        logits=raw_logits if config.output_logits else None,
         past_key_values=runner.cache,
     )
 
 
 def _choose(scores: torch.Tensor, *, do_sample: bool) -> torch.Tensor:
-    """The next token of each row, from processed scores [batch, vocab]."""
+    """The next token of each sequence, from processed scores [batch, vocabulary]."""
     if do_sample:
         return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
     return torch.argmax(scores, dim=-1)

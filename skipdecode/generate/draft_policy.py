@@ -1,102 +1,117 @@
-"""How many tokens to draft before full depth verifies: by what passes cost, and how often drafts were taken so far."""
+"""Draft policies: how many tokens to draft before full depth verifies them."""
 
-import functools
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from skipdecode.fastpath.cpu_steps import DraftRule, kind_of
-from skipdecode.schedule.cost import CostModel
-from skipdecode.schedule.machine_profile import Profile
+from skipdecode.fastpath.cpu_steps import DraftRule
+from skipdecode.generate.draft_record import INITIAL_BUDGET, PROBABILITY_BOUNDS, DraftRecord
+from skipdecode.generate.pass_seconds import PassSeconds
 
-MOST_DRAFTS = 12  # of a row in a round
-MOST_ROUNDS = 8  # before what they showed is looked at
-# What drafting may lose before it has won anything, how much of it is held against bad times, both in steps of full
-# depth; and the share of full depth's time that may be lost for ever: what drafts are tried with where they don't pay.
-START, MOST_HELD, MAY_LOSE = 1.0, 24.0, 0.01
-# How much of what a round took otherwise than expected counts towards what rounds are expected to take: a single one
-# that the machine interrupted says little, and may say no more than that it took so many steps more.
-_NEW, _STRAY = 0.1, 3.0
-_MOST_RESTED = 32  # steps of full depth before it is asked again whether drafts pay
-_CHEAPEST = 0.3  # of what drafts are expected to cost
-PACE_STEPS = 4  # of full depth, whose time is taken
-_PACES = 9  # times of full depth's steps that are remembered
-_PACE_LASTS = 40  # rounds with drafts: what a machine does is not for ever what it did
-# Drafts of like confidence are taken alike: up to each of these probabilities, how often at first guess.
-_GUESSES = {0.3: 0.3, 0.5: 0.5, 0.7: 0.7, 0.9: 0.85, 1.0: 0.95}
-_BOUNDS = tuple(_GUESSES)
-_GUESSED = 4.0  # drafts that a guess counts for
-_REMEMBERED = 256.0  # drafts, beyond which the older ones fade
-
-# How tokens are chosen: several in a call of the kernels, one by one where a streamer sees each, or of logits that
-# somebody looks at. What rounds of one kind take says nothing of another.
-LoopKind = Literal["ahead", "streamed", "looked at"]
-# layers and tokens of a pass -> seconds
-PassSeconds = Callable[[int, int], float]
+MAX_DRAFTS = 12  # of a sequence in a round
+MAX_ROUNDS = 8  # rounds before their results are used
+PACE_STEPS = 4  # steps of full depth that are timed together
+_MAX_BUDGET = 24.0  # gains, in steps of full depth, that are set off against later losses
+_TRIAL_SHARE = 0.01  # the share of full depth's time that trials of drafts may lose in the long run
+# The weight of a round's unexpected time in later predictions, and the largest deviation that counts, in steps of full
+# depth: a single round may have been interrupted by other work.
+_LEARNING_RATE, _MAX_DEVIATION = 0.1, 3.0
+_MAX_REST = 32  # steps of full depth before drafts are considered again
+_MIN_SCALE = 0.3  # of the predicted cost of drafts
+_PACE_ROUNDS = 40  # rounds with drafts before full depth is timed again: a machine's speed changes
+_ENGINE_DRAFTS, _MAX_ENGINE_DRAFTS = 4, 8
 
 
-class DraftRecord:
-    """The drafts of one model and schedule so far: how many were taken, what rounds took, and what they may still lose.
+class VerifiedRound(NamedTuple):
+    """The result of a round: full depth has verified the drafts of some sequences.
 
     Attributes:
-        may_lose: by drafting, in steps of full depth.
-        pace: seconds of full depth's steps over what was expected of them, lately.
-        beyond: what rounds with drafts take beyond their passes, in steps of full depth.
-        scale: what drafts and the columns that verify them cost, over what is expected of them; 1 at most.
-        rounds: with drafts, since full depth's pace was taken.
-        paced: steps of full depth whose time was taken since there were so many rounds that it no longer counted.
+        sequences: number of sequences that the round ran.
+        new_tokens: of all of them together.
+        drafted: number of drafts of each sequence.
+        accepted: number of accepted drafts of each sequence; -1 if it had ended before.
+        probabilities: of each sequence's drafts, under the schedule that drafted; empty if they aren't known.
+        seconds: duration of the round; None if the policy must not depend on time.
     """
 
-    def __init__(self) -> None:
-        self._of_all = [0.8 * _GUESSED, _GUESSED]  # taken, of how many
-        self._by_confidence = [[guess * _GUESSED, _GUESSED] for guess in _GUESSES.values()]
-        self.may_lose = START
-        self.pace: deque[float] = deque(maxlen=_PACES)
-        self.beyond = 0.0
-        self.scale = 1.0
-        self.rounds = self.paced = 0
+    sequences: int
+    new_tokens: int
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    probabilities: Sequence[Sequence[float]] = ()
+    seconds: float | None = None
+
+
+class DraftPolicy(Protocol):
+    """Decides round by round how many tokens to draft."""
 
     @property
-    def tells(self) -> bool:
-        """Whether drafts were seen, more than were guessed."""
-        return self._of_all[1] > 4 * _GUESSED
+    def rests(self) -> bool:
+        """Whether the next step should run at full depth, without drafts."""
 
-    def taken(self, confidence: float | None = None) -> float:
-        """The share of drafts that are taken: of all, or of those that had such a probability."""
-        taken, count = self._of_all if confidence is None else self._by_confidence[kind_of(_BOUNDS, confidence)]
-        return taken / count
+    @property
+    def has_pace(self) -> bool:
+        """Whether the policy knows how long a step of full depth takes, or doesn't need to."""
 
-    def shares(self) -> list[float]:
-        """The share of drafts that are taken, for each of the bounds of their probabilities."""
-        return [taken / count for taken, count in self._by_confidence]
+    @property
+    def rounds(self) -> int:
+        """How many rounds may follow the last `rule` before `rule` is called again."""
 
-    def add(self, confidence: float, taken: bool) -> None:
-        """Count one draft."""
-        for counts in (self._by_confidence[kind_of(_BOUNDS, confidence)], self._of_all):
-            counts[0] += taken
-            counts[1] += 1
-            if counts[1] > _REMEMBERED:
-                counts[:] = [count / 2 for count in counts]
+    def rule(self, sequences: int, budgets: Sequence[int]) -> DraftRule:
+        """What to draft in the next round.
+
+        Args:
+            sequences: number of sequences that draft.
+            budgets: layers that each draft of a sequence would run; there is room for no more drafts than that.
+        """
+
+    def learn(self, verified: VerifiedRound) -> None:
+        """Take note of a round's result."""
+
+    def learn_pace(self, sequences: int, steps: int, seconds: float) -> None:
+        """Take note of the duration of steps at full depth without drafts."""
 
 
-class DraftLength:
-    """The choice of whether to draft one more token, round by round. Costs are in full depth's steps of a round's rows.
+class AcceptedPlusOne:
+    """Drafts one token more than were accepted in the round before.
 
-    A draft is worth its cost where it and some that follow it are likelier to be taken than the same time is to give
-    tokens otherwise: at the rate of rounds with the best number of drafts g, (1 - a^(g + 1)) / (1 - a) tokens a row for
-    g drafts and a pass of g + 1 columns, a being the share that is taken so far. Those that follow count, as a pass may
-    take longer for the first column more than for each of the next.
+    It needs no timings. So it fits the engine, where sequences share passes with others that don't draft.
+    """
 
-    What drafting may lose is kept account of, by what rounds are expected to take; where they are timed, by the clock's
-    word of how far that is off.
+    rests = False
+    has_pace = True
+    rounds = 1
+
+    def __init__(self) -> None:
+        self._wanted = _ENGINE_DRAFTS
+
+    def rule(self, sequences: int, budgets: Sequence[int]) -> DraftRule:
+        return DraftRule([-1.0] * min(self._wanted, len(budgets)), (1.0,), (1.0,))
+
+    def learn(self, verified: VerifiedRound) -> None:
+        if any(verified.drafted):
+            self._wanted = min(max(verified.accepted) + 1, _MAX_ENGINE_DRAFTS)
+
+    def learn_pace(self, sequences: int, steps: int, seconds: float) -> None:
+        """Do nothing: times don't matter."""
+
+
+class CostDraftPolicy:
+    """Drafts as many tokens as are expected to save time. Costs are in steps of full depth for a round's sequences.
+
+    With acceptance rate a, a round of g drafts gives (1 - a^(g + 1)) / (1 - a) tokens per sequence; its cost is that of
+    g drafts and of a pass over g + 1 positions. The best g gives a rate of tokens per cost. The next draft is made if
+    it, alone or with some that follow it, is likelier to be accepted than its cost at that rate. The drafts that follow
+    count because the first verified position may cost more than each further one.
+
+    A budget limits what drafting may lose, by the expected cost of rounds; if rounds are timed, the times correct it.
 
     Args:
-        record: what drafts have shown.
-        seconds: of a pass.
+        record: statistics of earlier drafts; it is updated.
+        seconds: time of a pass at full depth.
         num_layers: of the model.
-        draft_seconds: of a draft's pass, where it is computed otherwise.
+        draft_seconds: time of a pass that drafts; by default as `seconds` says.
     """
 
     def __init__(
@@ -106,169 +121,122 @@ class DraftLength:
         self._seconds = seconds
         self._draft_seconds = seconds if draft_seconds is None else draft_seconds
         self._num_layers = num_layers
-        self._rows = 1
-        self._rests = 0.0  # steps of full depth before `rule` is worth asking
-        self._each: list[float] = []  # what a row's drafts are expected to cost, one by one
+        self._sequences = 1
+        self._rest = 0.0  # steps of full depth before `rule` may draft again
+        self._costs: list[float] = []  # expected cost of each draft of a sequence
 
     @property
     def rests(self) -> bool:
-        """Whether steps of full depth come first before drafts may be tried again, which `rule` says then, too."""
-        return self._rests > 0
+        return self._rest > 0
 
     @property
     def has_pace(self) -> bool:
-        """Whether it is known what full depth's steps take by now."""
         return self._record.paced >= PACE_STEPS
-
-    def rule(self, rows: int, budgets: Sequence[int]) -> DraftRule:
-        """What to draft in a round of so many rows, whose drafts would run so many layers each."""
-        rate, taken, spent = self.rate(rows, budgets), self._record.taken(), self._record.beyond
-        self._each = []
-        for done, budget in enumerate(budgets):
-            columns = rows * (done + 1)
-            verified = self._cost(self._num_layers, columns + rows) - self._cost(self._num_layers, columns)
-            each = self._record.scale * (self._draft_cost(budget) + verified) / rows
-            spent += each * rows
-            if spent > self._record.may_lose:
-                break
-            self._each.append(each)
-        worth = [rate * _least_cost(self._each[done:], taken) for done in range(len(self._each))]
-        if worth and (rate <= rows or worth[0] >= 1):  # one draft, to see whether it still doesn't pay
-            worth, self._each = [-1.0], self._each[:1]
-        if not worth:
-            self._rests = min(_MOST_RESTED, (spent - self._record.may_lose) / MAY_LOSE)
-        return DraftRule(worth, _BOUNDS, self._record.shares())
 
     @property
     def rounds(self) -> int:
-        """Rounds with what `rule` said last that may be run before it is asked again."""
-        spent = self._record.beyond + self._rows * sum(self._each)
-        return max(1, int(min(MOST_ROUNDS, self._record.may_lose / max(spent, 1e-9))))
+        cost = self._record.overhead + self._sequences * sum(self._costs)
+        return max(1, int(min(MAX_ROUNDS, self._record.budget / max(cost, 1e-9))))
 
     @property
-    def refused(self) -> float | None:
-        """The share of drafts that are refused; None where they say little yet."""
-        return 1 - self._record.taken() if self._record.tells else None
+    def rejection_rate(self) -> float | None:
+        """The share of drafts that are rejected; None if too little is known yet."""
+        return 1 - self._record.acceptance_rate() if self._record.is_informative else None
 
-    def rate(self, rows: int, budgets: Sequence[int], taken: float | None = None) -> float:
-        """Tokens that a round of so many rows is expected to give in the time of a step, as many drafted as pays, with
-        such a share of drafts that are taken; None for that of the drafts so far.
-        """
-        self._rows = rows
-        record = self._record
-        taken = record.taken() if taken is None else taken
-        best = tokens = float(rows)
-        step = self._seconds(self._num_layers, rows)
-        drafting, share = 0.0, 1.0
-        for done, budget in enumerate(budgets, start=1):
-            share *= taken
-            tokens += rows * share
-            drafting += self._draft_seconds(budget, rows)
-            drafted = (drafting + self._seconds(self._num_layers, rows * (done + 1))) / step - 1
-            best = max(best, tokens / (1 + record.scale * drafted + record.beyond))
-        return best
+    def rule(self, sequences: int, budgets: Sequence[int]) -> DraftRule:
+        rate, acceptance_rate = self.rate(sequences, budgets), self._record.acceptance_rate()
+        cost = self._record.overhead
+        self._costs = []
+        for done, budget in enumerate(budgets):
+            tokens = sequences * (done + 1)
+            verification = self._cost(self._num_layers, tokens + sequences) - self._cost(self._num_layers, tokens)
+            each = self._record.scale * (self._draft_cost(budget) + verification) / sequences
+            cost += each * sequences
+            if cost > self._record.budget:
+                break
+            self._costs.append(each)
+        worth = [rate * _min_cost_per_token(self._costs[n:], acceptance_rate) for n in range(len(self._costs))]
+        if worth and (rate <= sequences or worth[0] >= 1):  # drafts don't save time: try one, to see whether that holds
+            worth, self._costs = [-1.0], self._costs[:1]
+        if not worth:
+            self._rest = min(_MAX_REST, (cost - self._record.budget) / _TRIAL_SHARE)
+        return DraftRule(worth, PROBABILITY_BOUNDS, self._record.acceptance_rates())
 
-    def learn(
-        self,
-        outcomes: Sequence[tuple[float, bool]],
-        drafts: Sequence[int],
-        tokens: int,
-        rows: int,
-        seconds: float | None = None,
-    ) -> None:
-        """End a round of full depth's pass.
+    def rate(self, sequences: int, budgets: Sequence[int], acceptance_rate: float | None = None) -> float:
+        """Tokens that the best number of drafts is expected to give in the time of one step of full depth.
 
         Args:
-            outcomes: drafts' probabilities and whether they were taken, if that is known.
-            drafts: of each row.
-            tokens: that the round gave, of all rows.
-            rows: that it ran.
-            seconds: that it took; None where texts mustn't depend on the clock.
+            sequences: number of sequences in a round.
+            budgets: layers that each draft of a sequence would run.
+            acceptance_rate: of drafts; by default that of the drafts so far.
         """
-        record, self._rows = self._record, rows
-        for confidence, taken in outcomes:
-            record.add(confidence, taken)
-        took = 1 + sum(sum(self._each[:count]) for count in drafts)
-        if any(drafts):
-            if seconds is not None and record.pace:
-                self._correct(
-                    _NEW * min(seconds / self._pace() - took - record.beyond, _STRAY), (took - 1) / record.scale
-                )
-                record.rounds += 1
-                if record.rounds >= _PACE_LASTS:
-                    record.rounds = record.paced = 0
-            took += record.beyond
-        given = tokens / rows
-        self._rests -= given
-        record.may_lose = min(MOST_HELD, max(-START, record.may_lose + given - took + MAY_LOSE * given))
-
-    def _correct(self, error: float, drafted: float) -> None:
-        """Take note that a round whose drafts should have cost so much took so many steps more than was expected."""
+        self._sequences = sequences
         record = self._record
-        fixed = max(error, -record.beyond) if record.scale == 1 or error < 0 else 0.0
-        record.beyond += fixed
-        record.scale = min(1.0, max(_CHEAPEST, record.scale + (error - fixed) / drafted))
+        if acceptance_rate is None:
+            acceptance_rate = record.acceptance_rate()
+        best = tokens = float(sequences)
+        step = self._seconds(self._num_layers, sequences)
+        drafting, reached = 0.0, 1.0
+        for drafts, budget in enumerate(budgets, start=1):
+            reached *= acceptance_rate
+            tokens += sequences * reached
+            drafting += self._draft_seconds(budget, sequences)
+            extra = (drafting + self._seconds(self._num_layers, sequences * (drafts + 1))) / step - 1
+            best = max(best, tokens / (1 + record.scale * extra + record.overhead))
+        return best
 
-    def learn_pace(self, rows: int, steps: int, seconds: float) -> None:
-        """End a few steps of so many rows at full depth, without drafts."""
-        self._rows = rows
-        self._rests -= steps
+    def learn(self, verified: VerifiedRound) -> None:
+        record, self._sequences = self._record, verified.sequences
+        for probabilities, accepted in zip(verified.probabilities, verified.accepted, strict=False):
+            for n, probability in enumerate(probabilities[: accepted + 1]):
+                record.add(probability, n < accepted)
+        cost = 1 + sum(sum(self._costs[:count]) for count in verified.drafted)
+        if any(verified.drafted):
+            if verified.seconds is not None and record.pace:
+                deviation = verified.seconds / self._pace() - cost - record.overhead
+                self._correct(_LEARNING_RATE * min(deviation, _MAX_DEVIATION), (cost - 1) / record.scale)
+                record.rounds += 1
+                if record.rounds >= _PACE_ROUNDS:
+                    record.rounds = record.paced = 0
+            cost += record.overhead
+        gained = verified.new_tokens / verified.sequences
+        self._rest -= gained
+        budget = max(-INITIAL_BUDGET, record.budget + gained - cost + _TRIAL_SHARE * gained)
+        record.budget = min(_MAX_BUDGET, budget)
+
+    def _correct(self, error: float, drafting: float) -> None:
+        """Correct the overhead and the scale by an error in steps of full depth; drafts were predicted to cost
+        `drafting`.
+        """
+        record = self._record
+        overhead = max(error, -record.overhead) if record.scale == 1 or error < 0 else 0.0
+        record.overhead += overhead
+        record.scale = min(1.0, max(_MIN_SCALE, record.scale + (error - overhead) / drafting))
+
+    def learn_pace(self, sequences: int, steps: int, seconds: float) -> None:
+        self._sequences = sequences
+        self._rest -= steps
         self._record.paced += steps
-        self._record.pace.append(seconds / steps / self._seconds(self._num_layers, rows))
-        self._record.may_lose = min(MOST_HELD, self._record.may_lose + MAY_LOSE * steps)
+        self._record.pace.append(seconds / steps / self._seconds(self._num_layers, sequences))
+        self._record.budget = min(_MAX_BUDGET, self._record.budget + _TRIAL_SHARE * steps)
 
     def _pace(self) -> float:
-        """Seconds of a step of full depth, of the round's rows."""
-        return statistics.median(self._record.pace) * self._seconds(self._num_layers, self._rows)
+        """Seconds of a step of full depth for the round's sequences."""
+        return statistics.median(self._record.pace) * self._seconds(self._num_layers, self._sequences)
 
     def _draft_cost(self, layers: int) -> float:
-        return self._draft_seconds(layers, self._rows) / self._seconds(self._num_layers, self._rows)
+        return self._draft_seconds(layers, self._sequences) / self._seconds(self._num_layers, self._sequences)
 
     def _cost(self, layers: int, tokens: int) -> float:
-        return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._rows)
+        return self._seconds(layers, tokens) / self._seconds(self._num_layers, self._sequences)
 
 
-def _least_cost(each: Sequence[float], taken: float) -> float:
-    """The cost of the next draft, or of the next few, for each that is taken: of as many as cost least."""
-    cost, count, share, least = 0.0, 0.0, 1.0, math.inf
-    for one in each:
-        share *= taken
-        cost += one
-        count += share
-        least = min(least, cost / count)
-    return least
-
-
-def hoped(refused: Sequence[float | None]) -> list[float]:
-    """The shares of drafts that are refused of schedules of more and more layers, with a hope where little is known:
-    half of that of fewer layers, or twice that of more, so that those are tried which may be better.
-    """
-    found = [1 - DraftRecord().taken() if share is None else share for share in refused]
-    for n in range(1, len(found)):
-        found[n] = min(found[n], found[n - 1] / 2) if refused[n] is None else found[n]
-    for n in reversed(range(len(found) - 1)):
-        found[n] = min(found[n], 2 * found[n + 1]) if refused[n] is None else found[n]
-    return found
-
-
-def pass_seconds(sizes: CostModel, profile: Profile | None, prompt_length: int) -> PassSeconds:
-    """The time of a pass by a machine's clock where there is a profile, which knows as many rows as were timed; beyond
-    them on the line through the last two of these numbers, and without a profile by bytes and operations.
-    """
-    predicted = sizes.at(prompt_length=prompt_length)
-    if profile is None:
-        return functools.cache(lambda layers, tokens: predicted.step_seconds(layers, 0, tokens))
-    known = sorted({batch.batch_size for batch in profile.batches})
-    measured = profile.at(batch_size=known[-1], prompt_length=prompt_length)
-
-    @functools.cache
-    def seconds(layers: int, tokens: int) -> float:
-        timed = min(tokens, known[-1])
-        last = measured.step_seconds(layers, 0, timed)
-        found = last * predicted.step_seconds(layers, 0, tokens) / predicted.step_seconds(layers, 0, timed)
-        if tokens > timed and len(known) > 1:
-            row = (last - measured.step_seconds(layers, 0, known[-2])) / (timed - known[-2])
-            found = max(found, last + row * (tokens - timed))
-        return found
-
-    return seconds
+def _min_cost_per_token(costs: Sequence[float], acceptance_rate: float) -> float:
+    """The cost per accepted draft of the next draft, or of the next few drafts if that is lower."""
+    cost, accepted, reached, lowest = 0.0, 0.0, 1.0, math.inf
+    for each in costs:
+        reached *= acceptance_rate
+        cost += each
+        accepted += reached
+        lowest = min(lowest, cost / accepted)
+    return lowest

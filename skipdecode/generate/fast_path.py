@@ -1,4 +1,4 @@
-"""The fast path of a model: the copies of its weights that decode, and what calls have found out about it."""
+"""What is kept of a model between calls: its decoders with their copies of weights, schedules, and draft records."""
 
 import math
 import threading
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from skipdecode.errors import ConfigError, unknown
 from skipdecode.families import decoder_layers, unwrap
 from skipdecode.fastpath.cpu_steps import BFLOAT16_AS_FLOATS
-from skipdecode.fastpath.model import LeanDecoder
-from skipdecode.fastpath.support import Look, Origin, why_another_computation
-from skipdecode.generate.draft_policy import DraftRecord, LoopKind
+from skipdecode.fastpath.model import FastDecoder
+from skipdecode.fastpath.support import Fingerprint, Inspection, why_unsupported
+from skipdecode.generate.draft_record import DraftRecord, LoopKind
 from skipdecode.generate.solved_schedules import SolvedSchedules
 from skipdecode.internals import has_bfloat16_on_cpu
 from skipdecode.kernels.cpu import kernels
@@ -26,62 +26,60 @@ from skipdecode.schedule.schedule import SkipSchedule
 
 
 class FastPath:
-    """All that is kept of one model between calls. The model itself isn't held, so that it can be freed.
+    """The fast path of one model. It holds no reference to the model, so that this can be freed.
 
     Args:
-        model: that decodes, without wrappers.
+        model: a transformers model, without wrappers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self._making = threading.Lock()  # of two threads that ask for a decoder at once, one makes it
-        self._look: Look | None = None
-        self._origin: Origin | None = None  # of the decoders
-        self._decoders: dict[str, LeanDecoder] = {}  # for each kind of weights, and for drafts
+        self._making = threading.Lock()  # if two threads ask for a decoder at once, one makes it
+        self._look: Inspection | None = None
+        self._origin: Fingerprint | None = None  # the parts that the decoders were made of
+        self._decoders: dict[str, FastDecoder] = {}  # for each kind of weights, and for drafts
         self._records: dict[tuple[Weights, SkipSchedule, LoopKind], DraftRecord] = {}
         self._solved: SolvedSchedules | None = None
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model. It must not have been freed."""
+        """The model, which must still exist."""
         model = self._model()
         assert model is not None
         return model
 
-    # ---- the model's parts, and decoders made of them
-
-    def look(self) -> Look:
-        """What there is to be seen of the model's parts: as before, where nothing of them has changed."""
+    def look(self) -> Inspection:
+        """The model's parts; examined again only if they have changed."""
         if self._look is None or not self._look.still_holds(self.model):
-            self._look = Look(self.model)
+            self._look = Inspection(self.model)
         return self._look
 
     def why_not(self) -> str | None:
-        """The reason why the model's decode steps must go through its own forward pass; None where they needn't."""
-        return why_another_computation(self.model) or self.look().reason
+        """The reason why the model needs its own forward pass to decode; None if the fast path can."""
+        return why_unsupported(self.model) or self.look().reason
 
-    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> LeanDecoder:
-        """The model's LeanDecoder, made when it is first asked for and again when the model has changed.
+    def decoder(self, weights: Weights | None = None, *, looked: bool = False) -> FastDecoder:
+        """The model's FastDecoder: made on first use, and again after the model has changed.
 
-        What is looked at: which modules there are and what their settings are, where each parameter lies, its version,
-        and 32 of its values (`skipdecode.fastpath.support.Origin` says what that can't see).
+        Changes are found by the modules and their settings, and by each parameter's address, version and 32 of its
+        values (`skipdecode.fastpath.support.Fingerprint` says what this can't detect).
 
         Args:
-            weights: as in LeanDecoder; None for the usual ones.
-            looked: whether `why_not` has just been asked, which looks at the parts too.
+            weights: as in FastDecoder; None for the usual ones.
+            looked: whether `why_not` was just called, which examines the model too.
 
         Raises:
-            ConfigError: for kinds of weights that don't exist, or not on the model's device or in its type.
+            ConfigError: for an unknown kind of weights, or one that the model's device or dtype doesn't support.
         """
         weights = self.usual_weights(available=True) if weights is None else weights
         self._check_weights(weights)
         with self._making:
             look = self._look if looked and self._look is not None else self.look()
             if self._origin is None or not self._origin.still_holds(look):
-                self._decoders, self._records = {}, {}  # copies there were are freed before others are made
-                self._origin = Origin(look)
+                self._decoders, self._records = {}, {}  # frees old copies before new ones are made
+                self._origin = Fingerprint(look)
             if weights not in self._decoders:
-                self._decoders[weights] = LeanDecoder(self.model, weights)
+                self._decoders[weights] = FastDecoder(self.model, weights)
             return self._decoders[weights]
 
     def _check_weights(self, weights: Weights) -> None:
@@ -91,18 +89,18 @@ class FastPath:
         if weights != "model" and (device.type != "cpu" or not torch.backends.mkldnn.is_available()):
             raise ConfigError(f"weights={weights!r} needs a CPU with oneDNN, and the model is on {device}")
         if weights == "packed" and dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"weights='packed' is for float32 and bfloat16, and the model is of {dtype}")
+            raise ConfigError(f"weights='packed' needs float32 or bfloat16, and the model is in {dtype}")
         if "int4" in weights and kernels() is None:
             raise ConfigError(
-                f"weights={weights!r} needs the compiled kernels, which this installation has not: install skipdecode "
-                "anew where there is a C++ compiler, and leave SKIPDECODE_KERNELS unset"
+                f"weights={weights!r} needs the compiled kernels, which this installation lacks: reinstall skipdecode "
+                "with a C++ compiler available, and leave SKIPDECODE_KERNELS unset"
             )
 
-    def draft_decoder(self, decoder: LeanDecoder, layers: Collection[int]) -> LeanDecoder:
-        """What runs `layers` for drafts that `decoder` verifies: copies of these in 8 bits, as drafts may be inexact.
+    def draft_decoder(self, decoder: FastDecoder, layers: Collection[int]) -> FastDecoder:
+        """The decoder that runs `layers` for drafts that `decoder` verifies: 8-bit copies, as drafts may be inexact.
 
-        It is `decoder` itself where that reads no more, where the kernels weren't built, where no copies are wanted,
-        and where they don't fit in half of the memory that is free.
+        It is `decoder` itself if copies wouldn't reduce what is read, if the kernels weren't built, if no copies are
+        wanted, and if the copies don't fit in half of the free memory.
         """
         if decoder.draft_weights == decoder.weights:
             return decoder
@@ -113,47 +111,46 @@ class FastPath:
                 modules.append(self.model.get_output_embeddings())
                 if sum(p.numel() for module in modules for p in module.parameters()) > free_memory() / 2:
                     return decoder
-                held = self._decoders["drafts"] = LeanDecoder(self.model, "int8", layers, held)
+                held = self._decoders["drafts"] = FastDecoder(self.model, "int8", layers, held)
             return held
 
     def usual_weights(self, *, available: bool | None = None) -> Weights:
-        """The weights that the model decodes with unless they are told: "packed" on a CPU with oneDNN where the copies
-        fit in half of the memory that is free, else "model". Bfloat16 needs instructions of it or compiled kernels for
-        this processor.
+        """The default kind of weights: "packed" on a CPU with oneDNN if the copies fit in half of the free memory, else
+        "model". Bfloat16 also needs instructions for it, or compiled kernels for this processor.
 
         Args:
-            available: whether the model has a fast path, for who knows it; "model" where it hasn't.
+            available: whether the model has a fast path, if that is already known; "model" if it hasn't.
         """
         model = self.model
         available = self.why_not() is None if available is None else available
         if not available or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return "model"
         compiled = kernels()
-        of_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
-        if not (of_bfloat16 if model.dtype == torch.bfloat16 else model.dtype == torch.float32):
+        supports_bfloat16 = has_bfloat16_on_cpu() or (compiled is not None and compiled.name in BFLOAT16_AS_FLOATS)
+        if not (supports_bfloat16 if model.dtype == torch.bfloat16 else model.dtype == torch.float32):
             return "model"
         if "packed" in self._decoders:
             return "packed"
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         return "packed" if needed < free_memory() / 2 else "model"
 
-    # ---- schedules and drafts
-
     def solved(self) -> SolvedSchedules:
-        """The schedules that follow from the model's config; those of another config, depth or type are forgotten."""
+        """The schedules that follow from the model's config; solved again if config, depth or dtype have changed."""
         if self._solved is None or not self._solved.still_holds(self.model):
             self._solved = SolvedSchedules(self.model)
         return self._solved
 
     def profile(self, weights: Weights | None = None) -> Profile | None:
-        """The calibrated profile of this machine that the model's speedups are solved for; None where there is none."""
+        """The calibrated profile that the model's speedups are solved for; None if there is none."""
         return self.solved().profile(self.model, weights or self.usual_weights())
 
     def draft_record(
-        self, weights: Weights, schedule: SkipSchedule, kind: LoopKind = "ahead", *, do_sample: bool
+        self, weights: Weights, schedule: SkipSchedule, kind: LoopKind = "kernels", *, do_sample: bool
     ) -> DraftRecord:
-        """What earlier calls have shown of a schedule's drafts in loops of a kind, for greedy decoding, whose tokens
-        don't depend on it; for sampling a new record, so that a seed gives the same tokens in every call.
+        """The record of a schedule's drafts in earlier greedy calls with a loop of this kind.
+
+        Sampling gets a new record, so that a seed gives the same tokens in every call; greedy output doesn't depend on
+        the record.
         """
         return DraftRecord() if do_sample else self._records.setdefault((weights, schedule, kind), DraftRecord())
 
@@ -163,7 +160,7 @@ _FINDING = threading.Lock()
 
 
 def fast_path(model: nn.Module) -> FastPath:
-    """The fast path of a (possibly wrapped) model. Raises ConfigError where there is no transformers model inside."""
+    """The fast path of a (possibly wrapped) model. Raises ConfigError if there is no transformers model inside."""
     inner = unwrap(model)
     with _FINDING:
         found = _FAST_PATHS.get(inner)
@@ -173,7 +170,7 @@ def fast_path(model: nn.Module) -> FastPath:
 
 
 def free_memory() -> float:
-    """Bytes that can be allocated without swapping, as Linux says it; elsewhere as many as one likes."""
+    """Bytes that can be allocated without swapping, as Linux reports; infinite on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

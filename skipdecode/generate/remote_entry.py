@@ -1,4 +1,4 @@
-"""What transformers calls for `generate(custom_generate=REPOSITORY)`: see `skipdecode.checkpoint.remote_code`."""
+"""The function behind `generate(custom_generate=REPOSITORY)`; `skipdecode.checkpoint.remote_code` ships it."""
 
 import copy
 from typing import Any
@@ -10,22 +10,23 @@ from skipdecode.errors import ConfigError
 from skipdecode.families import longest_sequence
 from skipdecode.generate.skip_generate import skip_generate
 
-_ASKED = ("schedule", "speedup", "over", "strict", "lossless", "order", "weights", "cuda_graphs")
+_ARGUMENTS = ("schedule", "speedup", "over", "strict", "lossless", "order", "weights", "cuda_graphs")
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
-    """`model.generate(...)` with layers skipped.
+    """Call `model.generate(...)` with layers skipped.
 
-    Takes what `generate` takes, and `speedup` or `schedule`, `over`, `strict`, `lossless`, `weights` and `cuda_graphs`
-    as `skip_generate` does. They may also stand in the generation config that is passed, as servers do that know of
-    none (`transformers serve`: `"generation_config": "{\\"speedup\\": 3}"` in a request). With neither a speedup nor a
-    schedule the text is decoded at the checkpoint's own speed, `default_speedup` of its `generation_config.json`;
-    without one all layers run and it is `generate` itself. `speedup=1` is full depth always.
+    It takes the arguments of `generate`, and `speedup` or `schedule`, `over`, `strict`, `lossless`, `order`, `weights`
+    and `cuda_graphs` as `skip_generate` does. These may also be fields of the generation config that is passed, for
+    servers that don't know them (`transformers serve`: `"generation_config": "{\\"speedup\\": 3}"` in a request). With
+    neither a speedup nor a schedule, the checkpoint's own speed applies: `default_speedup` in its
+    `generation_config.json`. Without that, all layers run by `generate` itself. `speedup=1` always means full depth.
 
-    Raises what `skip_generate` raises.
+    Raises:
+        ConfigError: as `skip_generate` does.
     """
     passed = kwargs.get("generation_config")
-    for name in _ASKED:
+    for name in _ARGUMENTS:
         if kwargs.get(name) is None and getattr(passed, name, None) is not None:
             kwargs[name] = getattr(passed, name)
     default = getattr(model.generation_config, DEFAULT_SPEEDUP, None)
@@ -33,10 +34,10 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     by_default = not skips and default is not None
     if by_default:
         kwargs["speedup"] = default
-    # Not model.generate: of a model that was loaded with trust_remote_code it is this function.
+    # Not model.generate, which is this function if the model was loaded with trust_remote_code.
     kwargs["custom_generate"] = skip_generate if skips or by_default else None
     if kwargs["custom_generate"] is None:
-        kwargs.pop("strict", None)  # full depth is always reached
+        kwargs.pop("strict", None)  # full depth can always be reached
     if passed is not None and kwargs["custom_generate"] is not None:
         kwargs["generation_config"] = _within_positions(model, passed, *args, **kwargs)
     try:
@@ -44,14 +45,14 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     except ConfigError as error:
         if not by_default:
             raise
-        own = str(default).removesuffix(".0")  # whatever its owner has written
+        own = str(default).removesuffix(".0")  # it may be anything
         raise ConfigError(f"{error} (at the checkpoint's own speed, {own}x; speedup=1 is full depth)") from error
 
 
 def _within_positions(model: Any, passed: Any, inputs: Any = None, **kwargs: Any) -> Any:
-    """A generation config that asks for no more tokens than the model has positions left behind the prompt.
+    """The generation config with no more new tokens than the model has positions for.
 
-    `transformers serve` asks for 1,024 at least where a request names no limit.
+    `transformers serve` sets at least 1,024 new tokens if a request names no limit.
     """
     ids = kwargs.get("input_ids") if inputs is None else inputs
     positions = longest_sequence(model.config)

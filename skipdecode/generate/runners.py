@@ -1,4 +1,4 @@
-"""Runners: they compute the logits of the prompt and of each decode step for the decoding loop, with a cache."""
+"""Runners: they compute the logits of the prompts and of each decode step for a decoding loop, and own the cache."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -15,60 +15,57 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, TextsAtHand
-from skipdecode.fastpath.cuda_graphs import MOST_AHEAD, StepGraphs, keep_step_graphs, step_graphs
+from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
+from skipdecode.fastpath.cuda_graphs import MAX_AHEAD, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
-from skipdecode.fastpath.layer import PreparedInputs
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
-from skipdecode.fastpath.verify_inputs import ColumnsInputs
-from skipdecode.gating import LayerGate, whole_columns
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.fastpath.verify_inputs import VerifyInputs
+from skipdecode.gating import LayerGate, all_positions
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.internals import attention_name, is_given_cache, next_arguments
-from skipdecode.kernels.linear import Weights
+from skipdecode.generate.request import DecodeRequest, GenerativeModel
+from skipdecode.internals import arguments_of_next_step, attention_name, is_callers_cache
 from skipdecode.schedule.schedule import SkipSchedule
 
 
-class _OfSchedule:
-    """What runners under a schedule have in common."""
+class _ScheduledRunner:
+    """The common part of runners under a schedule."""
 
-    def __init__(self, schedule: SkipSchedule, model_kwargs: dict[str, Any]) -> None:
-        self._schedule = schedule
-        self._kwargs = model_kwargs
+    def __init__(self, request: DecodeRequest) -> None:
+        self._schedule = schedule = request.schedule
+        self._kwargs = request.model_kwargs
         self._layers = {n: schedule.layers_for(n) for n in range(schedule.min_layers, schedule.max_layers + 1)}
 
     @property
     def cache(self) -> Any:
-        """The cache that `generate` hands out as `past_key_values`."""
+        """The cache that `generate` returns as `past_key_values`."""
         return self._kwargs.get("past_key_values")
 
     def end(self) -> None:
-        """Say that no step follows."""
+        """Release what the steps needed; none follows."""
 
-    def _layers_ahead(self, i: int, room: Sequence[float]) -> list[tuple[int, ...]]:
-        """Those of step i and of what may be chosen after it before anybody looks."""
-        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MOST_AHEAD, max(room))))]
+    def _next_layers(self, i: int, room: Sequence[float]) -> list[tuple[int, ...]]:
+        """The layers of step i and of those that may follow it in the same call."""
+        return [self._layers[self._schedule.budget(i + n)] for n in range(int(min(MAX_AHEAD, max(room))))]
 
 
-class ForwardRunner(_OfSchedule):
-    """Prefill and decode steps through the model's own forward pass, behind gates."""
+class ForwardRunner(_ScheduledRunner):
+    """Prefill and decode steps by the model's own forward pass, with gates around its layers."""
 
-    def __init__(
-        self, model: GenerativeModel, gate: LayerGate, schedule: SkipSchedule, model_kwargs: dict[str, Any]
-    ) -> None:
-        super().__init__(schedule, model_kwargs)
-        self._model = model
+    def __init__(self, request: DecodeRequest, gate: LayerGate) -> None:
+        super().__init__(request)
+        self._model = request.model
         self._gate = gate
-        self._plans = {n: whole_columns(schedule.num_layers, layers) for n, layers in self._layers.items()}
+        num_layers = self._schedule.num_layers
+        self._plans = {n: all_positions(num_layers, layers) for n, layers in self._layers.items()}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
-        """Run the prompt [batch, columns] and fill the cache. Returns the last column's logits [batch, vocabulary]."""
+        """Run the prompts and fill the cache. Returns the last position's logits [batch, vocabulary]."""
         inputs = self._model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self._kwargs)
         return self._run(inputs)
 
     def step(self, i: int, input_ids: Any) -> torch.Tensor:
-        """Run generated token i, the last column of `input_ids`. Returns logits [batch, vocabulary]."""
+        """Run generated token i, the last one of `input_ids`. Returns logits [batch, vocabulary]."""
         budget = self._schedule.budget(i)
         self._gate.plan, self._gate.stopped = self._plans[budget], None
         with sized_by(self.cache, self._layers[budget]):
@@ -76,39 +73,31 @@ class ForwardRunner(_OfSchedule):
             return self._run(inputs)
 
     def _run(self, inputs: Any) -> torch.Tensor:
-        with self._gate.obeyed():
+        with self._gate.active():
             outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = next_arguments(self._model, outputs, self._kwargs)
+        self._kwargs = arguments_of_next_step(self._model, outputs, self._kwargs)
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
 
     def choose(
         self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
     ) -> torch.Tensor | None:
-        """None: a model's own forward pass gives logits alone."""
+        """Return None: a model's forward pass gives logits only."""
         return None
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
-        """None: a model's own forward pass runs every row until the last text has ended."""
+        """Return None: a model's forward pass runs every sequence until the last one has ended."""
         return None
 
 
-class LeanRunner(_OfSchedule):
-    """Prefill and decode steps without the model's forward pass."""
+class FastRunner(_ScheduledRunner):
+    """Prefill and decode steps by the fast path, without the model's forward pass."""
 
-    def __init__(
-        self,
-        schedule: SkipSchedule,
-        model_kwargs: dict[str, Any],
-        *,
-        decoder: LeanDecoder,
-        attention_mask: torch.Tensor,
-        step_inputs: PreparedInputs,
-    ) -> None:
-        super().__init__(schedule, model_kwargs)
+    def __init__(self, request: DecodeRequest, decoder: FastDecoder) -> None:
+        super().__init__(request)
         self._decoder = decoder
-        self._mask = attention_mask
-        self._step_inputs = step_inputs
+        self._mask = request.prompt_mask
+        self._step_inputs = decoder.step_inputs(self._mask, request.max_steps, self._kwargs.get("position_ids"))
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         embeds, positions = (self._kwargs.get(name) for name in ("inputs_embeds", "position_ids"))
@@ -126,14 +115,14 @@ class LeanRunner(_OfSchedule):
         native = self._decoder.choosing(len(room))
         if native is None:
             return None
-        layers = self._layers_ahead(i, room)
-        most = [int(min(len(layers), each)) for each in room]
-        texts = TextsAtHand(input_ids[:, -1], range(len(most)), [i] * len(most), most, ends)
-        found = native.choose(texts, layers, self.cache, self._step_inputs)
+        layers = self._next_layers(i, room)
+        max_new = [int(min(len(layers), each)) for each in room]
+        sequences = RunningSequences(input_ids[:, -1], range(len(max_new)), [i] * len(max_new), max_new, ends)
+        chosen = native.choose(sequences, layers, self.cache, self._step_inputs)
         if padding is not None:
-            for row, count in enumerate(found.counts):
-                found.tokens[row, count:] = padding
-        return found.tokens
+            for row, count in enumerate(chosen.counts):
+                chosen.tokens[row, count:] = padding
+        return chosen.tokens
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
         rows = rows_to_keep(unfinished) if may_leave else None
@@ -143,12 +132,15 @@ class LeanRunner(_OfSchedule):
         return rows
 
 
-class GraphRunner(LeanRunner):
-    """Lean steps on buffers that stay, as CUDA graphs where there is a GPU."""
+class GraphRunner(FastRunner):
+    """Fast-path steps on fixed buffers, replayed as CUDA graphs if there is a GPU."""
 
-    def __init__(self, *args: Any, graphs: StepGraphs, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._graphs = graphs
+    def __init__(self, request: DecodeRequest, decoder: FastDecoder) -> None:
+        super().__init__(request, decoder)
+        shape = (*self._mask.shape, bool(self._mask.all()))  # unpadded prompts share their positions
+        keep = not request.generation_config.return_dict_in_generate
+        self._graphs = step_graphs(decoder, self._schedule, request.max_steps, shape, keep=keep)
+        self._kwargs = {**self._kwargs, "past_key_values": self._graphs.cache}
 
     def prefill(self, input_ids: Any) -> torch.Tensor:
         logits = super().prefill(input_ids)
@@ -162,11 +154,10 @@ class GraphRunner(LeanRunner):
     def choose(
         self, i: int, input_ids: Any, room: Sequence[float], ends: Collection[int], padding: Any
     ) -> torch.Tensor | None:
-        layers = self._layers_ahead(i, room)
-        return self._graphs.choose(i, input_ids[:, -1], layers, room, ends, padding)
+        return self._graphs.choose(i, input_ids[:, -1], self._next_layers(i, room), room, ends, padding)
 
     def drop_ended_rows(self, unfinished: Sequence[int], *, may_leave: bool) -> list[int] | None:
-        # There is a graph for each number of rows.
+        # Each number of sequences has a graph of its own.
         rows = rows_to_keep(unfinished, powers_of_two=True) if may_leave else None
         if rows is not None:
             self._step_inputs.keep_rows(rows)
@@ -178,76 +169,68 @@ class GraphRunner(LeanRunner):
 
 
 def make_runner(
-    model: GenerativeModel,
-    gated: Callable[[], LayerGate],
-    schedule: SkipSchedule,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    weights: Weights | None,
-    cuda_graphs: bool | None,
-    model_kwargs: dict[str, Any],
-    not_lean: str | None,
-) -> ForwardRunner | LeanRunner:
-    """The fastest runner that does what a call asks for, with its cache; `not_lean` is what `FastPath.why_not`
-    says. Layers are `gated` where the model's own forward pass runs them.
+    request: DecodeRequest, fast_path_obstacle: str | None, gate: Callable[[], LayerGate]
+) -> ForwardRunner | FastRunner:
+    """The fastest runner for a request, with a cache.
 
-    Raises ConfigError for weights that are copies, and for graphs, where steps can't be lean; for graphs with a sliding
-    window too.
+    Args:
+        request: of the call.
+        fast_path_obstacle: what `FastPath.why_not` returns for the model.
+        gate: gates the model's layers; it is called if the model's own forward pass runs them.
+
+    Raises:
+        ConfigError: for weights that are copies and for CUDA graphs, if the model's forward pass must run; for CUDA
+            graphs also if the attention has a sliding window.
     """
-    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
+    reason = _cache_obstacle(request.model, request.generation_config, request.model_kwargs)
     if reason is None:
-        reason = _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
-        steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
-        model_kwargs = {**model_kwargs, "past_key_values": PlannedCache(schedule, steps)}
+        reason = _forward_pass_reason(fast_path_obstacle, request.synced_gpus, request.model_kwargs)
+        request = request.with_cache(PlannedCache(request.schedule, request.max_steps))
     if reason is not None:
-        if weights not in (None, "model"):
-            raise ConfigError(f"weights is {weights!r}, which this model can't decode with: {reason}")
-        if cuda_graphs:
+        if request.weights not in (None, "model"):
+            raise ConfigError(f"weights is {request.weights!r}, which this model can't decode with: {reason}")
+        if request.cuda_graphs:
             raise ConfigError(f"cuda_graphs is True, which this model can't decode with: {reason}")
-        return ForwardRunner(model, gated(), schedule, model_kwargs)
-    decoder = fast_path(model).decoder(weights, looked=True)  # `not_lean` says so
-    mask = _prompt_mask(input_ids, model_kwargs)
-    step_inputs = decoder.step_inputs(mask, steps, model_kwargs.get("position_ids"))
-    lean: Any = {"decoder": decoder, "attention_mask": mask, "step_inputs": step_inputs}
-    if decoder.windowed and cuda_graphs:
-        raise ConfigError("cuda_graphs is True: steps of attention with a sliding window have no CUDA graphs")
-    if decoder.windowed or not (input_ids.device.type == "cuda" if cuda_graphs is None else cuda_graphs):
-        return LeanRunner(schedule, model_kwargs, **lean)
-    shape = (*mask.shape, bool(mask.all()))  # rows of one length share their positions
-    graphs = step_graphs(decoder, schedule, steps, shape, keep=not generation_config.return_dict_in_generate)
-    model_kwargs["past_key_values"] = graphs.cache
-    return GraphRunner(schedule, model_kwargs, **lean, graphs=graphs)
+        return ForwardRunner(request, gate())
+    decoder = fast_path(request.model).decoder(request.weights, looked=True)  # the obstacle was just looked for
+    if decoder.windowed and request.cuda_graphs:
+        raise ConfigError("cuda_graphs is True: CUDA graphs aren't available for attention with a sliding window")
+    graphs = request.input_ids.device.type == "cuda" if request.cuda_graphs is None else request.cuda_graphs
+    return GraphRunner(request, decoder) if graphs and not decoder.windowed else FastRunner(request, decoder)
 
 
-class ColumnsRunner:
-    """Lean passes of several columns a row, each row at a column of its own, on a cache of full depth.
+class LosslessRunner:
+    """Fast-path passes over several tokens of each sequence, each at a position of its own, on a full-depth cache.
 
-    A pass writes its columns over what they held, and leaves those behind them to be written again.
+    A pass overwrites the keys and values at its positions; those after them may be written again.
 
     Args:
         decoder: of the model.
-        input_ids: the prompt [batch, columns].
-        steps: generated tokens at most that are an input.
-        model_kwargs: as generate gives them; the mask, positions and embeddings of the prompt are read.
+        max_steps: maximum number of generated tokens that are an input.
+        mask: attention mask of the prompts, [batch, prompt length].
+        model_kwargs: as `generate` passes them; the prompts' positions and embeddings are read.
     """
 
-    def __init__(self, decoder: LeanDecoder, input_ids: torch.Tensor, steps: int, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, decoder: FastDecoder, max_steps: int, mask: torch.Tensor, model_kwargs: dict[str, Any] | None = None
+    ) -> None:
         self.decoder = self._drafter = decoder
-        self._mask = _prompt_mask(input_ids, model_kwargs)
-        self._positions, self._embeds = model_kwargs.get("position_ids"), model_kwargs.get("inputs_embeds")
-        self._step_inputs = decoder.step_inputs(self._mask, steps, self._positions)
-        self.all_layers = tuple(range(len(decoder.blocks)))
-        # With room for a prompt the buffers hold zeros: rows attend, at weight 0, to columns that only others have.
-        rows, columns = self._mask.shape
-        self.cache = PlannedCache(_full_depth(len(decoder.blocks)), steps, prompt_columns=columns if rows > 1 else 0)
+        self._mask = mask
+        inputs = model_kwargs or {}
+        self._positions, self._embeds = inputs.get("position_ids"), inputs.get("inputs_embeds")
+        self._step_inputs = decoder.step_inputs(mask, max_steps, self._positions)
+        self.all_layers = tuple(range(len(decoder.layers)))
+        # Room for the prompt zeroes the buffers: sequences attend, with weight 0, to slots that only others have.
+        rows, length = mask.shape
+        full_depth = _full_depth(len(decoder.layers))
+        self.cache = PlannedCache(full_depth, max_steps, prompt_columns=length if rows > 1 else 0)
 
-    def draft_with(self, decoder: LeanDecoder) -> None:
-        """Run what needn't be exact by another decoder of the same model."""
+    def draft_with(self, decoder: FastDecoder) -> None:
+        """Run the drafts by another decoder of the same model, which may be less exact."""
         self._drafter = decoder
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Run the prompt [batch, columns]. Returns the last column's logits [batch, vocabulary]."""
+        """Run the prompts. Returns the last position's logits [batch, vocabulary]."""
         prompt = input_ids if self._embeds is None else self._embeds
         return self.decoder.prefill(prompt, self.all_layers, self.cache, self._mask, self._positions)
 
@@ -258,12 +241,13 @@ class ColumnsRunner:
         counts: Sequence[int],
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run tokens of each row, one row's after another's.
+        """Run tokens of each sequence.
 
         Args:
-            tokens: [tokens].
-            starts, counts: for each row the number of its first one among its generated tokens, and how many there are.
-            layers: of drafts, ascending; each must hold all columns before. None for all of the model's, exactly.
+            tokens: token ids, [tokens], one sequence's after another's.
+            starts: for each sequence, the index of its first token among its generated ones.
+            counts: for each sequence, the number of its tokens.
+            layers: that drafts run, ascending; each must hold all positions before. None for a pass at full depth.
 
         Returns:
             Logits [tokens, vocabulary].
@@ -271,34 +255,34 @@ class ColumnsRunner:
         if set(counts) == {1} and len(set(starts)) == 1:
             inputs = self._step_inputs(starts[0])
         else:
-            inputs = ColumnsInputs(self._step_inputs, starts, counts, tokens.device)
+            inputs = VerifyInputs(self._step_inputs, starts, counts, tokens.device)
         if layers is None:
             return self.decoder(tokens, self.all_layers, self.cache, inputs)
         return self._drafter(tokens, layers, self.cache, inputs)
 
-    def choose(self, texts: TextsAtHand, steps: int) -> ChosenTokens | None:
-        """Choose so many tokens of each text by all layers, as `NativeSteps.choose`; None where that can't be."""
-        native = self.decoder.choosing(len(texts.tokens))
+    def choose(self, sequences: RunningSequences, steps: int) -> ChosenTokens | None:
+        """Decode `steps` tokens of each sequence at full depth by the kernels; None if these can't."""
+        native = self.decoder.choosing(len(sequences.tokens))
         if native is None:
             return None
-        return native.choose(texts, [self.all_layers] * steps, self.cache, self._step_inputs)
+        return native.choose(sequences, [self.all_layers] * steps, self.cache, self._step_inputs)
 
     def draft(
-        self, texts: TextsAtHand, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
+        self, sequences: RunningSequences, layers: Sequence[Sequence[int]], rule: DraftRule, rounds: int
     ) -> DraftedRounds | None:
-        """Rounds of drafts, verified by all layers, as `NativeSteps.draft`; None where that can't be."""
-        native = self.decoder.choosing(len(texts.tokens) * (1 + len(layers)))
-        drafter = self._drafter.choosing(len(texts.tokens))
+        """Draft and verify by the kernels, `rounds` times (`NativeSteps.draft`); None if these can't."""
+        native = self.decoder.choosing(len(sequences.tokens) * (1 + len(layers)))
+        drafter = self._drafter.choosing(len(sequences.tokens))
         if native is None or drafter is None:
             return None
-        return native.draft(texts, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds, drafter)
+        return native.draft(sequences, layers, self.all_layers, self.cache, self._step_inputs, rule, rounds, drafter)
 
     def roll_back(self, steps: int) -> None:
-        """Hold the columns of the prompt and of so many generated tokens alone."""
+        """Keep the keys and values of the prompts and of `steps` generated tokens only."""
         self.cache.roll_back(self._mask.shape[1] + steps)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Run `rows` alone from now on, in their order."""
+        """Run the sequences with these indices only from now on, in their order."""
         self.cache.keep_rows(rows)
         self._step_inputs.keep_rows(rows)
 
@@ -308,88 +292,73 @@ def _full_depth(num_layers: int) -> SkipSchedule:
     return SkipSchedule.full_depth(num_layers, horizon=1)
 
 
-def make_columns_runner(
-    model: GenerativeModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool,
-    weights: Weights | None,
-    cuda_graphs: bool | None,
-    model_kwargs: dict[str, Any],
-    not_lean: str | None,
-) -> ColumnsRunner:
-    """The runner of lossless decoding. Raises ConfigError for what it can't do, with the reason."""
-    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    reason = reason or _why_a_forward_pass(not_lean, synced_gpus, model_kwargs)
-    reason = reason or _why_not_called_again(logits_processor)
+def make_lossless_runner(request: DecodeRequest, fast_path_obstacle: str | None) -> LosslessRunner:
+    """The runner of lossless decoding.
+
+    Args:
+        request: of the call.
+        fast_path_obstacle: what `FastPath.why_not` returns for the model.
+
+    Raises:
+        ConfigError: for a request that it can't decode, with the reason.
+    """
+    reason = _cache_obstacle(request.model, request.generation_config, request.model_kwargs)
+    reason = reason or _forward_pass_reason(fast_path_obstacle, request.synced_gpus, request.model_kwargs)
+    reason = reason or _stateful_processor(request.logits_processor)
     if reason is not None:
         raise ConfigError(f"lossless is True, and this call can't draft and verify: {reason}")
-    if cuda_graphs:
+    if request.cuda_graphs:
         raise ConfigError("cuda_graphs is True: lossless decoding has no CUDA graphs; leave one of the two out")
-    steps = max(0, generation_config.max_length - input_ids.shape[1] - 1)
-    return ColumnsRunner(fast_path(model).decoder(weights, looked=True), input_ids, steps, model_kwargs)
+    decoder = fast_path(request.model).decoder(request.weights, looked=True)
+    return LosslessRunner(decoder, request.max_steps, request.prompt_mask, request.model_kwargs)
 
 
-def _why_not_called_again(processors: LogitsProcessorList) -> str | None:
-    """The reason why logits processors can't be called more than once a token; None where they can."""
-    for kind, what in _REMEMBERING.items():
+def _stateful_processor(processors: LogitsProcessorList) -> str | None:
+    """The reason why logits processors can't be called more than once per token; None if they can."""
+    for kind, setting in _STATEFUL_PROCESSORS.items():
         if any(isinstance(processor, kind) for processor in processors):
-            return f"{what} is asked for, whose logits processor keeps what it was called with"
+            return f"the logits processor of {setting} keeps state between its calls"
     return None
 
 
-_REMEMBERING = {
+_STATEFUL_PROCESSORS = {
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
     SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
 }
 
 
-def why_not_lean_steps(
+def why_no_fast_path(
     model: GenerativeModel, generation_config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why a call's steps can't be lean ones on a cache of the runner's own; None where they can."""
-    reason = _why_another_cache(unwrap(model), generation_config, model_kwargs)
-    return reason or _why_a_forward_pass(fast_path(model).why_not(), synced_gpus, model_kwargs)
+    """The reason why a call can't decode by the fast path with a cache of its own; None if it can."""
+    reason = _cache_obstacle(model, generation_config, model_kwargs)
+    return reason or _forward_pass_reason(fast_path(model).why_not(), synced_gpus, model_kwargs)
 
 
-def _why_another_cache(
-    inner: GenerativeModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+def _cache_obstacle(
+    model: GenerativeModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why a call's cache can't be a planned one; None where it can."""
-    kinds = set(getattr(text_config(inner.config), "layer_types", None) or ())
-    if is_given_cache(model_kwargs.get("past_key_values")) or generation_config.cache_implementation is not None:
+    """The reason why a call can't use a PlannedCache; None if it can."""
+    config = unwrap(model).config
+    kinds = set(getattr(text_config(config), "layer_types", None) or ())
+    if is_callers_cache(model_kwargs.get("past_key_values")) or generation_config.cache_implementation is not None:
         return "a cache was given"
     if kinds - {"full_attention", "sliding_attention"}:
         return f"its layers are of the kinds {', '.join(sorted(kinds))}"  # some hold more than keys and values
-    if attention_name(inner.config) not in ALL_MASK_ATTENTION_FUNCTIONS:
-        # Without a mask, what it doesn't attend to is what its own cache has dropped.
-        return f"its attention {attention_name(inner.config)!r} takes no mask"
+    if attention_name(config) not in ALL_MASK_ATTENTION_FUNCTIONS:
+        # Without a mask, only its own cache keeps it from attending to slots out of its reach.
+        return f"its attention {attention_name(config)!r} takes no mask"
     return None
 
 
-def _why_a_forward_pass(not_lean: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why steps on a planned cache must go through the model's own forward pass; None where they needn't."""
+def _forward_pass_reason(fast_path_obstacle: str | None, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why steps on a PlannedCache need the model's own forward pass; None if they don't."""
     shared = "several processes share it" if synced_gpus else None
-    return shared or _more_than_a_token(model_kwargs) or not_lean
+    return shared or _unsupported_argument(model_kwargs) or fast_path_obstacle
 
 
-def _prompt_mask(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """The attention mask of a prompt [batch, columns]; generate drops one that hides nothing.
-
-    Raises ConfigError for one that is as wide as no prompt.
-    """
-    mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-    columns = prompt_columns(input_ids, model_kwargs)
-    if mask is None:
-        return input_ids.new_ones(len(input_ids), columns)
-    if mask.shape[1] != columns:
-        raise ConfigError(f"attention_mask has {mask.shape[1]} columns, and the prompt {columns}")
-    return mask.long() if mask.dtype == torch.uint8 else mask  # whose sums and negations wrap around
-
-
-# Those of generate's arguments that a lean step obeys, or may leave out because they are about the prompt or the cache.
-_UNDERSTOOD = {
+# Arguments of generate that the fast path obeys, or may ignore because they concern the prompt or the cache.
+_SUPPORTED_ARGUMENTS = {
     "attention_mask",
     "inputs_embeds",
     "logits_to_keep",
@@ -401,19 +370,13 @@ _UNDERSTOOD = {
 }
 
 
-def _more_than_a_token(model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why a call's steps need the model's own forward pass; None for tokens, positions and a mask alone."""
+def _unsupported_argument(model_kwargs: dict[str, Any]) -> str | None:
+    """The argument that needs the model's own forward pass, as a reason; None if there is none."""
     for name, value in model_kwargs.items():
-        if value is not None and name not in _UNDERSTOOD:
+        if value is not None and name not in _SUPPORTED_ARGUMENTS:
             return f"{name} was given"
     for name in ("attention_mask", "position_ids"):
         value = model_kwargs.get(name)
         if value is not None and value.dim() != 2:
             return f"{name} has {value.dim()} dimensions"
     return None
-
-
-def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
-    """Columns that the prompt fills in the cache."""
-    embeds = model_kwargs.get("inputs_embeds")
-    return int(input_ids.shape[1] if embeds is None else embeds.shape[1])

@@ -1,4 +1,4 @@
-"""The schedules that follow from a model's config: of speedups, and of drafts where none is named."""
+"""The schedules that follow from a model's config: for target speedups, and for drafts if no schedule is given."""
 
 import copy
 import functools
@@ -13,28 +13,28 @@ from transformers.utils import logging
 from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig
 from skipdecode.errors import ConfigError
 from skipdecode.families import decoder_layers
-from skipdecode.generate.draft_policy import PassSeconds, pass_seconds
+from skipdecode.generate.pass_seconds import PassSeconds, pass_seconds
 from skipdecode.kernels.cpu import kernels
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import CostModel
-from skipdecode.schedule.machine_profile import Profile, profile_name, read_profile, setting_of
+from skipdecode.schedule.machine_profile import Profile, profile_name, profile_setting, read_profile
 from skipdecode.schedule.plan import SpeedPlan
 from skipdecode.schedule.schedule import Over, SkipSchedule, check_order
 
-MOST_SOLVED = 1000  # schedules that are kept of a model
-DRAFTS = 4  # depths that may draft where none is named: so many multiples of a twelfth of the layers
-UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # fractions of the layers that may, where only their order is known
+MAX_SOLVED = 1000  # results that are kept for a model
+DRAFT_CANDIDATES = 4  # draft depths of a trained model: multiples of a twelfth of its layers
+UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # draft depths by an order of layers, as fractions of the layers
 
 
 class SolvedSchedules:
-    """Schedules of one model, each solved once.
+    """The schedules of one model; each is solved once.
 
     Args:
         model: a transformers model.
 
     Attributes:
-        config: what it was trained for; None for a model that wasn't trained to skip.
-        sizes: of the model.
+        config: the schedules that it was trained for; None if it wasn't trained to skip.
+        sizes: the model's analytical cost model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,50 +47,51 @@ class SolvedSchedules:
         self._pass_seconds: dict[Any, tuple[PassSeconds, PassSeconds]] = {}
 
     def still_holds(self, model: PreTrainedModel) -> bool:
-        """Whether all of it still follows from the model's config, depth and type."""
+        """Whether the model's config, depth and dtype are still those that the schedules were solved for."""
         return self._origin == _origin(model)
 
     def profile(self, model: PreTrainedModel, weights: Weights) -> Profile | None:
-        """What was measured of this machine's clock for the model, if it was."""
+        """The calibrated profile of this machine for the model; None if there is none."""
         key = (weights, model.device, torch.get_num_threads(), kernels())
         name = self._profile_names.get(key)
         if name is None:
-            name = self._profile_names[key] = profile_name(setting_of(model, self.sizes, weights))
+            name = self._profile_names[key] = profile_name(profile_setting(model, self.sizes, weights))
         return read_profile(name)
 
     def plan(
         self, speedup: float, over: Over | None, prompts: Sequence[int] | None, profile: Profile | None
     ) -> SpeedPlan:
-        """What a speedup is decoded with in a batch."""
+        """The plan for a target speedup of a batch with prompts of these lengths."""
         assert self.config is not None
-        asked = (speedup, over, tuple(prompts) if prompts is not None else None, profile)
-        found = self._plans.get(asked)
+        request = (speedup, over, tuple(prompts) if prompts is not None else None, profile)
+        found = self._plans.get(request)
         if found is not None:
             return found
         batches = None if prompts is None else [prompts]
         conditions = self.config.conditions_at_hand(batches, measured=profile is not None)
         names = ("batch_size", "prompt_length", "prompt_tokens", "expected_steps")
-        at_hand = [conditions.get(name) for name in names]
-        key = (speedup, over, *at_hand, profile)
+        values = [conditions.get(name) for name in names]
+        key = (speedup, over, *values, profile)
         found = self._plans.get(key)
-        if len(self._plans) >= MOST_SOLVED:
+        if len(self._plans) >= MAX_SOLVED:
             self._plans.clear()
         if found is None:
             found = self._plans[key] = self.config.plan_for(
                 self.sizes, speedup, over=over, prompts=batches, profile=profile
             )
             if found.reached:
-                _warn_beyond(self.config, speedup)
-        self._plans[asked] = found
+                _warn_untrained(self.config, speedup)
+        self._plans[request] = found
         return found
 
     def draft_candidates(self, order: Sequence[int] | None = None) -> list[SkipSchedule]:
-        """The schedules that may draft where none is named, of more and more layers that stay.
+        """Constant schedules that may draft if none is given, by increasing depth.
 
-        Budgets needn't fall: what drafts attend to are full depth's keys and values. The layers are the first ones of
-        an order, or those of the fastest speed that the model was trained for.
+        Budgets needn't decay, because drafts attend to full depth's keys and values. The layers are the first ones of
+        `order`, or without one those of the fastest speed that the model was trained for.
 
-        Raises ConfigError where there is no order and its config names no speed above 1, and for what is no order.
+        Raises:
+            ConfigError: for an invalid order; without one if the model's config names no speed above 1.
         """
         key = None if order is None else check_order(order, self.sizes.num_layers)
         if key not in self._drafts:
@@ -109,28 +110,27 @@ class SolvedSchedules:
         if max(trained, default=1) <= 1:
             raise ConfigError(
                 "lossless is True without a schedule or a speedup, and this model's config names no speed above 1 that "
-                "it was trained for: pass schedule=..., which drafts, or order=..., as `skipdecode order` finds it"
+                "it was trained for: pass the schedule that drafts, or order=... as found by `skipdecode order`"
             )
         fastest = trained[max(trained)]
         step = max(fastest.min_layers, round(fastest.num_layers / 12))
-        depths = [min(step * (n + 1), fastest.num_layers) for n in range(DRAFTS)]
+        depths = [min(step * (n + 1), fastest.num_layers) for n in range(DRAFT_CANDIDATES)]
         return [replace(fastest, max_layers=depth, min_layers=depth) for depth in dict.fromkeys(depths)]
 
     def lossless_costs(
         self, model: PreTrainedModel, weights: Weights, draft_weights: Weights, prompt_length: int
     ) -> tuple[PassSeconds, PassSeconds]:
-        """The time of a pass at full depth, and of one of drafts, by this machine's calibrated profile where there is
-        one (`skipdecode calibrate`); drafts whose own weights weren't timed cost less by as much as they read and
-        compute less.
+        """The times of a pass at full depth and of a pass that drafts, by a calibrated profile if there is one.
 
-        Prompts count by the next multiple of 16, and what was worked out is kept: every call asks.
+        If drafts use weights that weren't calibrated, the time of the calibrated ones is scaled by the analytical cost
+        model. Prompt lengths are rounded up to a multiple of 16 and results are kept, because every call asks.
         """
         kinds = (weights, draft_weights)
         profiles = [self.profile(model, each) for each in kinds]
         length = -(-prompt_length // 16) * 16
         key = (*kinds, *profiles, length)
         if key not in self._pass_seconds:
-            if len(self._pass_seconds) >= MOST_SOLVED:
+            if len(self._pass_seconds) >= MAX_SOLVED:
                 self._pass_seconds.clear()
             self._pass_seconds[key] = self._costs(kinds, profiles, length)
         return self._pass_seconds[key]
@@ -156,10 +156,10 @@ def _origin(model: PreTrainedModel) -> tuple[Any, int, torch.dtype]:
     return getattr(model.config, CONFIG_KEY, None), len(decoder_layers(model)), model.dtype
 
 
-def _warn_beyond(config: SkipConfig, speedup: float) -> None:
+def _warn_untrained(config: SkipConfig, speedup: float) -> None:
     trained = config.trained_range
     if trained is not None and not trained[0] <= speedup <= trained[1]:
         logging.get_logger("transformers.skipdecode").warning(
-            f"speedup {speedup:g} lies outside of {trained[0]:g} to {trained[1]:g}, for which this model was trained: "
-            "expect worse texts"
+            f"speedup {speedup:g} is outside the range {trained[0]:g} to {trained[1]:g} that it was trained for: "
+            "expect lower quality"
         )

@@ -1,4 +1,4 @@
-"""The ends of texts: what stopping criteria say, told without a tensor where they ask for no more than is known."""
+"""The ends of sequences by stopping criteria, found without calling these if only lengths and end tokens matter."""
 
 import copy
 import math
@@ -16,29 +16,29 @@ from transformers import (
 
 
 class RowLengths(StoppingCriteria):
-    """A stopping criterion that ends every row after a number of tokens of its own.
+    """A stopping criterion that ends each sequence after its own number of new tokens.
 
-    As transformers' criterion for end tokens it has an `eos_token_id`, by which a decoding loop knows that some rows
-    end before others, and pads them.
+    Like transformers' criterion for end tokens it has an `eos_token_id`: it tells a decoding loop that some sequences
+    end before others and are padded.
 
     Args:
-        lengths: new tokens of each row.
-        prompt_columns: before them.
+        lengths: new tokens of each sequence.
+        prompt_length: padded length of the prompts.
         eos_token_id: of the tokenizer.
         device: of the token ids.
     """
 
-    def __init__(self, lengths: Sequence[int], prompt_columns: int, eos_token_id: int, device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], prompt_length: int, eos_token_id: int, device: torch.device) -> None:
         self.eos_token_id = eos_token_id
-        self.columns = [prompt_columns + length for length in lengths]
-        self._columns = torch.tensor(self.columns, device=device)  # [batch]
+        self.max_lengths = [prompt_length + length for length in lengths]
+        self._max_lengths = torch.tensor(self.max_lengths, device=device)  # [batch]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
-        return self._columns <= input_ids.shape[1]
+        return self._max_lengths <= input_ids.shape[1]
 
 
 def limited_config(config: GenerationConfig, criteria: StoppingCriteriaList) -> GenerationConfig:
-    """A config whose `max_length` is that of the criteria: a `MaxLengthCriteria` of a caller's takes its place."""
+    """The config with the `max_length` of a caller's own `MaxLengthCriteria`, if there is one."""
     limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     if not limits or min(limits) == config.max_length:
         return config
@@ -48,21 +48,24 @@ def limited_config(config: GenerationConfig, criteria: StoppingCriteriaList) -> 
 
 
 class Endings:
-    """The texts that stopping criteria end.
+    """Finds out which sequences the stopping criteria end.
+
+    Args:
+        criteria: as `generate` passes them.
+        batch: number of sequences.
 
     Attributes:
-        tokens: those that end a text.
-        known: whether lengths and end tokens are all that is asked for, so that texts may grow by several tokens before
-            they are looked at.
+        tokens: tokens that end a sequence.
+        known: whether only lengths and end tokens matter, so that sequences may grow by several tokens between calls.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int) -> None:
         self._criteria = criteria
         self.tokens: set[int] = set()
         self.known = True
-        self._limits: list[float] = [math.inf] * batch
-        # Those that only watch (`skipdecode.timing.step_clock`) say how by this method.
-        self._others: list[Any] = []  # that ask for more than lengths and end tokens
+        self._max_lengths: list[float] = [math.inf] * batch
+        self._others: list[Any] = []  # criteria for which more than lengths and end tokens matters
+        # Criteria that only observe (`skipdecode.timing.step_clock`) have a method `look`.
         self._looks = [criterion.look for criterion in criteria if hasattr(criterion, "look")]
         self._warns_from = math.inf
         for criterion in criteria:
@@ -73,41 +76,45 @@ class Endings:
             if isinstance(criterion, EosTokenCriteria):
                 self.tokens |= set(criterion.eos_token_id.tolist())
             elif isinstance(criterion, RowLengths):
-                self._limits = [min(pair) for pair in zip(self._limits, criterion.columns, strict=True)]
+                self._max_lengths = [min(pair) for pair in zip(self._max_lengths, criterion.max_lengths, strict=True)]
             elif isinstance(criterion, MaxLengthCriteria):
-                self._limits = [min(limit, criterion.max_length) for limit in self._limits]
+                self._max_lengths = [min(length, criterion.max_length) for length in self._max_lengths]
                 if criterion.max_position_embeddings is not None:
                     self._warns_from = min(self._warns_from, criterion.max_position_embeddings)
 
-    def room(self, row: int, columns: int) -> float:
-        """Tokens that a row may grow by, of so many columns."""
-        return self._limits[row] - columns
+    def room(self, row: int, length: int) -> float:
+        """Tokens that a sequence may still grow by from this length."""
+        return self._max_lengths[row] - length
 
-    def show(self, input_ids: torch.Tensor, columns: int) -> None:
-        """Show the first `columns` to criteria that only watch, where lengths and end tokens are all that is asked for;
-        transformers' own warns of a text that is too long.
+    def show(self, input_ids: torch.Tensor, length: int) -> None:
+        """Show the first `length` positions to criteria that observe or warn, if only lengths and end tokens matter.
+
+        Transformers' length criterion warns of sequences that are longer than the model has positions.
         """
-        if columns >= self._warns_from:
-            self._criteria(input_ids[:, :columns], None)
+        if length >= self._warns_from:
+            self._criteria(input_ids[:, :length], None)
             return
         for look in self._looks:
-            look(columns)
+            look(length)
 
     def by_length(self, input_ids: torch.Tensor) -> bool:
-        """Whether the text of `input_ids` [1, columns], which has ended, has done so by its length alone."""
+        """Whether only its length ended the sequence `input_ids` [1, length]."""
         if self.room(0, input_ids.shape[1]) > 0 or int(input_ids[0, -1]) in self.tokens:
             return False
         return not any(bool(criterion(input_ids, None).any()) for criterion in self._others)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, new: int = 1) -> list[bool]:
-        """Whether each text of `input_ids` [batch, columns] ends with one of its last `new` columns.
+        """Whether each sequence ends within its last `new` positions; more than one only if the ends are `known`.
 
-        Several new columns are for what is `known` alone.
+        Args:
+            input_ids: token ids, [batch, length].
+            scores: as criteria get them.
+            new: number of positions that criteria haven't seen.
         """
-        columns = input_ids.shape[1]
+        length = input_ids.shape[1]
         if not self.known:
-            found: list[bool] = self._criteria(input_ids, scores).tolist()
-            return found
-        self.show(input_ids, columns)
-        rows = zip(input_ids[:, columns - new :].tolist(), self._limits, strict=True)
-        return [columns >= limit or not self.tokens.isdisjoint(row) for row, limit in rows]
+            ended: list[bool] = self._criteria(input_ids, scores).tolist()
+            return ended
+        self.show(input_ids, length)
+        rows = zip(input_ids[:, length - new :].tolist(), self._max_lengths, strict=True)
+        return [length >= limit or not self.tokens.isdisjoint(row) for row, limit in rows]

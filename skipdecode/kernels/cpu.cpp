@@ -1,8 +1,8 @@
-// Decode steps on a CPU: layers of one token a row (or a few), each product read once from memory, all layers in one
-// call. The layers are those of skipdecode/fastpath/layer.py, whose operations are the reference; weights are float32 or bfloat16
-// as a model holds them, or packed copies in 8 or 4 bits. Sums are in float32, in an order that doesn't depend on the
-// other rows, so that a row of a batch comes out bit for bit as it does alone; but more than 16 rows in bfloat16 have an
-// order of their own (docs/decisions/0018-compiled-kernels.md).
+// Decode steps and prompts on a CPU: all layers in one call, each weight read once from memory. The layers are those of
+// skipdecode/fastpath/layer.py, which is the reference. Weights are the model's own in float32 or bfloat16, or packed
+// copies in 8 or 4 bits. Sums are in float32, in an order that doesn't depend on the other rows, so that a row of a batch
+// gives the same bits as it does alone; but more than 16 rows in bfloat16 have an order of their own
+// (docs/decisions/0018-compiled-kernels.md).
 
 #include <omp.h>
 #include <stdint.h>
@@ -32,8 +32,8 @@ enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
 enum Activation { NO_ACTIVATION, RELU, SILU, GELU_TANH, GELU };
 enum What { STORE, ADD, MULTIPLY };
 enum { GROUP = 32, MOST_HEAD_DIM = 512 };
-enum { FEW_ROWS = 16 };  // beyond these, weights in bfloat16 become floats once for all rows
-enum { BESIDE = 12, BESIDE_16 = 4, BESIDE_BF16 = 8 };  // rows that stand side by side, in 8 and 4 bits, in 16 and in bfloat16
+enum { FEW_ROWS = 16 };  // for more, bfloat16 weights are converted to float once for all rows
+enum { BESIDE = 12, BESIDE_16 = 4, BESIDE_BF16 = 8 };  // rows that are interleaved: in 8 and 4 bits, in 16 bits, in bfloat16
 enum { TOGETHER = 4 };  // queries of a prompt for which each key and value is read once
 
 extern "C" {  // as skipdecode/kernels/cpu.py declares them
@@ -52,40 +52,40 @@ struct Step {
   const Norm *final_norm;
   const Linear *head;
   float *hidden, *logits;
-  const void *embedding, *positions;  // tables, as the model holds them; hidden is filled from them where they are given
+  const void *embedding, *positions;  // the model's tables; where given, hidden is filled from them
   const int64_t *token_ids, *position_ids;
   int64_t token_count, position_count;  // rows of the tables
   const int32_t *row, *column, *last;
   const float *cos, *sin, *bias;
   int64_t bias_row_stride, bias_head_stride;
-  int64_t stop;  // with `last`: layers that all tokens run; above them these alone do, and the others are as they stopped
-  // Where layers run prefixes of the tokens: for each that runs its tokens, and the rows of them [layer_count][tokens].
+  int64_t stop;  // with `last`: layers that all tokens run; above them only the last tokens run
+  // Where each layer runs the first tokens only: how many, and their rows in the cache [layer_count][tokens].
   const int32_t *layer_tokens, *layer_rows;
   int32_t layer_count, tokens, hidden_size, threads, cache_type, one_token_a_row, rotated, rotary_stride, last_count;
 };
-// Tokens that are chosen greedily, several of each text one after another; a Step holds what they have in common, and the
-// texts' first ones.
+// Several steps of greedy decoding. A Step holds what they have in common, and the first token of each sequence ("text"
+// in these sources).
 struct Greedy {
   const int32_t *const *running;  // of each step
   const int32_t *layer_counts;
   const int64_t *position_ids;  // [tokens][texts]
-  int64_t rotary_token;         // from a token's cosines and sines to those of its text's next one
+  int64_t rotary_token;         // distance from a token's cosines and sines to those of the next token of its text
   const int64_t *ends;          // tokens that end a text
-  const int32_t *most;          // tokens of each text at most
+  const int32_t *most;          // the maximum number of tokens of each text
   int64_t *chosen;              // out: [tokens][texts]
-  int32_t *counts;              // out: tokens of each text
+  int32_t *counts;              // out: the number of tokens of each text
   int32_t steps, end_count;
 };
-// Rounds of drafts, which run a round's steps each, by layers and a head of their own: drafts need not be exact.
+// Rounds of drafts, by layers and an LM head of their own: drafts need not be exact.
 struct Drafts {
   const Layer *layers;
   const Linear *head;
   const int32_t *all_running;
-  // What stops drafting: a text's step i runs where the product of its drafts' shares is larger than worth[i]. A draft has
-  // the share of the first of the bounds that its probability isn't beyond.
+  // When drafting stops: step i of a text runs where the product of its drafts' acceptance rates (shares) is larger than
+  // worth[i]. bounds are upper bounds of bins of a draft's probability, and shares are the acceptance rates of the bins.
   const float *worth, *bounds, *shares;
   float *probabilities;         // out: of the drafts [rounds][steps][texts]
-  int32_t *drafted, *agreed;    // out: of each text [rounds][texts]; agreed -1 where it had ended
+  int32_t *drafted, *agreed;    // out: [rounds][texts], drafts and accepted drafts; agreed is -1 where the text had ended
   int32_t all_count, kinds, rounds;
 };
 }
@@ -157,7 +157,7 @@ static int has_fp16() {
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 23 & 1);
 }
 
-// Linux gives a process the registers of tiles when it asks for them.
+// A process must ask Linux for the tile registers.
 static int may_use_tiles() {
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1) || !(edx >> 25 & 1))
@@ -177,7 +177,7 @@ static int has(int set) {
   int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   if (set == 0) return wide && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
-  // Where Intel's processors have tiles, which may be hidden, their other products of bfloat16 are half as fast as floats'.
+  // On Intel's processors with tiles, even if these are disabled, other bfloat16 products are half as fast as float ones.
   if (set == 1) return wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("intel") && has_fp16();
   if (set == 2) return wide && __builtin_cpu_supports("avx512bf16");
   if (set == 3) return wide;
@@ -186,7 +186,7 @@ static int has(int set) {
   return 1;
 }
 
-// Memory of a thread, kept from call to call.
+// Memory of a thread, kept between calls.
 struct Scratch {
   char *memory = 0;
   int64_t size = 0, used = 0;
@@ -213,10 +213,10 @@ static void widest(const Linear &linear, Inputs &inputs) {
   if (linear.kind == BFLOAT16 && 32 * padded > inputs.of_panel) inputs.of_panel = 32 * padded;
 }
 
-// Floats of each thread's weights of 32 outputs, where these are in bfloat16 and serve many rows.
+// The size in floats of each thread's converted bfloat16 weights of 32 outputs, for many rows.
 static int64_t panels(const Inputs &inputs, int64_t rows, int threads) { return rows > FEW_ROWS ? threads * inputs.of_panel : 0; }
 
-// With those that are read beside the last ones: tiles, and rows side by side, are read whole.
+// The number of rows rounded up: tiles and interleaved rows are read whole.
 static int64_t rows_read(int64_t rows) { return (rows + BESIDE + 31) / 32 * 32; }
 
 static int64_t bytes_of(const Inputs &inputs, int64_t rows, int threads) {
@@ -239,7 +239,7 @@ static bool ends(const Greedy &run, int64_t token) {
   return false;
 }
 
-// The tokens of a pass, each of a text and at a place among those that follow the text's first one.
+// The tokens of a pass: the text of each, and its number among the text's tokens after the first one.
 struct Tokens {
   int set, count = 0;
   const Step &first;
@@ -269,7 +269,7 @@ struct Tokens {
     __builtin_memcpy(cos + (int64_t)r * first.rotated, first.cos + from, 4 * first.rotated);
     __builtin_memcpy(sin + (int64_t)r * first.rotated, first.sin + from, 4 * first.rotated);
   }
-  // Run them by a model's layers and head, and find what follows each. Returns as `skipdecode_step` does.
+  // Run them through a model's layers and head, and choose the token after each. Returns as `skipdecode_step` does.
   int choose(const Layer *layers, const Linear *head, const int32_t *running, int layer_count, int with_probability) {
     Step step = first;
     step.layers = layers, step.head = head;
@@ -288,14 +288,14 @@ struct Tokens {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// What the structs take, for a caller to see that they are the ones that it knows.
+// The sizes of the structs, by which a caller checks that it has the same version of them.
 int skipdecode_layout() { return sizeof(Block) * 1000000 + sizeof(Step) * 1000 + sizeof(Greedy) + sizeof(Drafts); }
 
 int skipdecode_sets() { return sizeof SETS / sizeof *SETS; }
 const char *skipdecode_set_name(int set) { return SETS[set].name; }
 int skipdecode_has_set(int set) { return has(set); }
 
-// 0, or 1 for an id that a table has no row for: nothing is computed then.
+// 0; or 1, and nothing is computed, where an id is out of its table's range.
 int skipdecode_step(int set, const Step *step) {
   for (int i = 0; step->token_ids && i < step->tokens; i++) {
     if (step->token_ids[i] < 0 || step->token_ids[i] >= step->token_count) return 1;
@@ -338,7 +338,7 @@ int skipdecode_step(int set, const Step *step) {
   return 0;
 }
 
-// The number of tokens of the text that got most, once every text has ended; -1 as `skipdecode_step` returns 1.
+// The maximum number of new tokens of a text; -1 where `skipdecode_step` returns 1.
 int skipdecode_greedy(int set, const Step *first, const Greedy *run) {
   int texts = first->tokens, most = 0;
   Tokens tokens(set, *first, *run, texts);
@@ -365,7 +365,7 @@ int skipdecode_lossless(int set, const Step *first, const Greedy *run, const Dra
   int texts = first->tokens, steps = run->steps, most = 0, running = texts;
   Tokens tokens(set, *first, *run, (int64_t)texts * (steps + 1));
   of_drafts.need(texts * (8 * (steps + 2) + 4) + 64 * 3);
-  int64_t *drafts = of_drafts.take<int64_t>((int64_t)texts * (steps + 1));  // of each text its last token, and its drafts
+  int64_t *drafts = of_drafts.take<int64_t>((int64_t)texts * (steps + 1));  // the last token of each text, and its drafts
   int64_t *last = of_drafts.take<int64_t>(texts);
   float *reach = of_drafts.take<float>(texts);
   for (int t = 0; t < texts; t++) {
@@ -432,7 +432,7 @@ void skipdecode_linear(int set, const Linear *linear, const float *x, int rows, 
   SETS[set].run_linear(*linear, x, rows, threads, buffers, y);
 }
 
-// A packed copy of weights [outputs][inputs], in float32 or bfloat16, to where the struct's weights and scales are to lie.
+// Write a packed copy of weights [outputs][inputs], in float32 or bfloat16, to the struct's weights and scales.
 void skipdecode_pack(int set, const Linear *linear, const void *weight, int type, int threads) {
   SETS[set].pack(*linear, weight, type, threads);
 }

@@ -1,8 +1,10 @@
-"""Decode steps by compiled kernels (`cpu.cpp`), where they were built: all layers of a step in one call.
+"""The compiled CPU kernels (`cpu.cpp`), which run all layers of a step in one call.
 
-Between two products of a step, torch's operators cost more than what they compute. The kernels have neither operators
-nor a second pass over memory; they are built with the package where there is a compiler, and a step does without them
-where there was none. What they compute is what `skipdecode.fastpath.layer` says, in float32 between the products.
+Between two matrix products of a step, calling torch's operators costs more than their computation. The kernels avoid
+these calls and read memory once. They are built with the package where there is a compiler; without them steps use
+torch's operators. They compute what `skipdecode.fastpath.layer` does, with float32 between the matrix products.
+
+The fields of the structs have the names and the order of those in `cpu.cpp`.
 """
 
 import ctypes
@@ -18,10 +20,10 @@ import torch
 
 from skipdecode.errors import unknown
 
-# The environment's choice among the instruction sets that kernels are compiled for, or "none".
+# The environment variable that names one of the instruction sets with kernels, or "none".
 CHOICE = "SKIPDECODE_KERNELS"
-GROUP = 32  # inputs that share a scale in 4 bits
-MOST_HEAD_DIM = 512
+GROUP = 32  # inputs that share a scale in 4-bit weights
+MAX_HEAD_DIM = 512
 KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 
 
@@ -170,9 +172,9 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels for this processor's instructions; None where none were built, or SKIPDECODE_KERNELS=none.
+    """The kernels for this processor; None where none were built, or SKIPDECODE_KERNELS=none.
 
-    Raises ConfigError where SKIPDECODE_KERNELS names a set that there isn't here.
+    Raises ConfigError where SKIPDECODE_KERNELS names an instruction set that the processor or the build doesn't have.
     """
     path = _built()
     chosen = os.environ.get(CHOICE)
@@ -186,9 +188,11 @@ def kernels() -> Kernels | None:
     except (OSError, AttributeError) as error:
         reason = str(error)
     else:
-        reason = "" if known else "it was built from other sources"
+        reason = "" if known else "it was built from another version of its sources"
     if reason:
-        warnings.warn(f"decoding without the compiled kernels, {path}: {reason}; install skipdecode anew", stacklevel=2)
+        warnings.warn(
+            f"decoding without the compiled kernels in {path}: {reason}; install skipdecode again", stacklevel=2
+        )
         return None
     library.skipdecode_set_name.restype = c_char_p
     usable = {
@@ -203,7 +207,7 @@ def kernels() -> Kernels | None:
 
 
 def _built() -> str | None:
-    """The file of the compiled kernels."""
+    """The path of the compiled kernels; None where they weren't built."""
     try:
         found = importlib.util.find_spec("skipdecode.kernels._cpu")
     except ModuleNotFoundError:  # a checkpoint's own copy of this file, without the package
@@ -212,15 +216,16 @@ def _built() -> str | None:
 
 
 class NativeLinear:
-    """A projection by the kernels: weights in float32 in a copy in blocks, in bfloat16 as they are, or in 8 or 4 bits.
+    """A projection by the kernels, with weights in float32, bfloat16, 8 or 4 bits.
 
-    In 8 bits each output has a scale, in 4 bits each group of 32 inputs of each output. Rows of inputs are rounded to
-    8 bits in each call, with a scale each, so that a row of a batch comes out as it does alone.
+    float32 weights are copied in blocks; contiguous bfloat16 weights are read in place. In 8 bits each output has a
+    scale, in 4 bits each group of 32 inputs of an output. With these, each row of inputs is rounded to 8 bits with a
+    scale of its own, so that a row gives the same result in any batch.
 
     Args:
-        weight: [out, in], on CPU; for `kind` None float32, or bfloat16, which is read in place where it is contiguous.
+        weight: [out, in], on CPU; float32 or bfloat16 where `kind` is None.
         bias: [out], or None.
-        kind: "int8", "int4" or None.
+        kind: "int8" or "int4"; None for the type of `weight`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str | None = None) -> None:
@@ -230,10 +235,12 @@ class NativeLinear:
             weight = weight.float()
         self._scale: torch.Tensor | None = None
         blocks = math.ceil(outputs / 16)
-        if kind == "int8":  # zero at 128; blocks of 16 outputs by 4 inputs
+        if kind == "int8":  # 0 is stored as 128; blocks of 16 outputs by 4 inputs
             self._weight = torch.empty(blocks, math.ceil(inputs / 64) * 16, 16, 4, dtype=torch.uint8)
             self._scale = torch.empty(blocks * 16)
-        elif kind == "int4":  # zero at 8; in 64 bytes two blocks of 16 outputs by 4 inputs, one in the low nibbles
+        elif (
+            kind == "int4"
+        ):  # 0 is stored as 8; 64 bytes hold two blocks of 16 outputs by 4 inputs, the first in low nibbles
             groups = math.ceil(inputs / GROUP)
             self._weight = torch.empty(blocks, groups, GROUP // 8, 16, 4, dtype=torch.uint8)
             self._scale = torch.empty(blocks, groups, 16, dtype=torch.bfloat16)

@@ -1,9 +1,9 @@
-// What kernels.cpp computes with, compiled once for each instruction set: ISA names the namespace, LANES says how many
-// floats a register holds. Nothing of std is used here: an inline function of the library would be compiled for the
-// widest set and might be linked in where a narrower one has to run.
+// The computation of cpu.cpp, compiled once for each instruction set: ISA is the namespace, LANES the number of floats
+// in a register. Nothing of std is used here: an inline function of the library would be compiled for the widest set and
+// might be linked in where a narrower one has to run.
 
 #if defined(DOT_BF16) && !defined(TILES)
-#define DOT_BF16_BESIDE  // rows of bfloat16 side by side; tiles have a layout of their own
+#define DOT_BF16_BESIDE  // interleaved rows of bfloat16; tiles have another layout
 #endif
 
 namespace ISA {
@@ -15,7 +15,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 static inline vf load(const float *p) { vf v; __builtin_memcpy(&v, p, sizeof v); return v; }
 static inline vi load(const int32_t *p) { vi v; __builtin_memcpy(&v, p, sizeof v); return v; }
 static inline vf load(const bf16 *p) {
-#if LANES == 16  // of what stands below the compiler makes three times as many instructions
+#if LANES == 16  // the compiler makes three times as many instructions of the code below
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 #elif defined(MADD_INT8)
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
@@ -48,7 +48,7 @@ static inline float greatest(vf v) {
   return each[0];
 }
 
-// Two vectors' sums of halves, side by side: a tree of these adds up LANES values of several vectors at once.
+// The sums of the halves of two vectors, side by side: a tree of these adds up the values of several vectors at once.
 #if LANES == 16
 static inline vf halves8(vf a, vf b) {
   const vi low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
@@ -89,7 +89,7 @@ static inline void totals8(const vf *v, float *sums) {
 
 // exp to a few units in the last place; 0 below the smallest normal number.
 static inline vf exponential(vf x) {
-  vf n = x * 1.44269504f + 12582912.0f;  // rounded by the bits that don't fit
+  vf n = x * 1.44269504f + 12582912.0f;  // rounded according to the bits that are cut off
   vi power = (vi)n << 23;
   n -= 12582912.0f;
   vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -123,7 +123,7 @@ static inline vf activated(vf x, int kind) {
   }
 }
 
-// ---- rows: norms, and what the products read
+// ---- rows: norms, and the layouts that the products read
 
 static void norm_row(const Norm &norm, const float *x, float *y, int n) {
   int whole = n / LANES * LANES;
@@ -163,7 +163,7 @@ static inline bf16 rounded_bf16(float x) {
   return (bf16){(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-// Whether rows that are rounded to 8 bits lie in 16, of each 4 inputs side by side.
+// Whether rows that are rounded to 8 bits are stored in 16 bits, interleaved by 4 inputs.
 static inline bool in_16_bits(const Linear &linear, int apart) {
 #ifdef MADD_INT8
   return linear.kind == INT8 && apart > 1;
@@ -172,8 +172,8 @@ static inline bool in_16_bits(const Linear &linear, int apart) {
 #endif
 }
 
-// A row in 8 bits, with one scale, and the sums of its groups times what the weights are shifted by. Each 16 bytes of inputs,
-// and of sums, stand `apart` times 16 bytes from the next.
+// A row in 8 bits with one scale, and the sums of its groups times the shift of the weights. There are `apart` times 16
+// bytes from each 16 bytes of inputs, and of sums, to the next.
 static void quantise_row(const Linear &linear, const float *x, int8_t *q, float *scale, int32_t *shift, int apart) {
   typedef int8_t vb __attribute__((vector_size(LANES)));
   int n = linear.inputs, padded = padded_inputs(linear), whole = n / LANES * LANES;
@@ -195,7 +195,7 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
     vi sums = {};
     for (int i = start; i < start + group; i += LANES) {
       vf v = i < whole ? load(x + i) : i == whole ? load(rest) : vf{};
-      vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, by the bits that don't fit
+      vi rounded = (vi)(v * factor + 12582912.0f) - 0x4b400000;  // to even, according to the bits that are cut off
       sums += rounded;
       if (in_16_bits(linear, apart)) {
         typedef int16_t vs __attribute__((vector_size(2 * LANES)));
@@ -214,7 +214,7 @@ static void quantise_row(const Linear &linear, const float *x, int8_t *q, float 
 }
 
 #if LANES == 16
-// 16 rows of 16 floats, turned round.
+// Transpose 16 rows of 16 floats.
 static inline void turn16(const float *from, int64_t stride, float *to, int64_t to_stride) {
   __m512 a[16], b[16];
   for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * stride);
@@ -240,7 +240,7 @@ static inline void turn16(const float *from, int64_t stride, float *to, int64_t 
 #endif
 
 #if LANES == 8
-// 8 rows of 8 floats, turned round.
+// Transpose 8 rows of 8 floats.
 static inline void turn8(const float *from, int64_t stride, float *to, int64_t to_stride) {
   const vi low = {0, 8, 1, 9, 4, 12, 5, 13}, low_pairs = {0, 1, 8, 9, 4, 5, 12, 13}, low_fours = {0, 1, 2, 3, 8, 9, 10, 11};
   vf a[8], b[8];
@@ -261,8 +261,8 @@ static inline void turn8(const float *from, int64_t stride, float *to, int64_t t
 }
 #endif
 
-// Whether weights in bfloat16 are laid out anew, once for many rows: in pairs of inputs, where the processor's products of
-// pairs are fast.
+// Whether bfloat16 weights are rearranged once for many rows: in pairs of inputs, where the processor has fast products
+// of pairs.
 static inline bool in_pairs(const Linear &linear, const Inputs &inputs, int rows) {
 #ifdef DOT_BF16_BESIDE
   return linear.kind == BFLOAT16 && rows > FEW_ROWS && linear.inputs % 32 == 0 && !inputs.by_floats;
@@ -271,7 +271,7 @@ static inline bool in_pairs(const Linear &linear, const Inputs &inputs, int rows
 #endif
 }
 
-// As floats elsewhere; the rows are read as they are then.
+// Elsewhere they are converted to float, and rows aren't interleaved.
 static inline bool as_floats(const Linear &linear, const Inputs &inputs, int rows) {
 #ifdef TILES
   return false;
@@ -280,8 +280,8 @@ static inline bool as_floats(const Linear &linear, const Inputs &inputs, int row
 #endif
 }
 
-// How many rows stand side by side, [rows / beside][inputs][beside][16 inputs in 8 bits, 4 in 16, 32 in bfloat16]: rows that
-// are multiplied together are one stream then and need one address. 1: each row has a place of its own.
+// How many rows are interleaved, [rows / beside][inputs][beside][16 inputs in 8 bits, 4 in 16, 32 in bfloat16]: rows that
+// are multiplied together are one stream then and need one address. 1: rows aren't interleaved.
 static inline int beside(const Linear &linear, int rows) {
 #ifdef DOT_INT8
   if ((linear.kind == INT8 || linear.kind == INT4) && rows >= 4) {
@@ -301,7 +301,7 @@ static inline int beside(const Linear &linear, int rows) {
 }
 
 #ifdef TILES
-// Of fewer rows the weights, which are read once, are all that counts.
+// With fewer rows only the time of reading the weights counts.
 static inline int bf16_in_tiles(const Linear &linear, int rows) {
   return linear.kind == BFLOAT16 && rows > 4 && linear.inputs % 32 == 0;
 }
@@ -333,7 +333,7 @@ static void prepare_row(const Linear &linear, const float *x, const Inputs &inpu
       __m256bh h = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
       __builtin_memcpy(to + i / 32 * 32 * apart + i % 32, &h, 32);
     }
-    for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that has a place of its own
+    for (; i < linear.inputs; i++) to[i] = rounded_bf16(x[i]);  // of a row that isn't interleaved
 #endif
   } else if (linear.kind != FLOAT32) {
     int8_t *to = (int8_t *)inputs.values + (in_16_bits(linear, apart) ? 2 : 1) * first * inputs.stride;
@@ -387,8 +387,8 @@ static inline void dots(const bf16 *w, int64_t stride, const bf16 *x, int n, flo
 #endif
 
 #ifdef DOT_BF16_BESIDE
-// What O rows of weights and R rows of inputs, side by side, add to their sums [O][8] from input `begin` on, to `end`: what is
-// read of one side serves all of the other.
+// Add the products of O rows of weights and R interleaved rows of inputs, of inputs `begin` to `end`, to their sums
+// [O][8]. Each value that is read is used for all rows of the other side.
 template <int O, int R>
 static inline void add_dots(const bf16 *w, int64_t stride, const bf16 *x, int begin, int end, vf *sums) {
   vf own[O][R];
@@ -402,7 +402,7 @@ static inline void add_dots(const bf16 *w, int64_t stride, const bf16 *x, int be
 #pragma GCC unroll 8
     for (int o = 0; o < O; o++) {
       __builtin_memcpy(&weights[o], w + o * stride + i, 64);
-      __builtin_prefetch(w + (O + o) * stride + i);  // rows this short are no stream that a processor sees
+      __builtin_prefetch(w + (O + o) * stride + i);  // a processor doesn't prefetch rows as short as these
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -420,7 +420,7 @@ static inline void add_dots(const bf16 *w, int64_t stride, const bf16 *x, int be
 // 16 outputs, or as many as there are, of R rows: out [R][16]. The sums are those of `dots`, in the same order.
 template <int O, int R>
 static void dots_of_rows(const bf16 *w, const bf16 *x, int n, int count, float *out) {
-  enum { PART = 2048 };  // of inputs, so that those of R rows stay in the fastest cache
+  enum { PART = 2048 };  // inputs: so many that those of R rows stay in the first cache
   vf sums[16][8] = {};
   for (int begin = 0; begin < n; begin += PART) {
     int end = begin + PART < n ? begin + PART : n, o = 0;
@@ -436,11 +436,11 @@ static void dots_of_rows(const bf16 *w, const bf16 *x, int n, int count, float *
 #endif
 
 #ifndef DOT_BF16
-// 16 outputs, or as many as there are, of R rows of floats: out [R][16]. What is read of one side serves all of
-// the other; the sums are those of `dots`, in the same order.
+// 16 outputs, or as many as there are, of R rows of floats: out [R][16]. Each value that is read is used for all rows of
+// the other side; the sums are those of `dots`, in the same order.
 template <int O, int R>
 static void dots_of_rows(const bf16 *w, const float *x, int n, int count, float *out) {
-  enum { PART = 1024 };  // of inputs, so that those of R rows stay in the fastest cache
+  enum { PART = 1024 };  // inputs: so many that those of R rows stay in the first cache
   int whole = n / LANES * LANES;
   vf sums[R][16] = {};
   for (int begin = 0; begin < whole; begin += PART) {
@@ -459,7 +459,7 @@ static void dots_of_rows(const bf16 *w, const float *x, int n, int count, float 
 #pragma GCC unroll 8
         for (int k = 0; k < O; k++) {
           weights[k] = load(of[k] + i);
-          __builtin_prefetch(of[k] + (int64_t)O * n + i);  // rows this short are no stream that a processor sees
+          __builtin_prefetch(of[k] + (int64_t)O * n + i);  // a processor doesn't prefetch rows as short as these
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -500,7 +500,7 @@ static inline void all_dots(const W *w, int64_t stride, const X *x, int n, int c
 
 // Sums [16] of products of unsigned bytes [16][4] with the same four signed ones.
 #if defined(DOT_INT8)
-typedef __m512i Sums;  // in a struct, more of them than 12 aren't kept in registers
+typedef __m512i Sums;  // the compiler keeps no more than 12 in registers if they are in a struct
 static inline Sums start(int32_t x) { return _mm512_set1_epi32(x); }
 static inline __m512i bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline __m512i low_nibbles(__m512i b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
@@ -524,11 +524,11 @@ static inline Bytes high_nibbles(Bytes w) {
   return {low_nibbles(_mm256_srli_epi16(w.a, 4)), low_nibbles(_mm256_srli_epi16(w.b, 4))};
 }
 static inline __m256i products(__m256i sum, __m256i w, __m256i x) {
-  w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));  // 255 * 127 twice wouldn't fit: shifted back, its sign to the other side
+  w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));  // 255 * 127 twice wouldn't fit: it is shifted back, and its sign moves to the other factor
   __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-// Of nibbles the sums of a group are in 16 bits, where they fit: at most 16 * 15 * 127.
+// The sums of a group of 4-bit values fit in 16 bits: at most 16 * 15 * 127.
 template <int KIND> static inline void add(Sums &s, Bytes w, const int8_t *x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);
@@ -609,19 +609,19 @@ static inline Sums start_group(int32_t shift) { return start(shift); }
 static inline void floats_of_group(const Sums &s, int32_t, float *out) { floats(s, out); }
 #endif
 
-// Weights are read once and in order, but what a processor asks for by itself ends with a page. B blocks of `size` bytes are
-// read side by side, and then the B behind them: bytes from the place that is read to one that soon will be.
+// Weights are read once and in order, but a processor's own prefetching ends with a page. B blocks of `size` bytes are
+// read at once, and then the next B. This is the distance in bytes from what is read to what is to be prefetched.
 template <int B> static inline int64_t ahead(int64_t place, int64_t size) {
   enum { BYTES = 6144 / B };  // of all blocks together a page and a half
   return place + BYTES < size ? BYTES : BYTES + (B - 1) * size;
 }
 
-// What is asked for beside a line of weights, into the second cache: of the lines that are on their way to the first a core
-// keeps few, and waits for one of them. Where rows take several passes over B blocks, each asks for its share of the
-// next B, so that memory rests in none, if a core's cache holds both. With wide registers two passes compute too little.
+// Prefetch into the second cache with each line of weights that is read: a core allows only few outstanding loads into
+// the first one. Where rows take several passes over B blocks, each pass prefetches a part of the next B blocks, so that
+// memory is never idle, if the cache holds both. With wide registers two passes compute too little for that.
 struct Further {
   const char *next = 0;
-  uint64_t place = 0, step = 0;  // among the next blocks' lines, and what each line that is read adds to it; in 65536ths
+  uint64_t place = 0, step = 0;  // the next line to prefetch, and its increment with each line that is read; in 65536ths
   Further(const void *blocks, int64_t bytes, int pass, int passes) {
     enum { MOST = 1 << 18, LEAST = LANES == 16 ? 3 : 2 };
     if (passes < LEAST || bytes > MOST) return;
@@ -634,8 +634,8 @@ struct Further {
   }
 };
 
-// R rows with B blocks of outputs from block `first` on: out [R][B * 16]; of rows beyond `count` nothing is wanted. Weights
-// are [outputs / 16][inputs][16].
+// R rows with B blocks of outputs from block `first` on: out [R][B * 16]; rows beyond `count` aren't stored. Weights are
+// [outputs / 16][inputs][16].
 template <int R, int B>
 static inline void float_tile(const Linear &linear, const float *x, int row, int count, int first, int pass, int passes,
                               float *out) {
@@ -717,7 +717,7 @@ static inline void int8_tile(const Linear &linear, const Inputs &inputs, int row
     int64_t next = ahead<B>(i * 64, steps * 64);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-      decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are needed but once
+      decltype(bytes(w)) weights[B];  // before the rows, so that each four inputs are loaded only once
 #pragma GCC unroll 4
       for (int b = 0; b < B; b++) {
         const uint8_t *from = w + ((int64_t)b * steps + i + j) * 64;
@@ -794,7 +794,7 @@ static inline void int4_tile(const Linear &linear, const Inputs &inputs, int row
 
 // ---- a whole projection, shared among the threads of a team
 
-// What becomes of outputs [R][width] from `first` on of rows from `row` on.
+// Store outputs [R][width] from `first` on, of rows from `row` on, with bias, activation and residual.
 static void finish(const Linear &linear, const float *found, int R, int width, int row, int first, const Output &to) {
   int count = linear.outputs - first < width ? linear.outputs - first : width;
   for (int r = 0; r < R; r++) {
@@ -850,9 +850,9 @@ static void block_unit(const Linear &linear, const float *x, const Inputs &input
 }
 
 #ifdef MADD_INT8
-// What 8 outputs of a block, in 8 bits, and R of the 4 rows that stand side by side, in 16, add to their sums [R][2], each of 4
-// outputs with two sums. A product in 16 bits takes one instruction beside the addition; two in 8 bits, which would overflow,
-// take three. Of memory ASK lines are asked for with each 4 that are read.
+// Add the products of 8 outputs of a block, in 8 bits, and R of 4 interleaved rows, in 16 bits, to their sums [R][2], each
+// of 4 outputs with two sums. A 16-bit product takes one instruction besides the addition; two 8-bit ones, which would
+// overflow, take three. ASK lines are prefetched with each 4 that are read.
 template <int R, int ASK>
 static inline void add_pairs(const uint8_t *w, const int16_t *x, int steps, const uint8_t *next, __m256i *sums) {
   __m256i own[R][2];
@@ -887,8 +887,8 @@ static inline void add_pairs(const uint8_t *w, const int16_t *x, int rows, int s
   else add_pairs<4, ASK>(w, x, steps, next, sums);
 }
 
-// All rows, side by side in 16 bits, with a block of outputs in 8; sums are of integers, so they are those of `int8_tile`. In
-// parts, of inputs and of rows, that stay in the fastest cache while each half of the outputs is computed.
+// All rows, interleaved in 16 bits, with a block of outputs in 8; integer sums are exact, so they equal those of
+// `int8_tile`. Parts of inputs and rows stay in the first cache while each half of the outputs is computed.
 static void pairs_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   enum { PART = 128, PANEL = 32 };  // steps of 4 inputs, and rows
   int steps = padded_inputs(linear) / 4;
@@ -899,7 +899,7 @@ static void pairs_unit(const Linear &linear, const Inputs &inputs, int rows, int
     __m256i sums[PANEL / 4][2][8] = {};
     for (int begin = 0; begin < steps; begin += PART) {
       int some = steps - begin < PART ? steps - begin : PART;
-      int passes = row ? 4 : 0;  // four of the first rows, or the two that there are, ask for the next part
+      int passes = row ? 4 : 0;  // the first four rows, or two if there are no more, prefetch the next part
       const uint8_t *part = w + (int64_t)begin * 64, *next = part + (int64_t)some * 64;
       for (int r = 0; r < count; r += 4)
         for (int half = 0; half < 2; half++, passes++) {
@@ -938,7 +938,7 @@ static void configure_tiles() {
   _tile_loadconfig(&tiles);
 }
 
-// All rows with 2 blocks of outputs in 8 bits; sums are of integers, so they are those of `int8_tile`.
+// All rows with 2 blocks of outputs in 8 bits; integer sums are exact, so they equal those of `int8_tile`.
 static void int8_tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   int steps = padded_inputs(linear) / 4;
   const uint8_t *w = (const uint8_t *)linear.weight + (int64_t)first * steps * 64, *other = w + (int64_t)steps * 64;
@@ -978,9 +978,8 @@ static void int8_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
   }
 }
 
-// All rows with 32 outputs from `first` on, or as many as there are, in bfloat16. The weights, as the model holds them, are
-// the left side of the product and the inputs the right one, so sums come out turned round. Of the inputs those of the
-// steps from `begin` on, to `end`.
+// All rows with 32 outputs from `first` on, or as many as there are, in bfloat16, of the inputs of steps `begin` to `end`.
+// The model's own weights are the left factor and the inputs the right one, so that sums are transposed.
 static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows, int first, int begin, int end,
                             const Output &to) {
   int n = linear.inputs, outputs = linear.outputs - first < 32 ? linear.outputs - first : 32;
@@ -990,7 +989,7 @@ static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
   int lines = 32 * (end - begin), asked = 0, each = lines / ((rows + 31) / 32) + 1;  // of the next 32 outputs' weights
   for (int row = 0; row < rows; row += 32) {
     const bf16 *x = (const bf16 *)inputs.values + (int64_t)row * n, *lower = x + 16 * n;
-    for (int some = 0; some < each && asked < lines; some++, asked++)  // their rows lie apart: no processor sees a stream
+    for (int some = 0; some < each && asked < lines; some++, asked++)  // their rows aren't contiguous: a processor doesn't prefetch them
       __builtin_prefetch(w + (int64_t)(32 + asked / (end - begin)) * n + 32 * (begin + asked % (end - begin)), 0, 2);
     int more = rows - row > 16;
     _tile_zero(0);
@@ -1028,7 +1027,7 @@ static void bf16_tiles_unit(const Linear &linear, const Inputs &inputs, int rows
 #endif
 
 #ifdef DOT_BF16_BESIDE
-// All rows, side by side, with 16 outputs from `first` on, by rows of weights as the model holds them.
+// All interleaved rows with 16 outputs from `first` on, by rows of the model's own weights.
 static void rows_beside_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
   const bf16 *w = (const bf16 *)linear.weight + (int64_t)first * n;
@@ -1045,7 +1044,7 @@ static void rows_beside_unit(const Linear &linear, const Inputs &inputs, int row
 #endif
 
 #ifndef DOT_BF16
-// All rows of floats with 16 outputs from `first` on, by rows of weights as the model holds them.
+// All rows of floats with 16 outputs from `first` on, by rows of the model's own weights.
 static void rows_of_floats_unit(const Linear &linear, const float *x, int rows, int first, const Output &to) {
   enum { MOST = LANES == 16 ? 8 : 4 };  // as there are registers
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
@@ -1080,11 +1079,11 @@ template <int B> static void to_pairs(const Linear &linear, int first, bf16 *to)
   }
 }
 
-// As float_tile, of 8 rows that stand side by side and weights in pairs. With each 32 inputs some lines of `next` are asked
-// for: all at once they would be in the way of what is read.
+// As float_tile, of 8 interleaved rows and weights in pairs. With each 32 inputs some lines of `next` are prefetched: all
+// at once they would delay the loads.
 template <int B>
 static inline void pairs_tile(const bf16 *w, const bf16 *x, int64_t n, const bf16 *next, int lines, float *out) {
-  enum { R = BESIDE_BF16, AHEAD = 1024 };  // of inputs, which come from a cache that is further than the weights'
+  enum { R = BESIDE_BF16, AHEAD = 1024 };  // inputs, which come from a more distant cache than the weights
   vf sums[R][B] = {};
   for (int64_t i = 0; i < n; i += 32, x += 32 * R) {
     for (int line = 0; line < lines; line++, next += 32) __builtin_prefetch(next, 0, 2);
@@ -1111,7 +1110,7 @@ static inline void pairs_tile(const bf16 *w, const bf16 *x, int64_t n, const bf1
     for (int b = 0; b < B; b++) store(out + (r * B + b) * 16, sums[r][b]);
 }
 
-// Many rows, side by side, with B blocks of outputs: there is more to compute than to read.
+// Many interleaved rows with B blocks of outputs: the time is bound by computation, not by reading.
 template <int B>
 static void pairs_of_many_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   enum { R = BESIDE_BF16 };
@@ -1126,7 +1125,7 @@ static void pairs_of_many_unit(const Linear &linear, const Inputs &inputs, int r
   const bf16 *next = (const bf16 *)linear.weight + ahead * n;
   for (int64_t row = 0; row < rows; row += R) {
     int lines = rows - row > late * R ? 0 : left < each ? left : each;
-    for (int r = 0; r < R && row + r < rows; r++)  // what is written, and added to
+    for (int r = 0; r < R && row + r < rows; r++)  // what is written and added to
       for (int b = 0; b < B; b++) __builtin_prefetch(to.values + (row + r) * to.stride + (first + b) * 16, 1);
     pairs_tile<B>(panel, (const bf16 *)inputs.values + row * inputs.stride, n, next, lines, found);
     left -= lines, next += lines * n;
@@ -1151,7 +1150,7 @@ static void to_floats(const Linear &linear, int first, float *to) {
       turn16(some[0], 16, block + (int64_t)i * 16, 16);
     }
 #else
-    for (; i + 32 <= n; i += 32) {  // a line of each row at once: they are in one another's way in a cache
+    for (; i + 32 <= n; i += 32) {  // a line of each row in turn: they compete for the same places in a cache
       float some[16][32] __attribute__((aligned(64))) = {};
       for (int o = 0; o < count; o++)
         for (int j = 0; j < 32; j += LANES) store(some[o] + j, load(w + (int64_t)o * n + i + j));
@@ -1164,7 +1163,7 @@ static void to_floats(const Linear &linear, int first, float *to) {
   }
 }
 
-// Many rows of floats with B blocks of outputs: there is more to compute than to read, so weights become floats once.
+// Many rows of floats with B blocks of outputs: bound by computation, so weights are converted to float once.
 template <int B>
 static void many_rows_unit(const Linear &linear, const float *x, const Inputs &inputs, int rows, int first, const Output &to) {
   enum { R = LANES == 16 ? 12 : 4 };
@@ -1181,7 +1180,7 @@ static void many_rows_unit(const Linear &linear, const float *x, const Inputs &i
 #endif
 
 #ifdef DOT_BF16
-// All rows with 16 outputs, by rows of weights as the model holds them.
+// All rows with 16 outputs, by rows of the model's own weights.
 static void row_unit(const Linear &linear, const Inputs &inputs, int rows, int first, const Output &to) {
   const bf16 *w = (const bf16 *)linear.weight, *x = (const bf16 *)inputs.values;
   int n = linear.inputs, count = linear.outputs - first < 16 ? linear.outputs - first : 16;
@@ -1194,7 +1193,7 @@ static void row_unit(const Linear &linear, const Inputs &inputs, int rows, int f
 #endif
 
 #ifdef TILES
-// In parts whose inputs stay in a core's cache while all outputs are computed; what an activation needs whole isn't parted.
+// In parts whose inputs stay in a core's cache while all outputs are computed, unless an activation needs whole sums.
 static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int rows, const Output &to) {
   enum { PART = 64 };  // steps of 32 inputs
   int pairs = (linear.outputs + 31) / 32, chunk = pairs / (8 * omp_get_num_threads()) + 1, steps = linear.inputs / 32;
@@ -1212,7 +1211,7 @@ static void project_bf16_tiles(const Linear &linear, const Inputs &inputs, int r
 #endif
 
 #ifdef DOT_BF16_BESIDE
-// Three blocks of outputs at a time, and what is left in a smaller unit for each thread, so that none waits long.
+// Three blocks of outputs at a time, and the rest in a smaller unit for each thread, so that no thread waits long.
 static void project_pairs(const Linear &linear, const Inputs &inputs, int rows, const Output &to) {
   int blocks = (linear.outputs + 15) / 16, threads = omp_get_num_threads(), whole = blocks / (3 * threads) * threads;
   int left = blocks - 3 * whole, each = (left + threads - 1) / threads, units = whole + (left ? (left + each - 1) / each : 0);
@@ -1227,8 +1226,8 @@ static void project_pairs(const Linear &linear, const Inputs &inputs, int rows, 
 }
 #endif
 
-// How many blocks of outputs are multiplied side by side: as there are registers for the sums of their rows. Three streams
-// of weights come faster from memory than two, but share out worse among threads where there are few blocks.
+// How many blocks of outputs are multiplied at once: as many as have registers for the sums of their rows. Memory gives
+// three streams of weights faster than two, but a few blocks are divided among threads less evenly then.
 static inline int blocks_together(const Linear &linear, int rows) {
   if (linear.kind == BFLOAT16) return 2;
   if (LANES < 16) return rows < 4 ? 2 : 1;
@@ -1307,10 +1306,10 @@ template <class T> static inline void read32(const T *from, int count, float *to
   for (int j = 0; j < 32; j++) to[j] = j < count ? as_float(from[j]) : 0.0f;
 }
 
-// The nearest whole numbers of 32 values over a scale, to even.
+// 32 values over a scale, rounded to the nearest integers, ties to even.
 static inline void steps32(const float *values, float scale, int32_t *to) {
   for (int j = 0; j < 32; j += LANES) {
-    vi rounded = (vi)(load(values + j) / all(scale) + 12582912.0f) - 0x4b400000;  // by the bits that don't fit
+    vi rounded = (vi)(load(values + j) / all(scale) + 12582912.0f) - 0x4b400000;  // according to the bits that are cut off
     __builtin_memcpy(to + j, &rounded, sizeof rounded);
   }
 }
@@ -1346,8 +1345,8 @@ template <class T> static void pack_row_8(const Linear &linear, const T *from, i
   }
 }
 
-// Row o of a block in 4 bits, each group of inputs with a scale, of which its largest value, with its sign, is -8: so all
-// 16 values are in use.
+// Row o of a block in 4 bits, each group of inputs with a scale by which the value of the largest magnitude becomes -8, so
+// that all 16 values are used.
 template <class T> static void pack_row_4(const Linear &linear, const T *from, int n, int o, uint8_t *to, bf16 *scales) {
   int padded = padded_inputs(linear);
   for (int i = 0, g = 0; i < padded; i += GROUP, g++) {
@@ -1368,7 +1367,7 @@ template <class T> static void pack_row_4(const Linear &linear, const T *from, i
   }
 }
 
-// A block of 16 outputs as the products read it, of weights [outputs][inputs]; outputs beyond the last are zeros.
+// A block of 16 outputs in the layout of the products, from weights [outputs][inputs]; outputs beyond the last are 0.
 template <class T> static void pack_block(const Linear &linear, const T *from, int block) {
   int n = linear.inputs;
   int64_t padded = padded_inputs(linear);
@@ -1385,7 +1384,7 @@ template <class T> static void pack_block(const Linear &linear, const T *from, i
   }
 }
 
-// A copy of weights of some type, to where `linear` has room for it.
+// Write a packed copy of weights of some type to the memory of `linear`.
 static void pack(const Linear &linear, const void *from, int type, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int block = 0; block < (linear.outputs + 15) / 16; block++)
@@ -1407,7 +1406,7 @@ static inline void write(bf16 *to, const float *from, int n) {
   for (int i = 0; i < n; i++) to[i] = rounded_bf16(from[i]);
 }
 
-// Scores to shares but for a factor, which is returned. Up to a register of what stands behind them is written over.
+// Softmax of scores except for a factor, which is returned. Up to a register beyond the scores is overwritten.
 static inline float soften(float *scores, int count) {
   for (int i = count; i < (count + LANES - 1) / LANES * LANES; i++) scores[i] = -1e30f;
   vf largest = load(scores);
@@ -1422,7 +1421,7 @@ static inline float soften(float *scores, int count) {
   return 1.0f / total(sum);
 }
 
-// Ask for what stands a few columns ahead: each head's keys and values are streams that end before a processor sees them.
+// Prefetch a few columns ahead: the keys and values of a head are too short for a processor's own prefetching.
 template <class T> static inline void ask(const T *p, int n) {
   enum { AHEAD = 4096, LINE = 64 / sizeof(T) };
 #pragma GCC unroll 8
@@ -1491,13 +1490,13 @@ static void attend(const float *query, const T *keys, const T *values, const flo
   }
 }
 
-// Keys [columns][dim] up to column `end`, turned round to [dim][stride].
+// Keys [columns][dim] up to column `end`, transposed to [dim][stride].
 template <class T> static void turn(const T *keys, int end, int dim, float *to, int64_t stride) {
   for (int d = 0; d < dim; d++)
     for (int c = 0; c < end; c++) to[d * stride + c] = as_float(keys[(int64_t)c * dim + d]);
 }
 
-// W vectors of values, weighed by the scores of `TOGETHER` queries, to what each query is given times its factor.
+// W vectors of values, weighted by the scores of `TOGETHER` queries, times the factor of each query.
 template <int W, class T>
 static inline void weigh(const float *scores, int64_t stride, const T *values, int dim, int begin, int end, int d,
                          const float *factors, float *const *out) {
@@ -1515,7 +1514,7 @@ static inline void weigh(const float *scores, int64_t stride, const T *values, i
     for (int j = 0; j < W; j++) store(out[q] + d + j * LANES, sums[q][j] * factors[q]);
 }
 
-// As `attend`, of `TOGETHER` queries of one head, whose first and last columns rise. Keys are turned round.
+// As `attend`, of `TOGETHER` queries of one head, whose first and last columns ascend. Keys are transposed.
 template <class T>
 static void attend_together(const float *const *queries, const float *keys, int64_t stride, const T *values,
                             const float *bias, const int *starts, const int *ends, int dim, float *scores,
@@ -1576,7 +1575,7 @@ template <class T> struct Heads {
   T *at(void *cache, int token, int kv, int column) const {
     return (T *)cache + step.row[token] * layer.row_stride + kv * layer.head_stride + (int64_t)column * block.head_dim;
   }
-  // Its queries, where they are asked for, and its key and value into the cache.
+  // Its queries, where they are needed; its key and value go into the cache.
   void place(int token, int kv, bool asked = true) const {
     const float *cos = step.cos + (int64_t)token * step.rotary_stride, *sin = step.sin + (int64_t)token * step.rotary_stride;
     int group = block.heads / block.kv_heads;
@@ -1604,10 +1603,10 @@ template <class T> struct Heads {
     attend(head(token, 0, h), at(layer.keys, token, kv, 0), at(layer.values, token, kv, 0), bias(token, h), start(token),
            step.column[token] + 1, block.head_dim, scores, out);
   }
-  // Inlined whatever it costs: gcc drops calls of a function that only asks for memory.
+  // Always inlined: gcc drops calls of a function that only prefetches.
   __attribute__((always_inline)) void ask_for(void *cache, int token, int kv) const {
     const char *from = (const char *)at(cache, token, kv, start(token)), *end = (const char *)at(cache, token, kv, step.column[token]);
-    if (step.tokens == 1 || end - from > MOST_ASKED) {  // it is near, or a stream that a processor sees
+    if (step.tokens == 1 || end - from > MOST_ASKED) {  // it is in a cache, or the processor prefetches it
       for (; from < end; from += 4096) __builtin_prefetch(from);
       __builtin_prefetch(end);
       return;
@@ -1621,7 +1620,7 @@ template <class T> struct Heads {
     ask_for(layer.values, token, kv + 1);
     for (int h = kv * group; h < kv * group + group; h++) run_head(token, h, scores, place_of(out, to, h));
   }
-  // One head of all tokens of a prompt's text.
+  // One head of all tokens of a text of a prompt.
   void run_text(int text, int h, float *scores, int64_t stride, float *out) const {
     int token = text ? step.last[text - 1] + 1 : 0, end = step.last[text] + 1, kv = h / (block.heads / block.kv_heads);
     float *turned = scores + TOGETHER * stride;
@@ -1642,8 +1641,8 @@ template <class T> struct Heads {
   }
 };
 
-// The attention of all tokens, or of those that `last` names, to out [tokens, heads * head_dim]; all keys and values are
-// cached. Called by every thread of a team; ends with a barrier.
+// Attention of all tokens, or of those in `last`: out [tokens, heads * head_dim]. All keys and values are in the cache.
+// Called by every thread of a team; ends with a barrier.
 template <class T>
 static void attention(const Heads<T> &heads, const int32_t *last, int count, float *scores, int64_t stride, float *out) {
   int kv_heads = heads.block.kv_heads, all = heads.block.heads, tokens = heads.step.tokens;
@@ -1657,7 +1656,7 @@ static void attention(const Heads<T> &heads, const int32_t *last, int count, flo
 #pragma omp for schedule(static)
     for (int task = 0; task < tokens * kv_heads; task++) {
       int token = task / kv_heads;
-      // Texts stand one after the other: the last token of each is followed by another row's.
+      // The tokens of one text follow those of another: the last token of each is where the row changes.
       bool ends = token + 1 == tokens || heads.step.row[token] != heads.step.row[token + 1];
       heads.place(token, task % kv_heads, !last || ends);
     }
@@ -1753,7 +1752,7 @@ static void project_heads(const Block &block, const float *x, const Step &step, 
     if (i || !last) project(block.qkv[i], x, buffers.inputs, rows, {buffers.qkv + at, width, STORE, NO_ACTIVATION});
 }
 
-// With `last`, the rest of the layer is of these tokens alone: all others give keys and values, and stay as they are.
+// With `last`, only these tokens run the rest of the layer; the others only store keys and values.
 static void run_layer(const Block &block, const Step &step, const Layer &layer, const Buffers &buffers, float *scores,
                       const int32_t *last) {
   int rows = step.tokens, n = step.hidden_size, width = 0;

@@ -1,11 +1,11 @@
-"""The operations of a decode step as Triton kernels, which ask for what they read of the model before they may start.
+"""The operations of a decode step as Triton kernels, which load weights before the kernel before them has ended.
 
-A step of few rows reads each weight once and computes next to nothing: it takes as long as reading them, if only the
-memory never waits. Between kernels it does: one drains, the next one starts, and only then asks for its weights. Hopper
-can start a kernel while the one before still runs (programmatic dependent launch). Each of these loads the first of its
-weights, or of what is cached of earlier steps, and waits then for what the one before gives (`gdc_wait`).
+A step of few rows reads each weight once and computes little, so that its time is that of reading memory. But memory is
+idle between two kernels: one ends, the next one starts, and only then does it load weights. Hopper can start a kernel
+while the one before still runs (programmatic dependent launch). Each kernel here first loads its first weights, or
+cached keys and values of earlier steps, and then waits for the result of the one before (`gdc_wait`).
 
-What is cached may be read that early since a step starts with operations of torch's, which wait for all of the step
+Cached keys and values may be read that early, as a step starts with operations of torch, which wait for the whole step
 before.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-try:  # transformers refuses a checkpoint's code that imports, outside of a try, a package that isn't there
+try:  # transformers refuses code of a checkpoint that imports a missing package outside of a try
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -60,7 +60,7 @@ def _project_row(
     HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, HAS_SHIFT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row: whole rows of a weight in registers before the row is there. NORM is 1 for RMSNorm, 2 for LayerNorm."""
+    """One row: whole rows of a weight are loaded before it is ready. NORM is 1 for RMSNorm, 2 for LayerNorm."""
     n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
     n_mask = n < outputs
     k = tl.arange(0, BK)
@@ -108,7 +108,7 @@ def _finish(
     total, up, out, residual, bias, bias_up, n, n_mask, m, rows, first, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, gate and residual of what was projected [outputs, rows], and its way to memory."""
+    """Apply bias, activation, gate and residual to projections [outputs, rows], and store the result."""
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     total = _activate(total, ACTIVATION)
@@ -130,7 +130,7 @@ def _project_small(
     HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Few rows of a small weight: SPLITS parts of the inputs, each warp its own, and the next weights on their way."""
+    """Few rows of a small weight: each warp has one of SPLITS parts of the inputs, and weights are prefetched."""
     n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
     n_mask = n < outputs
     m = tl.arange(0, BM)
@@ -169,7 +169,7 @@ def _project(
     HAS_RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Several rows: SHARES programs have a part of the inputs each, and the last one that is done adds up."""
+    """Several rows: SHARES programs have a part of the inputs each, and the last one to finish adds them up."""
     n, weight, bias, outputs, first = _find_part(w0, w1, w2, b0, b1, b2, n0, n1, n2, PARTS, BN)
     n_mask = n < outputs
     m = tl.arange(0, BM)
@@ -205,12 +205,12 @@ def _project(
     if SHARES > 1:
         place = tl.program_id(0) * SHARES * BN * BM + tl.arange(0, BN)[:, None] * BM + m[None, :]
         tl.store(partial + place + tl.program_id(1) * BN * BM, acc)
-        tl.debug_barrier()  # all of it is written before it counts
+        tl.debug_barrier()  # all threads write before the program counts as finished
         is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SHARES - 1
     if is_last:
         if SHARES > 1:
             acc = tl.zeros((BN, BM), dtype=tl.float32)
-            for share in tl.static_range(SHARES):  # in one order, whoever comes last
+            for share in tl.static_range(SHARES):  # always in the same order, for the same rounding
                 acc += tl.load(partial + place + share * BN * BM, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)
         _finish(
@@ -224,7 +224,7 @@ def _normalise(
     x, out, scale, shift, eps, H: tl.constexpr, NORM: tl.constexpr, HAS_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row of hidden states."""
+    """Normalise a row of hidden states."""
     h = tl.arange(0, BLOCK)
     mask = h < H
     scales = tl.load(scale + h, mask=mask, other=0.0).to(tl.float32)
@@ -245,7 +245,7 @@ def _normalise(
 
 @triton.jit
 def _turn(head, d, cosines, sines, D: tl.constexpr, ROTATED: tl.constexpr):
-    """A head of queries or keys, its first dimensions rotated by cosines and signed sines."""
+    """A head of a query or key with its first dimensions rotated by cosines and signed sines."""
     straight = tl.load(head + d, mask=d < D, other=0.0).to(tl.float32)
     if ROTATED == 0:
         return straight
@@ -262,7 +262,7 @@ def _attend(
     D_BLOCK: tl.constexpr, ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row's query head: its attention to what is cached and to its own key and value, which are cached, too."""
+    """Attention of one query head of one row to the cache and to its own key and value, which are written to it."""
     row, head = tl.program_id(0), tl.program_id(1)
     kv = head // GROUP
     if WIDE:
@@ -327,15 +327,17 @@ def project(
     norm: Any = None,
     arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Up to three projections of x [rows, in], one beside the other: [rows, outs].
+    """Up to three projections of x [rows, in] side by side: [rows, sum of outs].
 
     Args:
-        weights: each [out, in], of one layout.
-        activation: a number of ACTIVATIONS, of what is projected; 0 for none.
+        x: the rows.
+        weights: each [out, in], with the same strides.
+        biases: each [out] or None; all or none of them.
+        activation: its number in ACTIVATIONS; 0 for none.
         gated: whether the activation of the first is multiplied by the second.
-        residual: added at last, [rows, out].
-        norm: a `skipdecode.fastpath.layer.Norm` that x goes through first; of one row alone.
-        arrived: `arrivals` of what runs one after another; without it no two programs share outputs.
+        residual: added to the result, [rows, out].
+        norm: a `skipdecode.fastpath.layer.Norm` that is applied to x first; for a single row only.
+        arrived: from `arrivals`; None where no two programs may share outputs.
     """
     rows, inputs = x.shape
     sizes = [len(weight) for weight in weights]
@@ -355,26 +357,26 @@ def project(
     }
     numbers = [*sizes, *[0] * spare]
     if rows == 1:
-        whole = triton.next_power_of_2(inputs)
-        block = max(1, 8192 // whole)
+        padded_inputs = triton.next_power_of_2(inputs)
+        block = max(1, 8192 // padded_inputs)
         normed = (x, x, 0.0) if norm is None else (norm.weight, x if norm.bias is None else norm.bias, norm.eps)
         options |= {
             "NORM": 0 if norm is None else 1 + norm.centred,
             "HAS_SHIFT": norm is not None and norm.bias is not None,
         }
-        options |= {"BN": block, "BK": whole, "num_warps": 4 if whole <= 16384 else 8}
+        options |= {"BN": block, "BK": padded_inputs, "num_warps": 4 if padded_inputs <= 16384 else 8}
         grid = (sum(triton.cdiv(size, block) for size in own),)
         _project_row[grid](*tensors, *numbers, *normed, inputs, *strides, **options)
         return out
-    most = max(8, triton.next_power_of_2(rows))
-    options["BM"] = most
+    padded_rows = max(8, triton.next_power_of_2(rows))
+    options["BM"] = padded_rows
     numbers += [rows, sum(own)]
     if rows <= 16 and inputs <= 2048:
         blocks, processors = sum(triton.cdiv(size, 16) for size in own), _processors(x.device)
         splits = 4 if inputs <= 1024 else 8
-        fits = splits * 256 * (16 + most) * 2 <= _shared_memory(x.device, "block_optin")
+        fits = splits * 256 * (16 + padded_rows) * 2 <= _shared_memory(x.device, "block_optin")
         tiles = None
-        if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are on their way at once
+        if fits and 32 * inputs * blocks <= processors << 17:  # few weights: all of them are loaded at once
             tiles = {"BK": 256, "SPLITS": splits, "STAGES": 1, "num_warps": splits}
         elif blocks >= 3 * processors:
             tiles = {"BK": 128, "SPLITS": 4, "STAGES": 2, "num_warps": 4}
@@ -383,13 +385,13 @@ def project(
             return out
     block = 32 if gated else 64
     blocks = sum(triton.cdiv(size, block) for size in own)
-    # Triton keeps a tile more of the products that Hopper alone has, which are of 64 outputs and 16 rows or more.
+    # Triton keeps one more tile for Hopper's own products, which have at least 64 outputs and 16 rows.
     stages, kept = (3, 4) if rows > 8 and not gated and _capability(x.device)[0] == 9 else (4, 3)
     shares, partial = 1, out
     if arrived is not None and not gated:
-        shares = _shares(blocks, inputs, kept * 128 * (block + most) * 2, x.device)
+        shares = _shares(blocks, inputs, kept * 128 * (block + padded_rows) * 2, x.device)
     if shares > 1:
-        partial = torch.empty(blocks * shares * block * most, dtype=torch.float32, device=x.device)
+        partial = torch.empty(blocks * shares * block * padded_rows, dtype=torch.float32, device=x.device)
     tensors[3:3] = [partial, out if arrived is None else arrived]
     tiles = {"BN": block, "BK": 128, "SHARES": shares, "STAGES": stages, "num_warps": 4}
     _project[(blocks, shares)](*tensors, *numbers, inputs, *strides, **tiles, **options)
@@ -397,8 +399,10 @@ def project(
 
 
 def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
-    """Programs for the same outputs, a power of 2: so many that most of what fits onto the processors at once runs, as
-    what bounds it is how many bytes are on their way. Each has two tiles or more; `held` are the bytes that it keeps.
+    """How many programs share the same outputs, a power of 2.
+
+    Enough to fill most of the GPU, as the time depends on how many bytes are being loaded at once. Each program has at
+    least two tiles, and `held` bytes of shared memory.
     """
     shares, at_once = 1, _processors(device) * (_shared_memory(device, "multiprocessor") // held)
     while blocks * shares < 0.7 * at_once and inputs >= 512 * shares:
@@ -407,14 +411,12 @@ def _shares(blocks: int, inputs: int, held: int, device: torch.device) -> int:
 
 
 def arrivals(device: torch.device) -> torch.Tensor:
-    """For `project`: how many of the programs with the same outputs are done. Kernels that run at once must not share
-    it.
-    """
+    """Counters for `project` of finished programs with the same outputs; concurrent kernels must not share them."""
     return torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
 
 
 def normalise(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """The rows of x [rows, hidden] through a `skipdecode.fastpath.layer.Norm`."""
+    """Apply a `skipdecode.fastpath.layer.Norm` to x [rows, hidden]."""
     rows, hidden = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(hidden)
@@ -438,14 +440,18 @@ def attend(
     bias: torch.Tensor | None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Attention of a token a row, whose key and value are written into the cache: [rows, heads * head_dim].
+    """Attention of one token of each row, whose key and value are written to the cache: [rows, heads * head_dim].
 
     Args:
-        qkv: what `project` gave of queries, keys and values [rows, (heads + 2 * kv_heads) * head_dim].
-        keys, values: of the cache [rows, kv_heads, columns, head_dim], the columns before the token's written.
-        column: of the tokens [1].
-        interleaved: whether each head's query, key and value stand side by side.
-        bias: added to scores [rows or 1, heads or 1, 1, columns]; not -inf at the token's own column.
+        qkv: queries, keys and values from `project` [rows, (heads + 2 * kv_heads) * head_dim].
+        keys: of the cache [rows, kv_heads, slots, head_dim]; slots before the token's are written.
+        values: likewise.
+        column: the KV slot of the tokens [1].
+        heads: of queries.
+        kv_heads: of keys and values.
+        interleaved: whether each head's query, key and value are side by side in `qkv`.
+        scale: of the scores.
+        bias: added to scores [rows or 1, heads or 1, 1, slots]; not -inf at the token's own slot.
         rotary: cosines and signed sines [rows or 1, 1, rotated dimensions].
     """
     rows, dim = len(qkv), keys.shape[-1]
@@ -455,13 +461,13 @@ def attend(
     bias_row = bias_head = 0
     if bias is not None:
         bias_row, bias_head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in (0, 1))
-    whole = triton.next_power_of_2(dim)
-    many = rows * heads > 2 * _processors(qkv.device)  # programs: many small ones, or few that ask for more at a time
-    columns = min(32, max(16, 4096 // whole)) if many else max(16, 8192 // whole)
+    padded_dim = triton.next_power_of_2(dim)
+    many = rows * heads > 2 * _processors(qkv.device)  # many small programs, or few that load more at a time
+    columns = min(32, max(16, 4096 // padded_dim)) if many else max(16, 8192 // padded_dim)
     _attend[(rows, heads)](
         qkv, keys, values, out, cos, sin, qkv if bias is None else bias, column, scale, qkv.shape[1], *steps,
         keys.stride(0), keys.stride(1), bias_row, bias_head, cos.stride(0) if len(cos) > 1 else 0,
-        GROUP=heads // kv_heads, D=dim, D_BLOCK=whole, ROTATED=0 if rotary is None else cos.shape[-1],
+        GROUP=heads // kv_heads, D=dim, D_BLOCK=padded_dim, ROTATED=0 if rotary is None else cos.shape[-1],
         HAS_BIAS=bias is not None, BC=columns, WIDE=keys.numel() >= 2**31, num_warps=1 if many else 4,
         **_dependent(qkv),
     )  # fmt: skip
@@ -473,7 +479,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _shared_memory(device: torch.device, of: str) -> int:
-    """Bytes of a "multiprocessor", or of a program that asks for all it may have ("block_optin")."""
+    """Bytes of shared memory of a "multiprocessor", or the maximum of a program ("block_optin")."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return getattr(properties, f"shared_memory_per_{of}") if properties else 0
 
@@ -483,5 +489,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _dependent(tensor: torch.Tensor) -> dict[str, Any]:
-    """Options of a kernel that may start while the one before it runs, where the device can do that."""
+    """Options with which a kernel starts while the one before it runs, where the device supports that."""
     return {"DEPENDENT": True, "launch_pdl": True} if _capability(tensor.device) >= (9, 0) else {"DEPENDENT": False}

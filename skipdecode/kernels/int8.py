@@ -1,8 +1,8 @@
 """Projections with 8-bit weights and activations, on CPU.
 
-A decode step is bound by reading weights, and these are half the bytes of bfloat16. The kernels are oneDNN's, by the
-operators that torch's own quantised export uses on x86 (`torch.ops.onednn`). On a processor with int8 dot products
-(AVX512-VNNI, AVX-VNNI, AMX) they also compute faster than those of floating point.
+The time of a decode step is bound by reading weights, and 8 bits are half of bfloat16. The operators are oneDNN's,
+which torch's quantised export uses on x86 (`torch.ops.onednn`). On a processor with int8 dot products (AVX512-VNNI,
+AVX-VNNI, AMX) they also compute faster than floating point.
 """
 
 from functools import cache
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from skipdecode.internals import linear_of_int8, pack_int8
+from skipdecode.internals import int8_linear_operator, pack_int8
 
-_TINY = 1e-30  # a row of zeros has no largest value to divide by
-_FEW_ROWS = 64  # up to so many, the number of operations counts, beyond it their passes over memory
-_ROUNDED_TOGETHER = 2**17  # values: half a megabyte of float32, which stays in a core's cache from pass to pass
+_TINY = 1e-30  # in place of 0 as the largest value of a row, which is divided by
+_FEW_ROWS = 64  # up to here the time depends on the number of operators, beyond it on passes over memory
+_ROUNDED_TOGETHER = 2**17  # values: half a megabyte of float32, which stays in a core's cache between passes
 
 
 class Int8Linear:
     """`hidden @ weight.T + bias` in integers.
 
     Weights are rounded once, with a scale for each output (symmetric, absmax). Activations are rounded in each call,
-    with a scale for each row, so that a row of a batch comes out as it does alone.
+    with a scale for each row, so that a row gives the same result in any batch.
 
     Args:
         weight: [out, in], on CPU.
@@ -30,13 +30,13 @@ class Int8Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         rounded, scale = round_to_8_bits(weight.detach().float())
-        # Half of 127 fits where products overflow: then the two halves' products are added up.
+        # Where products of 127 overflow, weights are split into two halves, whose products are added.
         parts = [rounded >> 1, rounded - (rounded >> 1)] if overflows() else [rounded]
-        self._weights = [pack_int8(part.contiguous()) for part in parts]  # packing reads no strides
+        self._weights = [pack_int8(part.contiguous()) for part in parts]  # packing ignores strides
         self._scale = scale
         self._zero_point = torch.zeros(len(scale), dtype=torch.int32)
         self._bias = torch.zeros(1) if bias is None else bias.detach().float()
-        self._middle = torch.tensor(128.5)  # unsigned 8 bits, zero at 128, and a half to round by cutting off
+        self._middle = torch.tensor(128.5)  # 0 is stored as 128; the half turns truncation into rounding
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out], in the type of `hidden`."""
@@ -58,8 +58,9 @@ class Int8Linear:
 
 @cache
 def overflows() -> bool:
-    """Whether oneDNN's products of bytes add two of them in 16 bits, where 2 * 255 * 127 doesn't fit: they do on
-    processors with AVX2 and no dot products of bytes, and say nothing of it.
+    """Whether oneDNN adds two 8-bit products in 16 bits, in which 2 * 255 * 127 doesn't fit.
+
+    It does so on processors with AVX2 and no int8 dot products, without an error.
     """
     largest, scale = pack_int8(torch.full((16, 64), 127, dtype=torch.int8)), torch.ones(16)
     product = _multiply(torch.full((1, 64), 255, dtype=torch.uint8), largest, scale, torch.zeros(16, dtype=torch.int32))
@@ -69,9 +70,9 @@ def overflows() -> bool:
 def _multiply(
     rounded: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
 ) -> torch.Tensor:
-    """Products [rows, out] of rows in unsigned bytes, zero at 128, with packed weights."""
+    """Products [rows, out] of rows in unsigned bytes, in which 0 is stored as 128, with packed weights."""
     no_post_op: list[Any] = []
-    product: torch.Tensor = linear_of_int8()(
+    product: torch.Tensor = int8_linear_operator()(
         rounded, 1.0, 128, weight, scale, zero_point, None, 1.0, 0, torch.float32, "none", no_post_op, ""
     )
     return product
@@ -84,7 +85,7 @@ def round_to_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _round_many(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in more operations, each of which is fast on many values, for a few rows at a time."""
+    """As `_round_few`, with more operators that are faster on many values, a few rows at a time."""
     rounded = torch.empty(hidden.shape, dtype=torch.uint8)
     scale = torch.empty(len(hidden), 1)
     rows = max(1, _ROUNDED_TOGETHER // hidden.shape[1])
@@ -92,7 +93,7 @@ def _round_many(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         part = slice(start, start + rows)
         exact = hidden[part].to(torch.float32, copy=True)
         largest = torch.maximum(exact.amax(dim=1, keepdim=True), -exact.amin(dim=1, keepdim=True)).clamp_(min=_TINY)
-        # By way of signed bytes, which torch makes in vectors, and unsigned ones not.
+        # By way of signed bytes: torch vectorises that conversion, and not the one to unsigned bytes.
         rounded[part] = exact.mul_(127 / largest).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
         scale[part] = largest
     return rounded, scale.mul_(1 / 127)

@@ -1,4 +1,4 @@
-"""The projections of lean prompts and steps: a model's own weights, packed copies, or copies in 8 bits."""
+"""The projections of the fast path, with a model's own weights, packed copies, or copies in 8 or 4 bits."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,45 +9,47 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from skipdecode.internals import has_bfloat16_on_cpu, linear_of_packed, pack
+from skipdecode.internals import has_bfloat16_on_cpu, pack, packed_linear_operator
 from skipdecode.kernels.cpu import NativeLinear, kernels
 from skipdecode.kernels.int8 import Int8Linear
 
 Weights = Literal["model", "packed", "int8", "int4", "int4-int8-head", "int8-int4-head"]
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
-# Where queries, keys and values are three projections of no more weights than this together, a copy in which they are
-# one saves more in calls than it costs in memory. Larger ones are bound by reading them, and stay as they are.
+# Projections of queries, keys and values with up to this many weights in all are copied into one, which saves calls.
+# The time of larger ones is bound by reading the weights, and the copy would only cost memory.
 FUSE_BELOW = 2**22
 
 
 def sizes(projection: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """The numbers of inputs and outputs of a projection."""
     weight: Any = projection.weight
     rows, columns = weight.shape
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
 
 def weight_of(projection: Any) -> torch.Tensor:
-    """[out, in], which Conv1D keeps transposed."""
+    """The weight [out, in] of a projection; Conv1D stores it transposed."""
     weight: torch.Tensor = projection.weight.detach()
     return weight.T if isinstance(projection, Conv1D) else weight
 
 
 def plain_linear(projection: Any) -> Linear:
-    """A projection with the module's own weights, without the call of a module."""
+    """A projection with the module's own weights, without the overhead of calling a module."""
     return functools.partial(F.linear, weight=weight_of(projection), bias=projection.bias)
 
 
 def packed_linear(projection: Any) -> Linear:
-    """A projection with a copy of its weights in blocks: the compiled kernels' in float32, else oneDNN's."""
+    """A projection with a copy of its weights in blocks: in float32 those of the compiled kernels, else oneDNN's."""
     if kernels() is not None and projection.weight.dtype == torch.float32:
         return NativeLinear(weight_of(projection), projection.bias)
     if projection.weight.dtype == torch.bfloat16 and not has_bfloat16_on_cpu():
-        return plain_linear(projection)  # oneDNN has no layout for it there; the kernels read the model's own weights
-    # The number of rows that the layout is chosen for: 8 was as fast as 1 for a single row, and faster for more.
+        return plain_linear(
+            projection
+        )  # oneDNN has no bfloat16 layout there; the compiled kernels read the model's own weights
+    # oneDNN chooses the layout for a number of rows: that for 8 was as fast for a single row, and faster for more.
     weight = pack(weight_of(projection).contiguous(), rows=8)
-    bias, run, no_scalars = projection.bias, linear_of_packed(), []  # type: ignore[var-annotated]
+    bias, run, no_scalars = projection.bias, packed_linear_operator(), []  # type: ignore[var-annotated]
     return lambda hidden: run(hidden, weight, bias, "none", no_scalars, "")
 
 
@@ -63,7 +65,7 @@ def int4_linear(projection: Any) -> Linear:
 
 
 def project_together(projections: Sequence[nn.Module], make_linear: Callable[..., Linear]) -> Linear:
-    """Queries, keys and values in one call: [rows, in] -> [rows, sum of outs]."""
+    """Queries, keys and values from one call: [rows, in] -> [rows, sum of outs]."""
     if len(projections) == 1:
         return make_linear(projections[0])
     inputs, outputs = sizes(projections[0])[0], sum(sizes(p)[1] for p in projections)
@@ -82,14 +84,14 @@ def project_together(projections: Sequence[nn.Module], make_linear: Callable[...
 def project_apart(
     projections: Sequence[nn.Module], make_linear: Callable[..., Linear], queries: int
 ) -> tuple[Linear, Linear] | None:
-    """Queries, of so many outputs, and keys with values, each in a call; None where that takes a second copy."""
+    """One call for the queries, which are the first outputs, and one for keys and values; None for copied weights."""
     if make_linear is not plain_linear:
         return None
     if len(projections) == 1:
         weight, bias = weight_of(projections[0]), cast(torch.Tensor | None, projections[0].bias)
         biases = (None, None) if bias is None else (bias[:queries], bias[queries:])
-        asked = functools.partial(F.linear, weight=weight[:queries], bias=biases[0])
-        return asked, functools.partial(F.linear, weight=weight[queries:], bias=biases[1])
+        query_only = functools.partial(F.linear, weight=weight[:queries], bias=biases[0])
+        return query_only, functools.partial(F.linear, weight=weight[queries:], bias=biases[1])
     query, key, value = (plain_linear(projection) for projection in projections)
     return query, lambda hidden: torch.cat([key(hidden), value(hidden)], dim=-1)
 

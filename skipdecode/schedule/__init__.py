@@ -1,1 +1,1 @@
-"""Which layers run for which token: schedules, their cost on a machine, and the schedule for a target speedup."""
+"""Schedules (which layers run for which token), cost models, and the solver for a target speedup."""

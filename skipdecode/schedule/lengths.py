@@ -1,4 +1,4 @@
-"""Lengths of texts in tokens, as a compact distribution: what the time of a batch follows from."""
+"""Compact distributions of sequence lengths, from which the expected decode steps of a batch follow."""
 
 import math
 from bisect import bisect_left
@@ -10,20 +10,23 @@ from typing import Any
 
 from skipdecode.errors import ConfigError, check_counts
 
-MOST_BINS = 64  # in a checkpoint's config
-PROMPT_GROUPS, BINS_OF_A_GROUP = 8, 12  # likewise
-LONGEST_TEXT = 1_000_000  # tokens; beyond it is a slip of the keyboard
+# Bounds on what a checkpoint's config stores: bins of a distribution, groups of prompt lengths, bins of each group.
+MAX_BINS, MAX_PROMPT_GROUPS, BINS_PER_GROUP = 64, 8, 12
+MAX_LENGTH = 1_000_000  # tokens; a larger value is a typing error
+
+# For each decode step of a batch: (the probability that it is run, the mean number of unfinished sequences if it is).
+Steps = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many texts have which length.
+    """A distribution of sequence lengths.
 
     Args:
-        counts: (tokens, texts), ascending by tokens; both 1 or more.
+        counts: (length in tokens, number of sequences) pairs, ascending by length; both at least 1.
 
     Raises:
-        ConfigError: for other counts.
+        ConfigError: for invalid counts.
 
     Examples:
         >>> lengths = Lengths.of([3, 5, 5, 8])
@@ -38,80 +41,80 @@ class Lengths:
     def __post_init__(self) -> None:
         tokens = [length for length, _ in self.counts]
         if not tokens or sorted(set(tokens)) != tokens:
-            raise ConfigError(f"lengths are {str(self.counts)[:60]}: expected (tokens, texts) pairs, ascending")
-        for length, texts in self.counts:
-            check_counts(tokens=length, texts=texts)
-        if tokens[-1] > LONGEST_TEXT:
-            raise ConfigError(f"lengths reach {tokens[-1]} tokens: they must be at most {LONGEST_TEXT}")
+            raise ConfigError(f"lengths are {str(self.counts)[:60]}: expected (tokens, sequences) pairs, ascending")
+        for length, sequences in self.counts:
+            check_counts(tokens=length, sequences=sequences)
+        if tokens[-1] > MAX_LENGTH:
+            raise ConfigError(f"lengths contain {tokens[-1]} tokens: they must be at most {MAX_LENGTH}")
 
     @classmethod
-    def of(cls, values: Iterable[int], bins: int = MOST_BINS) -> "Lengths":
-        """The distribution of some texts' lengths, in at most `bins` bins of equal width, each at its mean."""
+    def of(cls, values: Iterable[int], bins: int = MAX_BINS) -> "Lengths":
+        """The distribution of lengths in tokens, in at most `bins` bins of equal width, each reduced to its mean."""
         exact = Counter(values)
         if not exact:
-            raise ConfigError("lengths are empty: expected one at least")
+            raise ConfigError("lengths are empty: expected at least one")
         for length in exact:
             check_counts(tokens=length)
         width = -(-max(exact) // bins)
         binned: dict[int, Counter[int]] = {}
-        for length, texts in exact.items():
-            binned.setdefault((length - 1) // width, Counter())[length] += texts
+        for length, sequences in exact.items():
+            binned.setdefault((length - 1) // width, Counter())[length] += sequences
         pairs = []
         for _, inside in sorted(binned.items()):
-            texts = inside.total()
-            pairs.append((round(sum(length * n for length, n in inside.items()) / texts), texts))
+            sequences = inside.total()
+            pairs.append((round(sum(length * n for length, n in inside.items()) / sequences), sequences))
         return cls(tuple(pairs))
 
     @classmethod
     def read(cls, values: Any) -> "Lengths":
-        """The distribution of what `to_list` gave, of texts' lengths, or of one already made.
+        """Read a distribution from another one, from the pairs that `to_list` gave, or from lengths in tokens.
 
-        Raises ConfigError for something else.
+        Raises ConfigError for anything else.
         """
         if isinstance(values, cls):
             return values
         try:
             listed = list(values)
             pairs = listed and isinstance(listed[0], Sequence)
-            return cls(tuple((length, texts) for length, texts in listed)) if pairs else cls.of(listed)
+            return cls(tuple((length, sequences) for length, sequences in listed)) if pairs else cls.of(listed)
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"lengths are {str(values)[:60]!r}: expected numbers of tokens") from error
+            raise ConfigError(f"lengths are {str(values)[:60]!r}: expected lengths in tokens") from error
 
     def to_list(self) -> list[list[int]]:
-        """Plain values, for JSON."""
+        """The counts as lists, for JSON."""
         return [list(pair) for pair in self.counts]
 
     @property
     def mean(self) -> float:
-        """Tokens of a text, on average."""
-        return sum(length * texts for length, texts in self.counts) / self._texts
+        """The mean length in tokens."""
+        return sum(length * sequences for length, sequences in self.counts) / self._total
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """The maximum length in tokens."""
         return self.counts[-1][0]
 
     def share_up_to(self, length: int) -> float:
-        """The share of texts that are no longer than `length` tokens."""
+        """The fraction of sequences that have at most `length` tokens."""
         return self._shares[min(length, self.longest)] if length > 0 else 0.0
 
     @cached_property
-    def _texts(self) -> int:
-        return sum(texts for _, texts in self.counts)
+    def _total(self) -> int:
+        return sum(sequences for _, sequences in self.counts)
 
     @cached_property
     def _shares(self) -> list[float]:
-        """For each length from 0 to the longest, the share of texts that are no longer."""
+        """`share_up_to` of each length from 0 to the longest."""
         shares, so_far, known = [], 0, dict(self.counts)
         for length in range(self.longest + 1):
             so_far += known.get(length, 0)
-            shares.append(so_far / self._texts)
+            shares.append(so_far / self._total)
         return shares
 
-    def expected_steps(self, rows: int) -> "Steps":
-        """The steps of a batch of `rows` such texts.
+    def expected_steps(self, rows: int) -> Steps:
+        """The decode steps of a batch of `rows` sequences drawn from this distribution.
 
         >>> Lengths.of([2, 4]).expected_steps(1)
         ((1.0, 1.0), (0.5, 1.0), (0.5, 1.0))
@@ -123,14 +126,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class LengthsByPrompt:
-    """How long texts are behind prompts of which length: longer prompts mostly have longer texts.
+    """Distributions of completion lengths by prompt length, since longer prompts tend to have longer completions.
 
     Args:
-        groups: (tokens of its longest prompt, lengths of its texts) of each group of prompts, ascending. A prompt that
-            is longer than all belongs to the last.
+        groups: (maximum prompt length in tokens, distribution of completion lengths) of each group of prompts,
+            ascending. A longer prompt than all belongs to the last group.
 
     Raises:
-        ConfigError: for other groups.
+        ConfigError: for invalid groups.
 
     Examples:
         >>> lengths = LengthsByPrompt.of([(3, 2), (3, 2), (8, 5), (9, 5)], groups=2)
@@ -145,45 +148,51 @@ class LengthsByPrompt:
     def __post_init__(self) -> None:
         tokens = [longest for longest, _ in self.groups]
         if not tokens or sorted(set(tokens)) != tokens:
-            raise ConfigError(f"groups of prompts are of {str(tokens)[:60]} tokens: expected some, ascending")
+            raise ConfigError(
+                f"prompt groups have lengths of {str(tokens)[:60]} tokens: expected at least one, ascending"
+            )
         for longest in tokens:
             check_counts(prompt_tokens=longest)
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int]], groups: int = PROMPT_GROUPS) -> "LengthsByPrompt":
-        """Of (tokens of a prompt, tokens of its text) in at most so many groups, of about as many prompts each."""
+    def of(cls, pairs: Iterable[tuple[int, int]], groups: int = MAX_PROMPT_GROUPS) -> "LengthsByPrompt":
+        """Group (prompt length, completion length) pairs into at most `groups` groups of about equal size."""
         by_prompt: dict[int, list[int]] = {}
-        for prompt, text in pairs:
-            by_prompt.setdefault(prompt, []).append(text)
-        all_texts, before = sum(map(len, by_prompt.values())), 0
+        for prompt, completion in pairs:
+            by_prompt.setdefault(prompt, []).append(completion)
+        total, before = sum(map(len, by_prompt.values())), 0
         grouped: dict[int, tuple[int, list[int]]] = {}
-        for prompt, texts in sorted(by_prompt.items()):  # those of one length stay together, wherever their middle lies
-            group = groups * (2 * before + len(texts)) // (2 * all_texts)
-            grouped[group] = prompt, grouped.get(group, (0, []))[1] + texts
-            before += len(texts)
-        return cls(tuple((longest, Lengths.of(texts, BINS_OF_A_GROUP)) for longest, texts in grouped.values()))
+        for prompt, completions in sorted(by_prompt.items()):
+            # Prompts of one length share the group that holds the middle one of them.
+            group = groups * (2 * before + len(completions)) // (2 * total)
+            grouped[group] = prompt, grouped.get(group, (0, []))[1] + completions
+            before += len(completions)
+        return cls(tuple((longest, Lengths.of(found, BINS_PER_GROUP)) for longest, found in grouped.values()))
 
     @classmethod
     def read(cls, values: Any) -> "LengthsByPrompt":
-        """What `to_list` gave. Raises ConfigError for something else."""
+        """Read the pairs that `to_list` gave. Raises ConfigError for anything else."""
         try:
             return cls(tuple((longest, Lengths.read(lengths)) for longest, lengths in values))
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"lengths by prompt are {str(values)[:60]!r}: expected (tokens, lengths) pairs"
+                f"lengths by prompt are {str(values)[:60]!r}: expected (prompt tokens, lengths) pairs"
             ) from error
 
     def to_list(self) -> list[list[Any]]:
-        """Plain values, for JSON."""
+        """The groups as lists, for JSON."""
         return [[longest, lengths.to_list()] for longest, lengths in self.groups]
 
-    def expected_steps(self, batches: Sequence[Sequence[int]]) -> "Steps":
-        """The steps of batches, of which the length of each prompt is given: the mean over them.
+    def expected_steps(self, batches: Sequence[Sequence[int]]) -> Steps:
+        """The decode steps of a batch, averaged over `batches`.
 
-        The first token comes from the prompt, so a text of n tokens takes n - 1 steps, and a batch those of its longest
-        text: step i is run unless all rows have at most i + 1 tokens.
+        The prefill predicts the first token, so a completion of n tokens takes n - 1 steps, and a batch takes those of
+        its longest completion: step i is run unless all sequences have at most i + 1 tokens.
+
+        Args:
+            batches: for each batch, the length of each prompt in tokens.
         """
         bounds = [longest for longest, _ in self.groups]
         counts = [Counter(min(bisect_left(bounds, n), len(bounds) - 1) for n in batch) for batch in batches]
@@ -193,10 +202,6 @@ class LengthsByPrompt:
             run = sum(1 - math.prod(ended[group] ** rows for group, rows in count.items()) for count in counts)
             if not run:
                 break
-            alive = sum((1 - ended[group]) * rows for count in counts for group, rows in count.items())
-            steps.append((run / len(counts), alive / run))
+            unfinished = sum((1 - ended[group]) * rows for count in counts for group, rows in count.items())
+            steps.append((run / len(counts), unfinished / run))
         return tuple(steps)
-
-
-# For each decode step of a batch, how likely it is run, and how many rows are then left.
-Steps = tuple[tuple[float, float], ...]

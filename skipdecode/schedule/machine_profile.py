@@ -1,4 +1,4 @@
-"""Profiles: the clock of one machine for models of one shape, measured once and kept where caches belong."""
+"""Calibrated profiles: step timings of a model's sizes on one machine, saved in the user's cache folder."""
 
 import hashlib
 import json
@@ -15,30 +15,30 @@ import torch
 
 from skipdecode.errors import ConfigError, check_counts
 from skipdecode.families import unwrap
-from skipdecode.files import write_whole
+from skipdecode.files import write_atomically
 from skipdecode.kernels.cpu import kernels
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.cost import CostModel, MeasuredCost, interpolated
 from skipdecode.schedule.lengths import Steps
 
 _PROFILE_FORMAT = 5
-MARGIN = 1.03  # beyond a target, as batches take some percent more or less than others that were timed
-_LEAST = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # seconds of a file that wasn't damaged
+MARGIN = 1.03  # factor on a target, because the time of batches varies by a few percent
+_MIN_SECONDS = {"step": 1e-9, "prefill": 1e-9, "start": 0.0}  # smaller values mean that the file is damaged
 
 
 @dataclass(frozen=True)
 class TimedBatch:
-    """A batch size and prompt length as they were timed.
+    """The timings of one batch size and prompt length.
 
     Attributes:
-        batch_size: rows that decoded together.
-        prompt_length: columns of their prompts.
-        context: columns in the cache in the middle of the steps that were timed.
-        step: layers -> seconds of a decode step, of these on average.
-        prefill: layers -> seconds of the prompts' pass.
-        start: layers -> seconds that decoding takes once beyond its steps.
-        stopped_share: as of a Cost.
-        cold: as of a MeasuredCost.
+        batch_size: number of sequences that decoded together.
+        prompt_length: number of positions of their prompts.
+        context: number of cached positions halfway through the timed steps.
+        step: number of layers -> mean seconds of a decode step.
+        prefill: number of layers -> seconds of the prefill.
+        start: number of layers -> seconds that decoding takes once beyond its steps.
+        stopped_share: as in Cost.
+        cold: as in MeasuredCost.
     """
 
     batch_size: int
@@ -60,13 +60,13 @@ class TimedBatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """The clock of one machine: of one or more batches.
+    """The timings of one model on one machine.
 
     Attributes:
-        setting: what it holds for, as `setting_of` says it.
-        num_layers: of the model.
-        batches: that were timed, in any order.
-        date: of the measurement.
+        setting: what the timings are valid for, as `profile_setting` describes it.
+        num_layers: number of layers of the model.
+        batches: the timed batches, in any order.
+        date: the date of the measurement, YYYY-MM-DD.
     """
 
     setting: Mapping[str, Any]
@@ -85,33 +85,34 @@ class Profile:
         prompt_tokens: int | None = None,
         expected_steps: Steps | None = None,
     ) -> MeasuredCost:
-        """The cost of a batch: between those that were timed, time is taken to be straight in rows and columns.
+        """The cost of a batch, interpolated linearly between the timed batch sizes and positions.
 
         Args:
-            batch_size: its rows.
-            prompt_length: columns in the cache when decoding starts.
-            prompt_tokens: of a prompt on average, where prompts stand behind padding; None for as many as columns.
-            expected_steps: as of a Cost.
+            batch_size: number of sequences of the batch.
+            prompt_length: number of positions in the KV cache when decoding starts.
+            prompt_tokens: mean length of the prompts without padding; None: they have no padding.
+            expected_steps: as in Cost.
         """
         timed: dict[int, list[TimedBatch]] = {}
         for batch in self.batches:
             timed.setdefault(batch.batch_size, []).append(batch)
         rows = min(max(batch_size, min(timed)), max(timed))
         depths = list(self.batches[0].step)
-        step = {  # rows -> layers -> seconds
-            count: {n: within({b.context: b.step[n] for b in same}, prompt_length) for n in depths}
+        step = {  # batch size -> number of layers -> seconds
+            count: {n: clamped({b.context: b.step[n] for b in same}, prompt_length) for n in depths}
             for count, same in timed.items()
         }
 
-        def behind_prompts(value: Callable[[TimedBatch], float]) -> float:
-            """A value of the batch, between those behind shorter and longer prompts, and of fewer and more rows."""
+        def of_batch(value: Callable[[TimedBatch], float]) -> float:
+            """Interpolate a value between prompt lengths, then between batch sizes."""
             by_rows = {
-                count: within({b.prompt_length: value(b) for b in same}, prompt_length) for count, same in timed.items()
+                count: clamped({b.prompt_length: value(b) for b in same}, prompt_length)
+                for count, same in timed.items()
             }
-            return within(by_rows, rows)
+            return clamped(by_rows, rows)
 
         def start(layers: int) -> float:
-            return behind_prompts(lambda batch: batch.start[layers])
+            return of_batch(lambda batch: batch.start[layers])
 
         prefill = {b.batch_size * b.prompt_length: b.prefill for b in self.batches}
         tokens = batch_size * (prompt_tokens or prompt_length)
@@ -119,50 +120,50 @@ class Profile:
         later = None if longer is None else self.at(batch_size=batch_size, prompt_length=longer)
         return MeasuredCost(
             self.num_layers,
-            {n: within({count: times[n] for count, times in step.items()}, rows) for n in depths},
+            {n: clamped({count: times[n] for count, times in step.items()}, rows) for n in depths},
             rows,
             expected_steps,
-            {n: proportional({count: times[n] for count, times in prefill.items()}, tokens) for n in depths},
+            {n: extrapolated({count: times[n] for count, times in prefill.items()}, tokens) for n in depths},
             {n: start(n) for n in depths},
             {count: times for count, times in step.items() if count < rows},
             None if longer is None or later is None else (longer - prompt_length, later),
             min(self.batches, key=lambda b: abs(math.log(b.batch_size * b.prompt_length / tokens))).stopped_share,
-            behind_prompts(lambda batch: batch.cold),
+            of_batch(lambda batch: batch.cold),
             MARGIN,
         )
 
     def save(self, path: Path | None = None) -> Path:
-        """Write it to a file, or where `find_profile` looks, whole or not at all. Returns the file.
+        """Write the profile to a file atomically; by default where `find_profile` looks. Returns the file's path.
 
-        Raises ConfigError where that can't be written.
+        Raises ConfigError where the file can't be written.
         """
         try:
             if path is None:
                 path = profiles_folder() / profile_name(self.setting)
                 path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            write_atomically(path, json.dumps({"format": _PROFILE_FORMAT, **asdict(self)}, indent=2) + "\n")
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
             raise ConfigError(
-                f"the profile can't be kept: {error}; name a folder that can be written in XDG_CACHE_HOME"
+                f"the profile can't be saved: {error}; set XDG_CACHE_HOME to a writable folder"
             ) from error
         return path
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """The profile of a file. Raises ConfigError where it can't be read."""
+        """Read a profile from a file. Raises ConfigError where it can't be read."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values.pop("format") != _PROFILE_FORMAT:
                 raise ConfigError("it has another format")
             batches = tuple(
-                TimedBatch(**{**batch, **{name: _by_layers(batch[name], least) for name, least in _LEAST.items()}})
+                TimedBatch(**{**batch, **{name: _by_layers(batch[name], low) for name, low in _MIN_SECONDS.items()}})
                 for batch in values.pop("batches")
             )
             profile = cls(**values, batches=batches)
             check_counts(num_layers=profile.num_layers)
             depths = {tuple(sorted(times)) for b in batches for times in (b.step, b.prefill, b.start)}
             if len(depths) != 1 or any((each[0], each[-1]) != (1, profile.num_layers) for each in depths):
-                raise ConfigError(f"its times aren't of the same depths, from 1 to {profile.num_layers}")
+                raise ConfigError(f"its timings must be for the same numbers of layers, from 1 to {profile.num_layers}")
             if not isinstance(profile.date, str):
                 raise ConfigError(f"its date is {profile.date!r}")
             return profile
@@ -172,28 +173,30 @@ class Profile:
             ) from error
 
 
-def within(times: Mapping[int, float], at: int) -> float:
-    """The value at a number, as `interpolated`; beyond those that are known that of the nearest."""
+def clamped(times: Mapping[int, float], at: int) -> float:
+    """Interpolate linearly; outside the known range, take the nearest value."""
     return interpolated(times, min(max(at, min(times)), max(times)))
 
 
-def proportional(times: Mapping[int, float], at: int) -> float:
-    """The value at a number, as `within`; beyond the largest that is known it grows in proportion."""
-    most = max(times)
-    return times[most] * at / most if at > most else within(times, at)
+def extrapolated(times: Mapping[int, float], at: int) -> float:
+    """Interpolate as `clamped`; above the known range, scale the last value in proportion."""
+    last = max(times)
+    return times[last] * at / last if at > last else clamped(times, at)
 
 
-def _by_layers(times: Mapping[str, float], least: float) -> dict[int, float]:
+def _by_layers(times: Mapping[str, float], minimum: float) -> dict[int, float]:
     found = {int(layers): float(seconds) for layers, seconds in times.items()}
-    if len(found) < 2 or not all(least <= seconds < math.inf for seconds in found.values()):
+    if len(found) < 2 or not all(minimum <= seconds < math.inf for seconds in found.values()):
         raise ValueError(f"times are {times}")
     return found
 
 
-def setting_of(model: Any, sizes: CostModel, weights: Weights, device: torch.device | None = None) -> dict[str, Any]:
-    """All that a model's clock depends on, as plain values: its sizes and type, the weights, the machine, threads.
+def profile_setting(
+    model: Any, sizes: CostModel, weights: Weights, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Everything that a model's timings depend on, as plain values: its sizes and type, weights, processor, threads.
 
-    `device` is the one that it decodes on; None for the one that it is on.
+    `device` is the device that the model decodes on; None: the one that it is on.
     """
     inner = unwrap(model)
     device = inner.device if device is None else device
@@ -211,33 +214,32 @@ def setting_of(model: Any, sizes: CostModel, weights: Weights, device: torch.dev
 
 
 def find_profile(setting: Mapping[str, Any]) -> Profile | None:
-    """The profile that was kept for a setting; None where there is none. Raises ConfigError for a damaged one."""
+    """The saved profile of a setting; None where there is none. Raises ConfigError where it is damaged."""
     return read_profile(profile_name(setting))
 
 
 def read_profile(name: str) -> Profile | None:
-    """`find_profile` by `profile_name`, for who asks often."""
+    """As `find_profile`, by the setting's `profile_name`, for frequent use."""
     try:
         path = os.path.join(_profiles_folder(), name)
         written = os.stat(path).st_mtime_ns
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
-    return _profile_of(path, written)
+    return _load_cached(path, written)
 
 
-@lru_cache(maxsize=32)
-def _profile_of(path: str, written: int) -> Profile:
-    """The profile of a file that was written at a time: every call of generate asks for it."""
+@lru_cache(maxsize=32)  # since every call of generate needs the profile
+def _load_cached(path: str, written: int) -> Profile:
     return Profile.load(Path(path))
 
 
-def describe_clock(profile: Profile | None) -> str:
-    """The clock that speeds are solved for, in words."""
-    return "bytes and operations" if profile is None else f"this machine's clock, measured {profile.date}"
+def describe_cost_model(profile: Profile | None) -> str:
+    """The name of the cost model that speedups are predicted with, for messages."""
+    return "the analytical cost model" if profile is None else f"the calibrated profile of {profile.date}"
 
 
 def profiles_folder() -> Path:
-    """The folder of profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
+    """The folder of saved profiles: `skipdecode/profiles` in $XDG_CACHE_HOME, or in ~/.cache."""
     return Path(_profiles_folder())
 
 
@@ -254,7 +256,7 @@ def profile_name(setting: Mapping[str, Any]) -> str:
 
 @cache
 def processor(device: torch.device) -> str:
-    """The name of the processor that a device is, or belongs to."""
+    """The name of the GPU that a device is, or of the machine's CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:

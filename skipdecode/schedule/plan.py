@@ -1,4 +1,4 @@
-"""What a target speedup becomes on a machine: the schedule that decodes, and the speed that is expected of it."""
+"""Speed plans: the schedule chosen for a target speedup, and the speedup that is predicted for it."""
 
 import math
 from dataclasses import dataclass
@@ -6,63 +6,62 @@ from dataclasses import dataclass
 from skipdecode.errors import ConfigError
 from skipdecode.schedule.schedule import SkipSchedule
 
-PLANNED_HEADER = "X-Skipdecode-Planned-Speedup"  # of a server's answers
+PLANNED_HEADER = "X-Skipdecode-Planned-Speedup"  # HTTP header of a server's responses
 
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The schedule for a target, and what it is expected to reach.
+    """The schedule for a target speedup, and the speedup that is predicted for it.
 
-    A target that can't be reached is decoded at the fastest schedule that the checkpoint was trained for.
+    For a target that can't be reached, the schedule is the fastest one that the checkpoint was trained for.
 
     Attributes:
-        schedule: that decodes.
-        target: the speedup that was asked for; None where a schedule was given in its place.
-        speedup: that is expected of the schedule, of the time that the target is of; at least the target where that is
-            reached. None where a schedule was given.
-        limit: the largest speedup that could be asked for in place of a target that can't be reached; None for one that
-            is reached.
-        clock: what speeds are expected by, in words.
+        schedule: the schedule to decode with.
+        target: the target speedup; None where a schedule was given instead of one.
+        speedup: the predicted speedup of the schedule, of decoding or end-to-end like the target; at least the target
+            where that is reached. None where a schedule was given.
+        limit: for a target that can't be reached, the largest speedup that can; None where the target is reached.
+        predicted_by: the name of the cost model that predicts, for messages.
     """
 
     schedule: SkipSchedule
     target: float | None = None
     speedup: float | None = None
     limit: float | None = None
-    clock: str = ""
+    predicted_by: str = ""
 
     @property
     def reached(self) -> bool:
-        """Whether the target is expected to be reached; True where a schedule was given."""
+        """Whether the target is predicted to be reached; True where a schedule was given."""
         return self.limit is None
 
     @property
     def planned(self) -> float | None:
-        """`speedup` to two decimals, never rounded up: an unreached target must not look like a reached one."""
+        """`speedup` rounded down to two decimals, so that an unreached target never looks reached."""
         return None if self.speedup is None else rounded_down(self.speedup)
 
     @property
     def shortfall(self) -> float | None:
-        """What is planned in place of a target that can't be reached; None for one that is."""
+        """The planned speedup where it is below the target; None where the target is reached."""
         return None if self.reached else self.planned
 
     def warning(self) -> str:
-        """Say that the target can't be reached and what decodes in its place. For plans that aren't `reached`."""
+        """The warning that the target can't be reached. Only for plans that aren't `reached`."""
         return (
-            f"speedup {self.target:g} can't be reached: the fastest schedule that this checkpoint was trained for "
-            f"decodes in its place, at {self.planned:.2f}x by {self.clock}"
+            f"speedup {self.target:g} can't be reached: the fastest schedule that this checkpoint was trained for is "
+            f"used instead, {self.planned:.2f}x by {self.predicted_by}"
         )
 
     def refusal(self) -> ConfigError:
-        """The error of whoever asked for the target strictly. For plans that aren't `reached`."""
+        """The error where a target must be reached (`strict`). Only for plans that aren't `reached`."""
         return ConfigError(
-            f"speedup is {self.target:g}: this checkpoint reaches {self.limit:.2f} at most by {self.clock}; ask for "
-            "less, or leave strict out, and the fastest schedule that it was trained for decodes"
+            f"speedup is {self.target:g}: this checkpoint reaches at most {self.limit:.2f} by {self.predicted_by}; "
+            "choose a lower speedup, or omit strict to decode with the fastest schedule that it was trained for"
         )
 
 
 def rounded_down(speedup: float) -> float:
-    """A speedup to two decimals, not above itself.
+    """Round a speedup down to two decimals; a value within 1e-8 below a hundredth counts as that hundredth.
 
     >>> rounded_down(2.9999), rounded_down(2.3)
     (2.99, 2.3)
@@ -71,7 +70,7 @@ def rounded_down(speedup: float) -> float:
 
 
 def show_planned(target: float, shortfall: float | None) -> str:
-    """A target such as `3x`, with what was planned in its place where it can't be reached.
+    """Format a target such as `3x`, with the planned speedup where it can't be reached.
 
     >>> show_planned(3, None), show_planned(3, 1.87)
     ('3x', '3x (planned 1.87x)')

@@ -1,7 +1,7 @@
 """Skip schedules: which layers each generated token runs, as a pure function of its position.
 
-No tensor, no model and no device appear here (and neither torch nor transformers is imported): a schedule is made of
-integers, so the object that trains a model is the object that decodes with it, is saved with it and is benchmarked.
+A schedule consists of integers only, and this module imports neither torch nor transformers, so the same object is used
+in training and decoding, is saved in the checkpoint, and is named in benchmarks.
 """
 
 import json
@@ -18,18 +18,18 @@ from typing import Any, Literal, get_args
 from skipdecode.errors import ConfigError, check_counts, unknown
 from skipdecode.schedule.strict_json import parse_json
 
-# Far beyond any model and any text: what is larger is a slip of the keyboard that would take minutes and gigabytes.
-MOST_LAYERS, LONGEST_HORIZON, LARGEST_RATE = 1_000, 1_000_000, 1_000_000
+# Far beyond any real model or sequence: a larger value is a typing error that would cost minutes and gigabytes.
+MAX_LAYERS, MAX_HORIZON, MAX_DECAY_RATE = 1_000, 1_000_000, 1_000_000
 
 Decay = Literal["linear", "constant", "power", "exponential", "cosine", "step"]
 Placement = Literal["top", "bottom", "even", "ends", "order"]
 PromptPolicy = Literal["full", "max"]  # or a number of layers
-Over = Literal["decode", "all"]  # the time that a speed is of: of decoding alone, or of prompt and decoding together
+Over = Literal["decode", "all"]  # what a speedup measures: the time of decoding, or end-to-end (prefill + decode)
 
-# What `decay_rate` means to a decay, and what it is when it isn't given. A decay that isn't here has no rate.
+# The default `decay_rate` of each decay that takes one.
 DEFAULT_RATES: dict[str, float] = {
     "power": 2.0,  # the exponent: below 1 the budget falls early, above 1 late
-    "exponential": 4.0,  # how many times e the budget's excess over min shrinks within the horizon
+    "exponential": 4.0,  # the budget's excess over min_layers shrinks by exp(rate) within the horizon
     "step": 4.0,  # the number of plateaus
 }
 
@@ -38,8 +38,8 @@ def _step_progress(t: float, plateaus: float) -> float:
     return min(math.floor(t * plateaus), plateaus - 1) / (plateaus - 1)
 
 
-# How far the budget has come from max (0) to min (1) at the share t of the horizon, 0 <= t < 1. Linear is not here: it
-# is computed in the paper's own order of operations (see `SkipSchedule.budget`), so that rounding agrees with it.
+# Progress of the budget from max_layers (0) to min_layers (1) at the fraction t of the horizon, 0 <= t < 1. Linear
+# decay isn't listed: `_budgets` computes it in the paper's order of operations, so that both round alike.
 _PROGRESS: dict[str, Callable[[float, float], float]] = {
     "constant": lambda t, rate: 0.0,
     "power": lambda t, rate: t**rate,
@@ -50,10 +50,10 @@ _PROGRESS: dict[str, Callable[[float, float], float]] = {
 
 
 def check_order(order: Iterable[int], num_layers: int, warmup_layers: int = 1) -> tuple[int, ...]:
-    """An order of layers as plain integers, the most important layer first.
+    """Check an order of layers, the most important layer first, and return it as plain integers.
 
-    Raises ConfigError unless it holds every index from 0 to `num_layers` - 1 once, and the `warmup_layers` lowest ones
-    first: transformers takes lengths and masks from the cache of layer 0, which must therefore always run (law 2).
+    Raises ConfigError unless it contains every index from 0 to `num_layers` - 1 once, the `warmup_layers` lowest ones
+    first: transformers takes lengths and masks from the cache of layer 0, which must therefore always run.
 
     >>> check_order([0, 3, 1, 2], 4)
     (0, 3, 1, 2)
@@ -82,33 +82,33 @@ def check_order(order: Iterable[int], num_layers: int, warmup_layers: int = 1) -
 class SkipSchedule:
     """The layers that each generated token runs (SkipDecode, arXiv 2307.02628, section 3).
 
-    Step i takes generated token i (0-based) as its input and runs `budget(i)` layers: `max_layers` at i = 0, falling
+    Step i takes generated token i (0-based) as its input and runs `budget(i)` layers: `max_layers` at i = 0, decreasing
     along `decay` to `min_layers` at i = horizon - 1, and `min_layers` from there on. The first `warmup_layers` layers
-    always run; `placement` says where the others lie.
+    always run; `placement` chooses the others.
 
-    Law 1 asks for nested sets and nothing more, so any order of the layers gives a schedule: a budget of k runs the
-    first k of the order.
+    The layers of a token are always a subset of those of the token before, so no key or value is ever missing. Any
+    order of the layers satisfies this: a budget of k runs the first k layers of the order.
 
     Args:
-        num_layers: layers of the model (L).
-        max_layers: budget of the first step.
-        min_layers: budget from the end of the horizon on.
-        warmup_layers: layers at the bottom that every token runs (w; 1 in the paper).
-        horizon: generated tokens over which the budget falls (H), about the median length of a completion. With
-            H = 1 the budget is `min_layers` throughout.
+        num_layers: number of layers of the model (L).
+        max_layers: budget of the first step, in layers.
+        min_layers: budget from the end of the horizon on, in layers.
+        warmup_layers: number of lowest layers that every token runs (w; 1 in the paper).
+        horizon: number of generated tokens over which the budget decreases (H), about the median length of a
+            completion. With H = 1 the budget is `min_layers` throughout.
         decay: "linear" (the paper's); "constant" (max_layers up to the horizon's end); "power", "exponential",
             "cosine", "step" (plateaus of equal length).
-        placement: "top", the first w and the last k - w (the paper's); "bottom", the first k (early termination);
-            "even", spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends", half of the budget at
-            either end (D3, arXiv 2503.08524); "order", the first k of `order`.
-        prompt: "full", the prompt runs every layer (the paper's); "max", it runs the layers of a budget of max_layers;
-            a number of layers from max_layers to num_layers, placed likewise.
-        decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), the number of plateaus
-            of "step" (default 4); no other decay takes one.
-        prompt_stop: None, the prompt's tokens run the layers that `prompt` says; n, they run the lowest n of them and
-            stop, and the others take keys and values from that state (SwiftKV, arXiv 2410.03960, section 3.1). The last
-            token of the prompt, which the first new one comes from, runs on.
-        order: with placement "order" alone: every layer's index once, the most important one first. It starts with the
+        placement: "top": the first w and the last k - w layers (the paper's); "bottom": the first k (early
+            termination); "even": spread over the depth (Unified Layer Skipping, arXiv 2404.06954); "ends": half of the
+            budget at either end (D3, arXiv 2503.08524); "order": the first k of `order`.
+        prompt: "full": the prompt runs every layer (the paper's); "max": it runs the layers of a budget of max_layers;
+            a number from max_layers to num_layers: it runs the layers of that budget.
+        decay_rate: the exponent of "power" (default 2), the rate of "exponential" (default 4), or the number of
+            plateaus of "step" (default 4). The other decays take none.
+        prompt_stop: None: the prompt's tokens run all of the prompt's layers. A number n: they run the lowest n of
+            these layers, and the layers above compute their keys and values from that hidden state (SwiftKV, arXiv
+            2410.03960, section 3.1). The prompt's last token, which predicts the first new one, still runs them all.
+        order: for placement "order" only: every layer's index once, the most important first. It starts with the
             warm-up layers, 0 to warmup_layers - 1.
 
     Raises:
@@ -149,10 +149,10 @@ class SkipSchedule:
         for name in ("num_layers", "max_layers", "min_layers", "warmup_layers", "horizon"):
             check_counts(**{name: getattr(self, name)})
             value = int(getattr(self, name))
-            object.__setattr__(self, name, value)  # numpy's are no integers to JSON
-            most = LONGEST_HORIZON if name == "horizon" else MOST_LAYERS
-            if value > most:
-                raise ConfigError(f"{name} is {value}: it must be at most {most}")
+            object.__setattr__(self, name, value)  # json can't write numpy's integers
+            limit = MAX_HORIZON if name == "horizon" else MAX_LAYERS
+            if value > limit:
+                raise ConfigError(f"{name} is {value}: it must be at most {limit}")
         if self.max_layers > self.num_layers:
             raise ConfigError(
                 f"max_layers is {self.max_layers}: it must lie between min_layers ({self.min_layers}) "
@@ -172,23 +172,25 @@ class SkipSchedule:
                 raise unknown(name, str(getattr(self, name)), get_args(allowed))
         self._check_order()
         self._check_prompt()
-        self._check_stop()
-        self._check_rate()
-        # Law 1. Every combination above obeys it; a later decay or placement that doesn't is refused right here.
-        # Distinct, in the order in which they come.
-        budgets = dict.fromkeys((self.prompt_budget, *self._budgets, self.min_layers))
+        self._check_prompt_stop()
+        self._check_decay_rate()
+        # Every valid combination is nested; this refuses a decay or placement added later that isn't.
+        budgets = dict.fromkeys((self.prompt_budget, *self._budgets, self.min_layers))  # distinct, in order of use
         sets = [set(self.layers_for(budget)) for budget in budgets]
         if sorted(budgets, reverse=True) != list(budgets) or any(not b <= a for a, b in pairwise(sets)):
-            raise ConfigError(f"decay {self.decay!r} with placement {self.placement!r} is not nested (law 1): {self}")
+            raise ConfigError(
+                f"decay {self.decay!r} with placement {self.placement!r} is not nested: a token would run a layer that "
+                f"an earlier token skipped: {self}"
+            )
 
     def _check_order(self) -> None:
         order = self.order
         if order is None:
             if self.placement == "order":
-                raise ConfigError("placement is 'order': it needs order, every layer's index once")
+                raise ConfigError("placement is 'order': it needs the field order, with every layer's index once")
             return
         if self.placement != "order":
-            raise ConfigError(f"order is given with placement {self.placement!r}: it goes with placement 'order' alone")
+            raise ConfigError(f"order is given with placement {self.placement!r}: only placement 'order' takes one")
         object.__setattr__(self, "order", check_order(order, self.num_layers, self.warmup_layers))
 
     def _check_prompt(self) -> None:
@@ -201,12 +203,12 @@ class SkipSchedule:
             raise ConfigError(f"prompt is {prompt!r}: it must be 'full', 'max', or a number of layers")
         if not self.max_layers <= prompt <= self.num_layers:
             raise ConfigError(
-                f"prompt is {prompt}: it must lie between max_layers ({self.max_layers}), whose keys and values of the "
-                f"prompt are read, and num_layers ({self.num_layers})"
+                f"prompt is {prompt}: it must lie between max_layers ({self.max_layers}), since generated tokens read "
+                f"the prompt's keys and values in these layers, and num_layers ({self.num_layers})"
             )
         object.__setattr__(self, "prompt", int(prompt))
 
-    def _check_stop(self) -> None:
+    def _check_prompt_stop(self) -> None:
         stop = self.prompt_stop
         if stop is None:
             return
@@ -218,14 +220,14 @@ class SkipSchedule:
             )
         object.__setattr__(self, "prompt_stop", int(stop))
 
-    def _check_rate(self) -> None:
+    def _check_decay_rate(self) -> None:
         rate = self.decay_rate
         if rate is None:
             return
         if self.decay not in DEFAULT_RATES:
-            raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes none; leave it out")
-        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate <= LARGEST_RATE:
-            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0, and at most {LARGEST_RATE}")
+            raise ConfigError(f"decay_rate is {rate!r}: decay {self.decay!r} takes no rate; leave it out")
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate <= MAX_DECAY_RATE:
+            raise ConfigError(f"decay_rate is {rate!r}: it must be a number above 0, and at most {MAX_DECAY_RATE}")
         object.__setattr__(self, "decay_rate", float(rate))
         if self.decay == "step" and (rate < 2 or rate != int(rate)):
             raise ConfigError(f"decay_rate is {rate!r}: decay 'step' takes a whole number of plateaus, 2 or more")
@@ -260,29 +262,29 @@ class SkipSchedule:
 
     @property
     def prompt_budget(self) -> int:
-        """The number of layers that hold the prompt; its last token runs them all."""
+        """The number of layers that hold the prompt's keys and values; the prompt's last token runs them all."""
         if isinstance(self.prompt, int):
             return self.prompt
         return self.num_layers if self.prompt == "full" else self.max_layers
 
     @property
     def prompt_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that hold the prompt, ascending; those of every generated token are among them."""
+        """Indices of the layers that hold the prompt, ascending; they include those of every generated token."""
         return self.layers_for(self.prompt_budget)
 
     @property
     def prompt_depth(self) -> int:
-        """The number of layers that the prompt's tokens before its last one run."""
+        """The number of layers that the prompt's tokens, except its last one, run."""
         return min(self.prompt_budget, self.prompt_stop or self.prompt_budget)
 
     @property
     def stopped_layers(self) -> tuple[int, ...]:
-        """Those of `prompt_layers` above the prompt's stop, which the prompt's last token alone runs."""
+        """The layers of `prompt_layers` above `prompt_stop`, which only the prompt's last token runs."""
         return () if self.prompt_stop is None else self.prompt_layers[self.prompt_stop :]
 
     @property
     def skips(self) -> bool:
-        """Whether any token runs fewer layers than there are, be it of a prompt that stops."""
+        """Whether any token, of the prompt or generated, runs fewer layers than the model has."""
         return self.min_layers < self.num_layers or bool(self.stopped_layers)
 
     def layers_for(self, budget: int) -> tuple[int, ...]:
@@ -302,11 +304,11 @@ class SkipSchedule:
 
     @cached_property
     def _even_layers(self) -> dict[int, tuple[int, ...]]:
-        """Layers of each budget under even placement.
+        """The layers of each budget under even placement.
 
-        The largest budget of a generated token is spread exactly evenly; each smaller one drops the layer whose
-        neighbours are closest, and each larger one, of prompts, adds the middle of the widest gap, so that the sets are
-        nested (law 1), which sets spread evenly one by one are not.
+        A budget of max_layers is spread evenly. Each smaller budget drops the layer whose neighbours are closest, and
+        each larger one (of prompts) adds the middle of the widest gap. This keeps the sets nested, which sets that are
+        each spread evenly on their own would not be.
         """
         free, last = self.max_layers - self.warmup_layers, self.num_layers - 1
         span = last - (self.warmup_layers - 1)
@@ -320,7 +322,7 @@ class SkipSchedule:
             grown = sorted([*grown, (below + above) // 2])
             sets[len(grown)] = tuple(grown)
         while len(kept) > self.min_layers:
-            # The topmost layer stays while any other free one is left: it feeds the head.
+            # The topmost layer, which feeds the LM head, is dropped only when no other free layer is left.
             candidates = range(self.warmup_layers, max(len(kept) - 1, self.warmup_layers + 1))
             gaps = {at: kept[min(at + 1, len(kept) - 1)] - kept[at - 1] for at in candidates}
             del kept[min(candidates, key=lambda at: (gaps[at], at))]
@@ -335,7 +337,7 @@ class SkipSchedule:
         return (sum(before) + self.min_layers * (n - len(before))) / n
 
     def cutoffs(self, n: int) -> tuple[int, ...]:
-        """For each layer, how many of the first `n` steps run it: c(l) of law 3, without the prompt's columns."""
+        """For each layer, how many of the first `n` steps run it; the prompt's positions aren't counted."""
         counts = [0] * self.num_layers
         for i in range(min(n, len(self._budgets))):
             for layer in self.layers_at(i):
@@ -344,48 +346,50 @@ class SkipSchedule:
             counts[layer] += max(0, n - len(self._budgets))
         return tuple(counts)
 
-    def column_cutoffs(self, prompt_columns: int, columns: int) -> tuple[int, ...]:
-        """For each layer, how many columns of a batch run it (law 3), the first `prompt_columns` being the prompt's.
+    def position_cutoffs(self, prompt_columns: int, positions: int) -> tuple[int, ...]:
+        """For each layer, the number of a batch's positions that run it; they are always the first ones.
 
-        Column `prompt_columns + i` holds generated token i. The columns that run a layer are always a prefix.
+        The first `prompt_columns` positions hold the prompt, position `prompt_columns + i` holds generated token i.
 
-        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, horizon=2).column_cutoffs(5, 8)
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, horizon=2).position_cutoffs(5, 8)
         (8, 5, 6, 8)
         """
-        if not 0 < prompt_columns <= columns:
-            raise ConfigError(f"prompt_columns is {prompt_columns}: it must lie between 1 and the {columns} columns")
+        if not 0 < prompt_columns <= positions:
+            raise ConfigError(
+                f"prompt_columns is {prompt_columns}: it must lie between 1 and the number of positions ({positions})"
+            )
         on_prompt = set(self.prompt_layers)
-        generated = self.cutoffs(columns - prompt_columns)
+        generated = self.cutoffs(positions - prompt_columns)
         return tuple(prompt_columns * (layer in on_prompt) + count for layer, count in enumerate(generated))
 
-    def stopped_columns(self, prompt_columns: int) -> tuple[int, ...]:
-        """For each layer, how many columns of a batch give it keys and values alone: those of a prompt that stopped.
+    def stopped_positions(self, prompt_columns: int) -> tuple[int, ...]:
+        """For each layer, the number of prompt positions that only give it keys and values (see `prompt_stop`).
 
-        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, prompt_stop=2).stopped_columns(5)
+        >>> SkipSchedule(num_layers=4, max_layers=3, min_layers=2, prompt_stop=2).stopped_positions(5)
         (0, 0, 4, 4)
         """
         stopped = set(self.stopped_layers)
         return tuple((prompt_columns - 1) * (layer in stopped) for layer in range(self.num_layers))
 
-    def column_share(self, prompt_columns: int, columns: int) -> float:
-        """The share of layer-columns that a training step computes: 1.0 at full depth."""
-        return sum(self.column_cutoffs(prompt_columns, columns)) / (self.num_layers * columns)
+    def computed_share(self, prompt_columns: int, positions: int) -> float:
+        """The fraction of all (layer, position) pairs that a training step computes: 1.0 at full depth."""
+        return sum(self.position_cutoffs(prompt_columns, positions)) / (self.num_layers * positions)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values; `from_dict` makes an equal schedule of them."""
+        """The fields as plain values, which `from_dict` reads back."""
         values = asdict(self)
-        for name in ("prompt_stop", "order"):  # so that versions that don't know one read the schedules without it
+        for name in ("prompt_stop", "order"):  # left out where unset, for versions that don't know these fields
             if values[name] is None:
                 del values[name]
         if self.order is not None:
-            values["order"] = list(self.order)  # as JSON gives it back
+            values["order"] = list(self.order)  # JSON has no tuples
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SkipSchedule":
-        """The schedule that `to_dict` described. Raises ConfigError for an unknown or a missing field."""
+        """The schedule that `to_dict` described. Raises ConfigError for an unknown or missing field."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"not a schedule: expected its fields, got {values!r}")
+            raise ConfigError(f"not a schedule: expected a mapping of its fields, got {values!r}")
         names = [field.name for field in fields(cls)]
         for key in values:
             if key not in names:
@@ -401,7 +405,7 @@ class SkipSchedule:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "SkipSchedule":
-        """The schedule of a JSON file that holds what `to_json` gives. Raises ConfigError that names the file."""
+        """Read a schedule from a JSON file that `to_json` wrote. Raises ConfigError, which names the file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, TypeError) as error:

@@ -1,1 +1,1 @@
-"""A server with OpenAI's interface. `skipdecode serve` alone imports it: it needs skipdecode[serve]."""
+"""A server with OpenAI's API. Only `skipdecode serve` imports it, as it needs the packages of skipdecode[serve]."""

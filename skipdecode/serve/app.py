@@ -1,4 +1,4 @@
-"""The server's addresses."""
+"""The web application: its endpoints, error responses, and access control."""
 
 import asyncio
 import hmac
@@ -25,38 +25,44 @@ from skipdecode.families import decoder_layers
 from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.schedule.plan import PLANNED_HEADER, SpeedPlan, show_planned
 from skipdecode.schedule.schedule import Over
-from skipdecode.serve.field_errors import field_error, shown
+from skipdecode.serve.field_errors import field_error, show_value
 from skipdecode.serve.metrics import Metrics
-from skipdecode.serve.protocol import Asked, ChatAsked, CompletionAsked, Failure, error_body
-from skipdecode.serve.request_stream import Bell, Job
-from skipdecode.serve.responses import events, whole
+from skipdecode.serve.protocol import APIError, BaseRequest, ChatRequest, CompletionRequest, error_body
+from skipdecode.serve.request_stream import RunningRequest, Waker
+from skipdecode.serve.responses import full_response, stream_events
 from skipdecode.serve.settings import ServeSettings
-from skipdecode.serve.token_bytes import Spelling
+from skipdecode.serve.token_bytes import TokenBytes
 
 LOG = logging.getLogger("skipdecode.serve")
-_OPEN = ("/", "/health")  # without a key: the page asks for it
-# The page asks this server and nobody else, and no other page may show it.
-_POLICY = (
+_WITHOUT_KEY = ("/", "/health")  # the page at / has a field for the key
+# The page may send requests to this server only, and no other page may embed it.
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
 def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
-    """The application: it starts the engine's thread, and ends it."""
+    """The application, which starts and ends the engine's thread.
+
+    Args:
+        engine: decodes the requests.
+        tokenizer: of the checkpoint.
+        settings: of the server.
+    """
     metrics = Metrics(lambda: engine.state)
-    spelling = Spelling(tokenizer)
+    token_bytes = TokenBytes(tokenizer)
     started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.bell = Bell()
+        app.state.waker = Waker()
         with engine:
             yield
 
     app = FastAPI(title="skipdecode", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings, metrics=metrics)
-    if settings.allow_origins:  # around the guard: browsers ask for permission without a key, and read its errors too
+    if settings.allow_origins:  # outside of the guard: browsers send no key when they ask for permission
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origins,
@@ -64,23 +70,23 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    _add_errors(app)
+    _add_error_handlers(app)
     page = _page(engine, tokenizer, settings)
 
     def model() -> dict[str, Any]:
         described = {"id": settings.name, "object": "model", "created": started, "owned_by": "skipdecode"}
-        planned = _plan(engine, settings.over, settings.speedup).planned  # asked each time: as texts are decoded now
+        planned = _plan(engine, settings.over, settings.speedup).planned  # it may change while the server runs
         return {**described, "speedup": settings.speedup, "planned_speedup": planned}
 
     def check_model(name: str) -> None:
         if name != settings.name:
             message = f"the model {name!r} is not served here: this server has {settings.name!r}"
-            raise Failure(404, message, "model_not_found", "model")
+            raise APIError(404, message, "model_not_found", "model")
 
     @app.get("/", response_class=HTMLResponse)
     @app.head("/", response_class=HTMLResponse, include_in_schema=False)
     def index() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
+        return HTMLResponse(page, headers={"Content-Security-Policy": _CONTENT_SECURITY_POLICY})
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
@@ -104,62 +110,64 @@ def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI
         check_model(name)
         return model()
 
-    async def answer(asked: Asked, request: Request) -> Response:
-        check_model(asked.model)
-        job = Job(engine, tokenizer, settings, metrics, app.state.bell, asked)
-        request.state.job = job  # for the line of the log
-        await job.start()
-        headers = {} if job.planned is None else {PLANNED_HEADER: f"{job.planned:.2f}"}
-        if asked.stream:
-            return StreamingResponse(events(job, spelling), media_type="text/event-stream", headers=headers)
-        work, gone = asyncio.ensure_future(whole(job, spelling)), asyncio.ensure_future(_disconnected(request))
+    async def respond(body: BaseRequest, request: Request) -> Response:
+        check_model(body.model)
+        running = RunningRequest(engine, tokenizer, settings, metrics, app.state.waker, body)
+        request.state.running = running  # for the log
+        await running.start()
+        headers = {} if running.planned is None else {PLANNED_HEADER: f"{running.planned:.2f}"}
+        if body.stream:
+            events = stream_events(running, token_bytes)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        response = asyncio.ensure_future(full_response(running, token_bytes))
+        disconnected = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=499)  # nobody reads it
-            return JSONResponse(work.result(), headers=headers)
+            await asyncio.wait({response, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if not response.done():
+                return Response(status_code=499)  # nobody receives it
+            return JSONResponse(response.result(), headers=headers)
         finally:
-            job.cancel()
-            for task in (work, gone):
+            running.cancel()
+            for task in (response, disconnected):
                 task.cancel()
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
-        return await answer(asked, request)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(body, request)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        return await answer(asked, request)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await respond(body, request)
 
     return app
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
-        pass  # its body has been read: nothing else comes
+        pass
 
 
 def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
-    """The page with what it is to know of the checkpoint."""
-    remembered = SkipConfig.of(engine.model.config)
-    trained = remembered.trained_range if remembered is not None else None
-    example = remembered.task.get("example", "") if remembered is not None else ""
+    """The web page, with the facts about the checkpoint that it needs."""
+    config = SkipConfig.of(engine.model.config)
+    trained = config.trained_range if config is not None else None
+    example = config.task.get("example", "") if config is not None else ""
     tokens = max(len(tokenizer(example)["input_ids"]), 1)
 
-    def reached(speedup: float) -> float:
-        """The speedup, or the largest in quarters that a prompt such as the example's can be decoded at."""
+    def reachable(speedup: float) -> float:
+        """The speedup, or if the example can't reach it, the largest multiple of 0.25 that it can reach."""
         limit = _plan(engine, settings.over, speedup, [tokens]).limit
         return speedup if limit is None else max(1.0, math.floor(4 * limit) / 4)
 
-    speedup = reached(settings.speedup)
+    speedup = reachable(settings.speedup)
     known = {
         "model": settings.name,
         "speedup": speedup,
-        "fastest": max(reached(trained[1]) if trained else 1.0, speedup),
+        "fastest": max(reachable(trained[1]) if trained else 1.0, speedup),
         "layers": len(decoder_layers(engine.model)),
         "example": example,
         "tokens": settings.new_tokens,
-        "mostTokens": settings.most_new_tokens,
+        "maxTokens": settings.max_new_tokens,
         "key": settings.api_key is not None,
     }
     text = files("skipdecode.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -167,52 +175,52 @@ def _page(engine: Engine, tokenizer: Any, settings: ServeSettings) -> str:
 
 
 def _plan(engine: Engine, over: Over | None, speedup: float, prompts: Sequence[int] | None = None) -> SpeedPlan:
-    """What the engine decodes a speedup with, of prompts of so many tokens or of those of the training."""
+    """The plan for a target speedup, for prompts of these lengths or, by default, of the lengths in training."""
     return resolve_plan(engine.model, None, speedup, over=over, weights=engine.weights, prompts=prompts)
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Errors in OpenAI's form, whatever they come from."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give all errors OpenAI's form."""
 
-    def error(status: int, message: str, *details: str | None, headers: Any = None) -> JSONResponse:
+    def response(status: int, message: str, *details: str | None, headers: Any = None) -> JSONResponse:
         return JSONResponse(error_body(status, message, *details), status, headers)
 
-    @app.exception_handler(Failure)
-    async def failure(_: Request, found: Failure) -> JSONResponse:
-        return JSONResponse(found.body, found.status, found.headers)
+    @app.exception_handler(APIError)
+    async def api_error(_: Request, error: APIError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(ConfigError)
-    async def config_error(_: Request, found: ConfigError) -> JSONResponse:
-        return error(400, str(found))
+    async def config_error(_: Request, error: ConfigError) -> JSONResponse:
+        return response(400, str(error))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, found: RequestValidationError) -> JSONResponse:
-        first, *others = found.errors()
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first, *others = error.errors()
         if first["type"] == "json_invalid":
             reason = f"{first['ctx']['error']} at character {first['loc'][1]}"
-            return error(400, f"the body is not valid JSON: {reason}", "invalid_json")
+            return response(400, f"the body is not valid JSON: {reason}", "invalid_json")
         message, field = field_error(first)
         more = f" (and {len(others)} more)" if others else ""
-        return error(400, f"{message}{more}", "invalid_value", field)
+        return response(400, f"{message}{more}", "invalid_value", field)
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, found: HTTPException) -> JSONResponse:
-        message, code, asked = str(found.detail), None, f"{request.method} {request.url.path}"
-        if found.status_code == 400 and found.__cause__ is not None:  # FastAPI could not read the body
-            message, code = f"the body is not valid JSON: {first_line(found.__cause__)}", "invalid_json"
-        elif found.status_code == 404:
-            message = f"{asked} is not served here: there are /v1/models, /v1/completions and /v1/chat/completions"
-        elif found.status_code == 405:
-            message = f"{asked} is not allowed: the method is {(found.headers or {}).get('Allow', 'another')}"
-        return error(found.status_code, message, code, headers=found.headers)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        message, code, called = str(error.detail), None, f"{request.method} {request.url.path}"
+        if error.status_code == 400 and error.__cause__ is not None:  # FastAPI could not read the body
+            message, code = f"the body is not valid JSON: {first_line(error.__cause__)}", "invalid_json"
+        elif error.status_code == 404:
+            message = f"{called} doesn't exist: there are /v1/models, /v1/completions and /v1/chat/completions"
+        elif error.status_code == 405:
+            message = f"{called} is not allowed: the method is {(error.headers or {}).get('Allow', 'another')}"
+        return response(error.status_code, message, code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, found: Exception) -> JSONResponse:
-        return error(500, "the server has failed; its log says more")
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return response(500, "internal server error: see the server's log")
 
 
 class Guard:
-    """What comes before every address: the key, the kind and size of bodies; and the line of the log behind it."""
+    """Middleware that checks the API key and the type and size of bodies, and logs every request."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -231,73 +239,73 @@ class Guard:
 
         scope.setdefault("state", {})
         try:
-            refused = self._refused(scope)
-            if refused is not None:
-                await JSONResponse(refused.body, refused.status, refused.headers)(scope, receive, watch)
+            error = self._check(scope)
+            if error is not None:
+                await JSONResponse(error.body, error.status, error.headers)(scope, receive, watch)
             else:
-                await self._app(scope, self._counted(receive), watch)
+                await self._app(scope, self._limited(receive), watch)
         finally:
             self._log(scope, status, time.monotonic() - start)
 
-    def _refused(self, scope: Scope) -> Failure | None:
+    def _check(self, scope: Scope) -> APIError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         key = self._settings.api_key
-        if key is not None and scope["path"] not in _OPEN:
-            shown = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(shown, f"Bearer {key}".encode()):
-                return Failure(
+        if key is not None and scope["path"] not in _WITHOUT_KEY:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+                return APIError(
                     401, "the API key is missing or wrong", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
                 )
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._settings.most_bytes:
-            return Failure(413, self._too_large, "too_large")
-        return self._refused_kind(scope, headers)
+        if length.isdigit() and int(length) > self._settings.max_bytes:
+            return APIError(413, self._too_large, "too_large")
+        return self._check_content_type(scope, headers)
 
-    def _refused_kind(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Failure | None:
-        """Bodies are JSON, whatever a client calls them: curl says it sends a form.
+    def _check_content_type(self, scope: Scope, headers: Mapping[bytes, bytes]) -> APIError | None:
+        """Treat bodies as JSON whatever their content type, as `curl -d` declares a form.
 
-        A page of somebody else's must call them JSON, because browsers then ask first whether it may send them.
+        Only web pages of other origins must declare JSON: browsers then ask the server for permission first.
         """
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if scope["method"] != "POST" or kind == b"application/json":
             return None
         origin, allowed = headers.get(b"origin"), self._settings.allow_origins
         if origin is not None and "*" not in allowed and origin.decode("latin-1") not in allowed:
-            message = f"the Content-Type is {shown(kind.decode('latin-1'))}: a page must send application/json"
-            return Failure(415, message, "unsupported_media_type")
+            message = f"the Content-Type is {show_value(kind.decode('latin-1'))}: a web page must send application/json"
+            return APIError(415, message, "unsupported_media_type")
         kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
         scope["headers"] = [*kept, (b"content-type", b"application/json")]
         return None
 
     @property
     def _too_large(self) -> str:
-        return f"the body is larger than the {self._settings.most_bytes} bytes that this server reads"
+        return f"the body is larger than {self._settings.max_bytes} bytes, the maximum on this server"
 
-    def _counted(self, receive: Receive) -> Callable[[], Any]:
-        """`receive` that gives up a body that grows too large: one may come without saying its length."""
+    def _limited(self, receive: Receive) -> Callable[[], Any]:
+        """`receive` with the size limit, for bodies that are sent without a Content-Length."""
         count = 0
 
-        async def counted() -> Message:
+        async def limited() -> Message:
             nonlocal count
             message = await receive()
             count += len(message.get("body", b""))
-            if count > self._settings.most_bytes:
+            if count > self._settings.max_bytes:
                 raise HTTPException(413, self._too_large)
             return message
 
-        return counted
+        return limited
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("route")
-        path = getattr(route, "path", "other")  # not what the client wrote: it could be anything
+        path = getattr(route, "path", "other")  # not the client's own path, which could be anything
         self._metrics.requests.labels(path, str(status)).inc()
-        job: Job | None = scope["state"].get("job")
+        running: RunningRequest | None = scope["state"].get("running")
         line = f"{scope['method']} {path} {status} {seconds:.3f} s"
-        if job is not None:
-            texts = f"{len(job.choices)} texts, " if len(job.choices) != 1 else ""
-            speed = "lossless" if job.asked.lossless else show_planned(job.speedup, job.shortfall)
+        if running is not None:
+            count = f"{len(running.choices)} sequences, " if len(running.choices) != 1 else ""
+            speed = "lossless" if running.body.lossless else show_planned(running.speedup, running.shortfall)
             line += (
-                f", {texts}{speed}, {job.prompt_tokens} + {job.new_tokens} tokens, "
-                f"{job.layers_per_token:.2f} layers a token"
+                f", {count}{speed}, {running.prompt_tokens} + {running.new_tokens} tokens, "
+                f"{running.layers_per_token:.2f} layers per token"
             )
         LOG.info(line)

@@ -1,72 +1,81 @@
-"""Text from tokens as they come, up to what ends it."""
+"""Incremental detokenization, up to a stop string."""
 
 from collections.abc import Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+_INCOMPLETE = "\ufffd"  # stands for the first bytes of a character whose other bytes are missing
 
 
-class Words:
-    """The text of one answer, whose tokens come one after another.
+class Detokenizer:
+    """Decodes the tokens of one sequence as they are generated.
 
     Args:
         tokenizer: of the model.
-        stops: texts that end the answer, and are no part of it.
+        stops: strings that end the text; they aren't part of it.
 
     Attributes:
-        text: so far, without what may be the beginning of a stop.
-        stopped: whether a stop has come.
+        text: the text so far, without an end that may be the beginning of a stop.
+        stopped: whether a stop was found.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._tokens: list[int] = []
-        # Tokens are decoded behind the last that made text: some tokenizers drop the space before a first word.
-        self._from, self._read, self._known = 0, 0, ""
-        self._whole = ""
+        # New tokens are decoded together with the ones before them that last gave text, as some tokenizers drop the
+        # space before a first word. Those begin at `_start`, end at `_end`, and give the text `_context`.
+        self._start, self._end, self._context = 0, 0, ""
+        self._decoded = ""  # including any stop
         self.text = ""
         self.stopped = False
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Take tokens. Returns what the text grows by, which may be nothing until more is known."""
+        """Add tokens.
+
+        Args:
+            tokens: the next tokens.
+            last: whether the sequence ends with them.
+
+        Returns:
+            The new text; it is empty while more tokens are needed to decide on it.
+        """
         for place, token in enumerate(tokens, 1):
             self._grow(token, last=last and place == len(tokens))
-        at = min((found for stop in self._stops if (found := self._whole.find(stop)) >= 0), default=None)
+        at = min((found for stop in self._stops if (found := self._decoded.find(stop)) >= 0), default=None)
         if at is not None:
-            self.stopped, shown = True, self._whole[:at]
+            self.stopped, text = True, self._decoded[:at]
         else:
-            shown = self._whole[: len(self._whole) - (0 if last else self._held_back())]
-        new = shown[len(self.text) :]
-        self.text = shown
+            text = self._decoded[: len(self._decoded) - (0 if last else self._held_back())]
+        new = text[len(self.text) :]
+        self.text = text
         return new
 
     @property
-    def decided(self) -> int:
-        """Characters so far, with those of a stop and of what may be its beginning."""
-        return len(self._whole)
+    def decoded_length(self) -> int:
+        """Number of characters so far, those of a stop or of its possible beginning included."""
+        return len(self._decoded)
 
     def _grow(self, token: int, *, last: bool) -> None:
         self._tokens.append(token)
-        behind = self._decode(self._tokens[self._from :])
-        if behind.endswith(_UNFINISHED) and not last:
+        text = self._decode(self._tokens[self._start :])
+        if text.endswith(_INCOMPLETE) and not last:
             return
-        if not behind.startswith(self._known):  # some tokenizers spoil the characters before broken bytes, too
-            self._from, self._known = self._read, ""
-            behind = self._decode(self._tokens[self._from :])
-        if new := behind[len(self._known) :]:
-            self._whole += new
-            self._from, self._read = self._read, len(self._tokens)
-            self._known = self._decode(self._tokens[self._from :])
+        if not text.startswith(self._context):  # with some tokenizers, invalid bytes change the characters before them
+            self._start, self._context = self._end, ""
+            text = self._decode(self._tokens[self._start :])
+        if new := text[len(self._context) :]:
+            self._decoded += new
+            self._start, self._end = self._end, len(self._tokens)
+            self._context = self._decode(self._tokens[self._start :])
 
     def _held_back(self) -> int:
-        """Characters at the end that a stop may begin with."""
+        """The length of the longest end of the text with which a stop may begin."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         return next(
             (
                 n
-                for n in range(min(longest, len(self._whole)), 0, -1)
-                if any(stop.startswith(self._whole[-n:]) for stop in self._stops)
+                for n in range(min(longest, len(self._decoded)), 0, -1)
+                if any(stop.startswith(self._decoded[-n:]) for stop in self._stops)
             ),
             0,
         )

@@ -1,11 +1,12 @@
 """Fields of OpenAI's and vLLM's requests that this server doesn't implement.
 
-Clients send many of them with a value that asks for nothing. Such a value is accepted; any other one is refused.
+Many clients send them with a value that has no effect, such as a default. Such a value is accepted; any other value is
+refused.
 """
 
 from typing import Any
 
-# The values of a field that ask for nothing. A field without any is refused whatever it says, unless it is null.
+# The values without effect of each field. A field with none is refused unless it is null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
@@ -40,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "repetition_detection": (),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),  # texts have no special tokens
+    "spaces_between_special_tokens": (True, False),  # there are no special tokens in the output
     "stop_token_ids": ([],),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
@@ -76,8 +77,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
-# Fields that can't change an answer, accepted with any value of their type: they say who asks, or how a cache of
-# prompts should treat a request, and this server has none.
+# Fields that can't change a response, which are accepted with any value of their type: they identify the user, or
+# control a prompt cache, which this server doesn't have.
 UNUSED: dict[str, type] = {
     "cache_salt": str,
     "prompt_cache_key": str,
@@ -90,9 +91,9 @@ UNUSED: dict[str, type] = {
 
 
 def is_neutral(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value is one of those that ask for nothing; false isn't 0.
+    """Whether a value is one of those without effect; false isn't equal to 0.
 
     >>> is_neutral(0.0, (0,)), is_neutral(False, (0,)), is_neutral([], ([],))
     (True, False, True)
     """
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)

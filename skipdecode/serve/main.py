@@ -1,4 +1,4 @@
-"""The process of a server: from a checkpoint to the last answer."""
+"""Runs the server process, from its start to its shutdown."""
 
 import asyncio
 import logging
@@ -16,13 +16,25 @@ from skipdecode.generate.skip_generate import resolve_plan
 from skipdecode.serve.app import LOG, make_app
 from skipdecode.serve.settings import ServeSettings
 
-_PATIENCE = 5  # seconds that answers may take once their texts have ended
+_GRACE_SECONDS = 5  # for sending the last responses after all sequences have ended
 
 
 def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port: int) -> int:
-    """Serve until SIGTERM or Ctrl-C, and answer what was asked before. Returns the exit status.
+    """Serve until SIGTERM or Ctrl-C, then finish the requests that were received before.
 
-    Raises ConfigError for an address that can't be had, and a speed that the checkpoint can't have.
+    Args:
+        engine: decodes the requests.
+        tokenizer: of the checkpoint.
+        settings: of the server.
+        host: address to listen on.
+        port: port to listen on; 0 for any free one.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: if the server can't listen on this address, or the checkpoint can't reach the default speedup and
+            the settings are strict.
     """
     how: Any = {"over": settings.over, "strict": settings.strict, "weights": engine.weights}
     plan = resolve_plan(engine.model, None, settings.speedup, **how)
@@ -32,34 +44,34 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
     _log_to_stderr()
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     LOG.info(
-        f"serving {settings.name} at {settings.speedup:g}x (planned {plan.planned:.2f}x by {plan.clock}: "
-        f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers a token; others by `speedup`) "
-        f"on {address}/v1, a page at {address}/"
+        f"serving {settings.name} at {settings.speedup:g}x (planned {plan.planned:.2f}x by {plan.predicted_by}: "
+        f"{schedule.max_layers} to {schedule.min_layers} of {schedule.num_layers} layers per token) by default, "
+        f"on {address}/v1; web page: {address}/"
     )
     if host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
-        LOG.warning("anybody who reaches this address may use it: there is no --api-key")
+        LOG.warning("anyone who can reach this address can use the server, as there is no --api-key")
     if "*" in settings.allow_origins and settings.api_key is None:
-        LOG.warning("every page in a browser that reaches this address may use it: there is no --api-key")
+        LOG.warning("any web page in a browser that can reach this address can use it, as there is no --api-key")
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(settings.drain) + _PATIENCE,
+        timeout_graceful_shutdown=math.ceil(settings.drain) + _GRACE_SECONDS,
         h11_max_incomplete_event_size=2**16,
     )
-    # uvicorn drains on a signal, and raises it again afterwards: an end that was asked for is no failure.
+    # uvicorn shuts down on these signals and raises them again afterwards. Then they are ignored: the exit status is 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     _Server(config, engine, settings.drain).run(sockets=[listening])
-    LOG.info("ended")
+    LOG.info("stopped")
     return 0
 
 
 class _Server(uvicorn.Server):
-    """Ends the texts that are under way so many seconds after it was told to end.
+    """Closes the engine `drain` seconds after the start of a shutdown: unfinished requests then get an error response.
 
-    Their requests learn it so; uvicorn's own limit, in whole seconds, would cancel the tasks that answer them.
+    uvicorn's own limit would cancel the tasks that respond to them.
     """
 
     def __init__(self, config: uvicorn.Config, engine: Engine, drain: float) -> None:
@@ -82,7 +94,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--host {host!r} --port {port} can't be had: {reason}") from error
+        raise ConfigError(f"can't listen on --host {host!r} --port {port}: {reason}") from error
 
 
 def _log_to_stderr() -> None:

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a server."""
+"""The server's metrics for Prometheus."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,29 +12,29 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """The figures of one server.
+    """The metrics of one server.
 
     Args:
-        state: the engine's at the moment.
+        state: returns the current state of the engine.
     """
 
     def __init__(self, state: Callable[[], EngineState]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(state))
         self.requests = Counter(
-            "skipdecode_requests", "Requests that were answered", ["path", "status"], registry=self._registry
+            "skipdecode_requests", "Requests that got a response", ["path", "status"], registry=self._registry
         )
-        self.first_token, self.between_tokens, self.whole = (
+        self.first_token, self.between_tokens, self.sequence = (
             Histogram(f"skipdecode_{name}", what, buckets=_SECONDS, registry=self._registry)
             for name, what in (
-                ("first_token_seconds", "From a text's submission to its first token"),
-                ("between_tokens_seconds", "Between two tokens of a text"),
-                ("text_seconds", "From a text's submission to its end"),
+                ("first_token_seconds", "Time from the submission of a sequence to its first token"),
+                ("between_tokens_seconds", "Time between two tokens of a sequence"),
+                ("text_seconds", "Time from the submission of a sequence to its end"),
             )
         )
 
     def page(self) -> bytes:
-        """As Prometheus reads it."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
 
@@ -45,17 +45,21 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         state = self._state()
         for name, what, value in (
-            ("waiting", "Requests that wait to be admitted", state.waiting),
-            ("running", "Texts that decode: the batch", state.running),
-            ("cache_columns", "Columns of keys and values, over all layers", state.columns),
-            ("cache_columns_free", "Those of them that are free", state.free_columns),
+            ("waiting", "Sequences that wait to be admitted", state.waiting),
+            ("running", "Sequences that decode: the batch size", state.running),
+            ("cache_columns", "KV slots, over all layers", state.slots),
+            ("cache_columns_free", "Free KV slots", state.free_slots),
         ):
             yield GaugeMetricFamily(f"skipdecode_{name}", what, value)
         for name, what, value in (
-            ("tokens", "Tokens that were chosen", state.tokens),
-            ("prompt_tokens", "Tokens of prompts that were run", state.prompt_tokens),
+            ("tokens", "Tokens generated", state.tokens),
+            ("prompt_tokens", "Prompt tokens run", state.prompt_tokens),
             ("steps", "Decode steps", state.steps),
-            ("step_tokens", "Tokens that decode steps ran; over steps the mean batch", state.rows),
-            ("step_layers", "Layers that these ran; over step_tokens the layers a token", state.layers),
+            ("step_tokens", "Tokens that decode steps ran; divided by steps, the mean batch size", state.step_tokens),
+            (
+                "step_layers",
+                "Layers that those tokens ran; divided by step_tokens, the mean layers per token",
+                state.step_layers,
+            ),
         ):
             yield CounterMetricFamily(f"skipdecode_{name}", what, value)

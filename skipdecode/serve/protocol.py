@@ -1,4 +1,4 @@
-"""The requests of OpenAI's interface that the server understands, and its answers and errors."""
+"""The requests, responses and errors of OpenAI's API, as far as the server implements them."""
 
 import json
 import time
@@ -18,23 +18,23 @@ from pydantic import (
     model_validator,
 )
 
-from skipdecode.engine.sequence import LEAST_TEMPERATURE
+from skipdecode.engine.prepare import MIN_TEMPERATURE
 from skipdecode.errors import ConfigError
-from skipdecode.serve.field_errors import shown, unknown_field
+from skipdecode.serve.field_errors import show_value, unknown_field
 from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED, is_neutral
 
-_LONGEST_STOP, _MOST_STOPS = 256, 16  # each token is held against every part of one
+_MAX_STOP_LENGTH, _MAX_STOPS = 256, 16  # every new token is compared with all stops
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # in JSON 5.0 is 5
+def _as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 5.0 is an integer in JSON
 
 
-Integer = Annotated[int, Strict(), BeforeValidator(_whole)]  # "5" and true are none
+Integer = Annotated[int, Strict(), BeforeValidator(_as_integer)]  # "5" and true are not integers
 
 
-class Fields(BaseModel):
-    """Fields of JSON; a null one is as one that isn't there."""
+class JSONObject(BaseModel):
+    """A JSON object; a field that is null counts as absent."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,20 +44,20 @@ class Fields(BaseModel):
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
 
-class StreamOptions(Fields):
-    """Of a stream: whether it ends with the request's usage."""
+class StreamOptions(JSONObject):
+    """Options of a stream."""
 
     include_usage: StrictBool = False
-    include_obfuscation: StrictBool = False  # asked for by clients that needn't have it
+    include_obfuscation: StrictBool = False  # accepted without effect
     continuous_usage_stats: Literal[False] = False  # vLLM's
 
 
-class Asked(Fields):
-    """What the two kinds of requests share. Texts are greedy unless `temperature` or `top_p` is given, and at a
-    temperature below 1e-5.
+class BaseRequest(JSONObject):
+    """What both kinds of requests have in common. Decoding is greedy unless `temperature` or `top_p` is given, and if
+    the temperature is below 1e-5.
     """
 
-    address: ClassVar[str]
+    endpoint: ClassVar[str]
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
 
     model: str
@@ -65,69 +65,71 @@ class Asked(Fields):
     max_tokens: Integer | None = Field(None, ge=1)
     temperature: StrictFloat | None = Field(None, ge=0, le=2)
     top_p: StrictFloat | None = Field(None, ge=0, le=1)
-    top_k: Integer | None = Field(None, ge=-1)  # 0 and vLLM's -1: all tokens
+    top_k: Integer | None = Field(None, ge=-1)  # 0, and -1 as in vLLM: all tokens
     repetition_penalty: StrictFloat | None = Field(None, ge=1e-5, le=10)
     logit_bias: dict[int, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[str] = []
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    # What is no part of OpenAI's: by the client's `extra_body`.
+    # Not in OpenAI's API; sent by `extra_body` of its client.
     speedup: StrictFloat | None = None
     over: Literal["decode", "all"] | None = None
     lossless: StrictBool = False
-    details: StrictBool = False  # the layers of each token, and times
+    details: StrictBool = False  # whether the response has layers and times
 
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: Any) -> Any:
-        """Without the fields that ask for nothing. Raises Failure for others that this server can't have."""
+        """Remove unsupported fields whose values have no effect. Raises APIError for other unsupported fields."""
         if not isinstance(values, dict):
             return values
-        found = {}
+        supported = {}
         for name, value in values.items():
             if value is None:
                 continue
             if name in cls.model_fields:
-                found[name] = value
+                supported[name] = value
             elif name in UNUSED:
                 if not isinstance(value, UNUSED[name]):
-                    wanted = "a string" if UNUSED[name] is str else "an object"
-                    raise Failure(400, f"{name} is {shown(value)}: it must be {wanted}", "invalid_value", name)
+                    expected = "a string" if UNUSED[name] is str else "an object"
+                    raise APIError(400, f"{name} is {show_value(value)}: it must be {expected}", "invalid_value", name)
             elif name in cls.neutral:
                 if not is_neutral(value, cls.neutral[name]):
-                    message = f"{name} is {shown(value)}: this server doesn't support it"
+                    message = f"{name} is {show_value(value)}: this server doesn't support it"
                     if cls.neutral[name]:
-                        allowed = " and ".join(map(shown, cls.neutral[name]))
-                        message += f", and accepts only {allowed}, which asks for nothing"
-                    raise Failure(400, message, "unsupported_value", name)
+                        allowed = " and ".join(map(show_value, cls.neutral[name]))
+                        message += f", and accepts only {allowed}, which has no effect"
+                    raise APIError(400, message, "unsupported_value", name)
             else:
                 known = [*cls.model_fields, *cls.neutral, *UNUSED]
-                elsewhere = {each.address: each.model_fields for each in Asked.__subclasses__()}
-                raise Failure(400, unknown_field(name, known, elsewhere), "unknown_parameter", name)
-        return found
+                endpoints = {kind.endpoint: kind.model_fields for kind in BaseRequest.__subclasses__()}
+                raise APIError(400, unknown_field(name, known, endpoints), "unknown_parameter", name)
+        return supported
 
     @field_validator("stop", mode="plain")
     @classmethod
     def _stops(cls, value: Any) -> list[str]:
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list):
-            raise ConfigError(f"it is {shown(value)}, and must be a string or a list of strings")
-        if len(stops) > _MOST_STOPS:
-            raise ConfigError(f"it has {len(stops)} entries, and may have {_MOST_STOPS}")
+            raise ConfigError(f"it is {show_value(value)}, and must be a string or a list of strings")
+        if len(stops) > _MAX_STOPS:
+            raise ConfigError(f"it has {len(stops)} entries: the maximum is {_MAX_STOPS}")
         for stop in stops:
             if not isinstance(stop, str):
-                raise ConfigError(f"an entry is {shown(stop)}, and must be a string")
-            if not 1 <= len(stop) <= _LONGEST_STOP:
-                raise ConfigError(f"a string has {len(stop)} characters, and must have 1 to {_LONGEST_STOP}")
+                raise ConfigError(f"an entry is {show_value(stop)}, and must be a string")
+            if not 1 <= len(stop) <= _MAX_STOP_LENGTH:
+                raise ConfigError(f"a string has {len(stop)} characters, and must have 1 to {_MAX_STOP_LENGTH}")
         return stops
 
     def check(self) -> None:
-        """Raise ConfigError for fields that would be without effect beside one another, as OpenAI's API does."""
+        """Raise ConfigError for fields that have no effect in this combination, as OpenAI's API does."""
         if self.include_usage and not self.stream:
-            raise ConfigError("stream_options is given without stream: it says what a stream ends with")
+            raise ConfigError("stream_options is given without stream: true, and has no effect then")
         if (self.top_k or 0) > 1 and self.temperature is None and self.top_p is None:
-            raise ConfigError(f"top_k is {self.top_k} without temperature or top_p: texts are greedy then")
+            raise ConfigError(
+                f"top_k is {self.top_k} without temperature or top_p: it has no effect in greedy decoding"
+            )
 
     @property
     def include_usage(self) -> bool:
@@ -136,43 +138,43 @@ class Asked(Fields):
 
     @property
     def new_tokens(self) -> int | None:
-        """How many are asked for."""
+        """The maximum number of new tokens, if the request sets one."""
         return self.max_tokens
 
     @property
     def length_field(self) -> str:
-        """The field that says so."""
+        """The name of the field that sets `new_tokens`."""
         return "max_tokens"
 
     @property
-    def top_logprobs_asked(self) -> int | None:
-        """Of how many tokens probabilities are asked for at each place; None for none at all."""
+    def logprobs_count(self) -> int | None:
+        """How many of the likeliest tokens to report with each token; None for no log probabilities at all."""
         raise NotImplementedError
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """As settings of `generate`."""
+        """Sampling and logits processors as settings of `generate`."""
         given = self.temperature is not None or self.top_p is not None
-        sampled = given and (self.temperature is None or self.temperature >= LEAST_TEMPERATURE) and self.top_p != 0
-        found: dict[str, Any] = {"do_sample": sampled}
+        sampled = given and (self.temperature is None or self.temperature >= MIN_TEMPERATURE) and self.top_p != 0
+        settings: dict[str, Any] = {"do_sample": sampled}
         if sampled:
-            # Those of a checkpoint's generation_config are put back to what says nothing.
+            # All three are set, so that the checkpoint's generation_config has no effect on them.
             top_k = max(0, self.top_k or 0)
-            found |= {"temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": top_k}
+            settings |= {"temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": top_k}
         if self.repetition_penalty is not None:
-            found["repetition_penalty"] = self.repetition_penalty
+            settings["repetition_penalty"] = self.repetition_penalty
         if self.logit_bias:
-            found["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias.items()}
-        return found
+            settings["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias.items()}
+        return settings
 
 
-class CompletionAsked(Asked):
-    """POST /v1/completions."""
+class CompletionRequest(BaseRequest):
+    """The body of POST /v1/completions."""
 
-    address = "/v1/completions"
+    endpoint = "/v1/completions"
     neutral = {**NEUTRAL, "add_special_tokens": (True,)}
 
-    prompt: list[str | list[int]]  # one or several, each a text or tokens
+    prompt: list[str | list[int]]  # one or several, each a string or token ids
     logprobs: Integer | None = Field(None, ge=0, le=20)
     best_of: Integer | None = None
 
@@ -182,43 +184,45 @@ class CompletionAsked(Asked):
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list):
-            raise ConfigError(f"it is {shown(value)}, and must be {_A_PROMPT}")
+            raise ConfigError(f"it is {show_value(value)}, and must be {_A_PROMPT}")
         if not value:
             raise ConfigError("it is empty")
-        first, kind = shown(value[0]), type(value[0])
+        first, kind = show_value(value[0]), type(value[0])
         for n, each in enumerate(value):
             if type(each) is not kind:
-                raise ConfigError(f"entry {n} is {shown(each)} beside {first} in entry 0, and it must be {_A_PROMPT}")
+                raise ConfigError(f"entry {n} is {show_value(each)}, but entry 0 is {first}: it must be {_A_PROMPT}")
         if kind is str:
             return value
         if kind is list:
-            return [_tokens(each, f"entry {n}, ") for n, each in enumerate(value)]
+            return [_token_ids(each, f"entry {n}, ") for n, each in enumerate(value)]
         if kind is int:
-            return [_tokens(value)]
-        raise ConfigError(f"entry 0 is {first}, and it must be {_A_PROMPT}")
+            return [_token_ids(value)]
+        raise ConfigError(f"entry 0 is {first}: it must be {_A_PROMPT}")
 
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, 1, self.n):
-            raise ConfigError(f"best_of is {self.best_of}: this server chooses among no texts; leave it out")
+            raise ConfigError(f"best_of is {self.best_of}: this server doesn't support it; leave it out")
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def logprobs_count(self) -> int | None:
         return self.logprobs
 
 
 _A_PROMPT = "a string, a list of strings, a list of token ids, or a list of such lists"
 
 
-def _tokens(values: list[Any], where: str = "") -> list[int]:
+def _token_ids(values: list[Any], where: str = "") -> list[int]:
     for place, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:  # true is no token
-            raise ConfigError(f"{where}entry {place} is {shown(value)}, and a token id is an integer of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                f"{where}entry {place} is {show_value(value)}, and a token id is an integer of at least 0"
+            )
     return values
 
 
-class Part(BaseModel):
-    """A part of a message: text alone, be it a refusal of the assistant's."""
+class ContentPart(BaseModel):
+    """A part of a message's content: text, or a refusal of the assistant, which is text too."""
 
     type: str
     text: str
@@ -230,12 +234,12 @@ class Part(BaseModel):
         if kind == "refusal":
             return {"type": kind, "text": values.get("refusal")}
         if isinstance(kind, str) and kind != "text":
-            raise ConfigError(f"its type is {shown(kind)}, and the model reads parts of type text alone")
+            raise ConfigError(f"its type is {show_value(kind)}: the only supported type is text")
         return values
 
 
-class Function(Fields):
-    """The function that an assistant called."""
+class Function(JSONObject):
+    """The function of a tool call."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -244,40 +248,40 @@ class Function(Fields):
     @field_validator("arguments", mode="plain")
     @classmethod
     def _as_an_object(cls, value: Any) -> dict[str, Any] | str:
-        """Chat templates take an object where requests have its JSON, which a model may have written wrong."""
+        """Parse the arguments, as chat templates take an object. A model may have written invalid JSON, which stays."""
         if not isinstance(value, str | dict):
-            raise ConfigError(f"it is {shown(value)}, and must be a string")
+            raise ConfigError(f"it is {show_value(value)}, and must be a string")
         try:
-            found = json.loads(value) if isinstance(value, str) else value
+            parsed = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, dict) else value
+        return parsed if isinstance(parsed, dict) else value
 
 
-class ToolCall(Fields):
-    """One of the calls that an assistant made."""
+class ToolCall(JSONObject):
+    """A tool call in an assistant's message."""
 
     model_config = ConfigDict(extra="allow")
     function: Function | None = None
 
 
-class Message(Fields):
-    """A message of a chat. Its role, and what else it has, are the chat template's concern."""
+class Message(JSONObject):
+    """A message of a chat. The chat template interprets its role and any other fields."""
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: list[Part]
+    content: list[ContentPart]
     tool_calls: list[ToolCall] = []
     audio: None = None
 
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, values: Any) -> Any:
-        """An assistant that called a tool, or refused, may have said nothing else; so may a function."""
+        """Allow messages without content for an assistant that called a tool or refused, and for a function."""
         if not isinstance(values, dict) or values.get("content") is not None:
             return values
-        said = ("tool_calls", "function_call", "refusal") if values.get("role") == "assistant" else ()
-        if values.get("role") == "function" or any(values.get(name) for name in said):
+        allowed = ("tool_calls", "function_call", "refusal") if values.get("role") == "assistant" else ()
+        if values.get("role") == "function" or any(values.get(name) for name in allowed):
             return {**values, "content": values.get("refusal") or ""}
         return values
 
@@ -287,22 +291,22 @@ class Message(Fields):
         if isinstance(value, str):
             return [{"type": "text", "text": value}]
         if not isinstance(value, list):
-            raise ConfigError(f"it is {shown(value)}, and must be a string or a list of parts")
+            raise ConfigError(f"it is {show_value(value)}, and must be a string or a list of parts")
         return value
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it. Some templates ask only whether there are tool_calls: none stay out."""
+        """The message for a chat template. Empty tool_calls are left out, as some templates test for the key."""
         content = "".join(part.text for part in self.content)
-        found: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": content}
+        message: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": content}
         if self.tool_calls:
-            found["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
-        return found
+            message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
+        return message
 
 
-class ChatAsked(Asked):
-    """POST /v1/chat/completions."""
+class ChatRequest(BaseRequest):
+    """The body of POST /v1/chat/completions."""
 
-    address = "/v1/chat/completions"
+    endpoint = "/v1/chat/completions"
     neutral = {**NEUTRAL, "add_special_tokens": (False,), "best_of": (1,)}
 
     messages: list[Message] = Field(min_length=1)
@@ -316,7 +320,7 @@ class ChatAsked(Asked):
             raise ConfigError(f"top_logprobs is {self.top_logprobs} without logprobs: true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ConfigError(
-                f"max_tokens is {self.max_tokens} beside max_completion_tokens {self.max_completion_tokens}: give one"
+                f"max_tokens is {self.max_tokens}, and max_completion_tokens is {self.max_completion_tokens}: give one"
             )
 
     @property
@@ -328,17 +332,19 @@ class ChatAsked(Asked):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class Failure(Exception):
-    """An error of OpenAI's form.
+class APIError(Exception):
+    """An error response in OpenAI's form.
 
     Args:
-        status: of HTTP.
-        message, code, param: what is wrong, by what name, and in which field.
-        headers: of the answer.
+        status: HTTP status.
+        message: says what is wrong.
+        code: a name for the kind of error.
+        param: the field that is wrong, if there is one.
+        headers: of the response.
     """
 
     def __init__(
@@ -358,7 +364,7 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it, on one line. What it repeats of a request may be halves of surrogates."""
+    """The body of an error response. Control characters and lone surrogates from the request are escaped."""
     message, param = _printable(message), None if param is None else _printable(param)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -369,21 +375,21 @@ def _printable(text: str) -> str:
 
 
 class Envelope:
-    """What all answers to one request, or all parts of a stream, have in common."""
+    """The fields that the response to a request, or all chunks of a stream, have in common."""
 
-    def __init__(self, asked: Asked, skipdecode: Mapping[str, Any]) -> None:
-        self.skipdecode = dict(skipdecode)  # what is no part of OpenAI's answers
-        self.chat = isinstance(asked, ChatAsked)
+    def __init__(self, request: BaseRequest, skipdecode: Mapping[str, Any]) -> None:
+        self.skipdecode = dict(skipdecode)  # not in OpenAI's API
+        self.chat = isinstance(request, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model = asked.model
-        self.include_usage = asked.include_usage
+        self.model = request.model
+        self.include_usage = request.include_usage
 
-    def body(self, choices: list[dict[str, Any]], *, part: bool = False, **more: Any) -> dict[str, Any]:
-        """With its choices."""
-        kind = ("chat.completion.chunk" if part else "chat.completion") if self.chat else "text_completion"
-        if part and self.include_usage:
-            more = {"usage": None, **more}  # all parts have the field, and the last one its figures
+    def body(self, choices: list[dict[str, Any]], *, chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """The body of a response, or of a chunk of a stream, with these choices."""
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        if chunk and self.include_usage:
+            more = {"usage": None, **more}  # every chunk has the field; it is null in all but the last
         return {
             "id": self.id,
             "object": kind,
@@ -395,20 +401,20 @@ class Envelope:
         }
 
     def choice(
-        self, index: int, text: str, end: str | None, logprobs: Any, *, part: bool = False, first: bool = False
+        self, index: int, text: str, end: str | None, logprobs: Any, *, chunk: bool = False, first: bool = False
     ) -> dict[str, Any]:
-        """One choice, or a part of it."""
-        found: dict[str, Any] = {"index": index, "finish_reason": end, "logprobs": logprobs}
+        """One choice of a response, or what it gained in a chunk of a stream."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": end, "logprobs": logprobs}
         if not self.chat:
-            return {**found, "text": text}
+            return {**choice, "text": text}
         message: dict[str, Any] = {"content": text}
-        if first or not part:
+        if first or not chunk:
             message["role"] = "assistant"
-        return {**found, "delta" if part else "message": message}
+        return {**choice, "delta" if chunk else "message": message}
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """Tokens of a request."""
+    """The token counts of a request."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,

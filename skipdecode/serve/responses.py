@@ -1,104 +1,111 @@
-"""The answers to a request, in one piece or as a stream of server-sent events."""
+"""The response to a request, as one JSON object or as a stream of server-sent events."""
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from skipdecode.serve.protocol import Envelope, Failure, usage
-from skipdecode.serve.request_stream import Choice, Job, Part
-from skipdecode.serve.token_bytes import Spelling
+from skipdecode.serve.protocol import APIError, Envelope, usage
+from skipdecode.serve.request_stream import Choice, Chunk, RunningRequest
+from skipdecode.serve.token_bytes import TokenBytes
 
 
-async def whole(job: Job, spelling: Spelling) -> dict[str, Any]:
-    """The answer in one piece, once every text has ended. Raises Failure."""
-    envelope = Envelope(job.asked, _speed(job))
-    async for _ in job.parts():
+async def full_response(running: RunningRequest, token_bytes: TokenBytes) -> dict[str, Any]:
+    """The response as one object, once every sequence has ended. Raises APIError if one fails."""
+    envelope = Envelope(running.body, _speed(running))
+    async for _ in running.chunks():
         pass
     choices = [
         envelope.choice(
             choice.index,
-            choice.words.text,
+            choice.detokenizer.text,
             choice.end,
-            _logprobs(envelope, spelling, choice, range(len(choice.logprobs))),
+            _logprobs(envelope, token_bytes, choice, range(len(choice.logprobs))),
         )
-        for choice in job.choices
+        for choice in running.choices
     ]
-    if job.asked.details:
-        envelope.skipdecode["layers_per_token"] = job.layers_per_token
-    return envelope.body(choices, usage=usage(job.prompt_tokens, job.new_tokens))
+    if running.body.details:
+        envelope.skipdecode["layers_per_token"] = running.layers_per_token
+    return envelope.body(choices, usage=usage(running.prompt_tokens, running.new_tokens))
 
 
-async def events(job: Job, spelling: Spelling) -> AsyncIterator[str]:
-    """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
-    envelope = Envelope(job.asked, _speed(job))
+async def stream_events(running: RunningRequest, token_bytes: TokenBytes) -> AsyncIterator[str]:
+    """The response as events. An error becomes an event too, as the HTTP status has been sent by then."""
+    envelope = Envelope(running.body, _speed(running))
     try:
         if envelope.chat:
-            yield _event(
-                envelope.body(
-                    [envelope.choice(c.index, "", None, None, part=True, first=True) for c in job.choices], part=True
-                )
+            roles = [envelope.choice(c.index, "", None, None, chunk=True, first=True) for c in running.choices]
+            yield server_sent_event(envelope.body(roles, chunk=True))
+        async for chunks in running.chunks():
+            # All events are sent together. Sent one by one, they would fall behind the steps of a fast model.
+            if events := "".join(_events(running, envelope, token_bytes, chunks)):
+                yield events
+        if running.body.include_usage:
+            yield server_sent_event(
+                envelope.body([], chunk=True, usage=usage(running.prompt_tokens, running.new_tokens))
             )
-        async for together in job.parts():
-            # In one piece: where steps take less than events do, the texts would be ever farther behind.
-            if found := "".join(_events(job, envelope, spelling, together)):
-                yield found
-        if job.asked.include_usage:
-            yield _event(envelope.body([], part=True, usage=usage(job.prompt_tokens, job.new_tokens)))
         yield "data: [DONE]\n\n"
-    except Failure as failure:
-        yield _event(failure.body)
+    except APIError as error:
+        yield server_sent_event(error.body)
     finally:
-        job.cancel()
+        running.cancel()
 
 
-def _events(job: Job, envelope: Envelope, spelling: Spelling, together: Sequence[Part]) -> Iterator[str]:
-    """An event for each token where more than its text is asked for, else one for each text that grew."""
-    if job.asked.top_logprobs_asked is None and not job.asked.details:
-        grown: dict[int, str] = {}
-        for part in together:
-            grown[part.choice.index] = grown.get(part.choice.index, "") + part.text
-        for index, text in grown.items():
-            end = job.choices[index].end
+def _events(
+    running: RunningRequest, envelope: Envelope, token_bytes: TokenBytes, chunks: Sequence[Chunk]
+) -> Iterator[str]:
+    """An event for each token if the request wants more than text, otherwise one for each sequence that grew."""
+    body = running.body
+    if body.logprobs_count is None and not body.details:
+        texts: dict[int, str] = {}
+        for chunk in chunks:
+            texts[chunk.choice.index] = texts.get(chunk.choice.index, "") + chunk.text
+        for index, text in texts.items():
+            end = running.choices[index].end
             if text or end:
-                yield _event(envelope.body([envelope.choice(index, text, end, None, part=True)], part=True))
+                yield server_sent_event(
+                    envelope.body([envelope.choice(index, text, end, None, chunk=True)], chunk=True)
+                )
         return
-    for part in together:
-        choice = part.choice
-        places = [part.place] if job.asked.top_logprobs_asked is not None else []
-        logprobs = _logprobs(envelope, spelling, choice, places)
-        body = envelope.body([envelope.choice(choice.index, part.text, part.end, logprobs, part=True)], part=True)
-        if job.asked.details:
-            body["skipdecode"] = {
+    for chunk in chunks:
+        places = [chunk.place] if body.logprobs_count is not None else []
+        logprobs = _logprobs(envelope, token_bytes, chunk.choice, places)
+        choice = envelope.choice(chunk.choice.index, chunk.text, chunk.end, logprobs, chunk=True)
+        event = envelope.body([choice], chunk=True)
+        if body.details:
+            event["skipdecode"] = {
                 **envelope.skipdecode,
-                "token": part.chosen.token,
-                "layers": part.layers,
-                "seconds": part.chosen.at - choice.answer.times.submitted,
+                "token": chunk.generated.token,
+                "layers": chunk.layers,
+                "seconds": chunk.generated.at - chunk.choice.answer.times.submitted,
             }
-        yield _event(body)
+        yield server_sent_event(event)
 
 
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"  # in ASCII: some clients take U+2028 and U+0085 for ends of lines
+def server_sent_event(body: dict[str, Any]) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(body)}\n\n"  # in ASCII: some clients split lines at U+2028 and U+0085
 
 
-def _speed(job: Job) -> dict[str, Any]:
-    return {"speedup": job.speedup, "planned_speedup": job.planned}
+def _speed(running: RunningRequest) -> dict[str, Any]:
+    return {"speedup": running.speedup, "planned_speedup": running.planned}
 
 
-def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Sequence[int]) -> dict[str, Any] | None:
-    """Probabilities of the tokens at these places of a text, as each kind of request has them."""
+def _logprobs(
+    envelope: Envelope, token_bytes: TokenBytes, choice: Choice, places: Sequence[int]
+) -> dict[str, Any] | None:
+    """The `logprobs` field for the tokens at these places of a sequence, in the form of each endpoint."""
     if not places:
         return None
-    first = spelling.first(each.token for each in choice.logprobs)
+    first = token_bytes.first(each.token for each in choice.logprobs)
 
     def value(place: int, token: int, logprob: float | None) -> dict[str, Any]:
-        raw = spelling.raw(token, first=place <= first)
-        return {"token": spelling.name(token, raw), "logprob": logprob, "bytes": list(raw)}
+        raw = token_bytes.added(token, first=place <= first)
+        return {"token": token_bytes.name(token, raw), "logprob": logprob, "bytes": list(raw)}
 
     def values(place: int) -> dict[str, Any]:
-        chosen = choice.logprobs[place]
-        top = [value(place, *pair) for pair in chosen.top]
-        return {**value(place, chosen.token, chosen.logprob), "top_logprobs": top}
+        generated = choice.logprobs[place]
+        top = [value(place, *pair) for pair in generated.top]
+        return {**value(place, generated.token, generated.logprob), "top_logprobs": top}
 
     found = [values(place) for place in places]
     if envelope.chat:
@@ -112,7 +119,7 @@ def _logprobs(envelope: Envelope, spelling: Spelling, choice: Choice, places: Se
 
 
 def _by_name(top: Sequence[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for each in top:
-        found.setdefault(each["token"], each["logprob"])  # the likelier of two that have one name comes first
-    return found
+        by_name.setdefault(each["token"], each["logprob"])  # of two tokens with the same name the likelier comes first
+    return by_name

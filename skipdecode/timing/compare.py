@@ -1,4 +1,4 @@
-"""Texts from prompts, with the time and the layers that they took: what the command line does with a checkpoint."""
+"""Completions of prompts with their times and layers: what the command line does with a checkpoint."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from skipdecode.timing.agreement import agreeing_tokens
 from skipdecode.timing.interleave import Ratio, order_of_turn
 from skipdecode.timing.step_clock import generate_timed
 
-# `compare` times at least so much decoding at full depth, in at most so many rounds: a short text is over within
-# milliseconds, in which a busy machine does something else.
-LEAST_SECONDS, MOST_ROUNDS = 1.0, 25
-SHORTEST = 3  # tokens that can be timed: the first comes from the prompt's pass, and one step is too little
+# `compare` repeats rounds until decoding at full depth has taken MIN_SECONDS, MAX_ROUNDS at most: a short completion
+# takes milliseconds, which other work on the machine can distort.
+MIN_SECONDS, MAX_ROUNDS = 1.0, 25
+MIN_TOKENS = 3  # that can be timed: the first comes from the prefill, and a single step is too short
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Completion:
 
     Attributes:
         prompt, text: without special tokens.
-        ids: tokens that were generated, the end token among them.
-        layers: that they ran after the prompt, on average; the first token comes from the prompt's pass. Of lossless
-            texts those of all passes of the batch, drafts' and full depth's, over its steps.
+        ids: new tokens, including the end token.
+        layers: mean layers of the new tokens after the first, which comes from the prefill. With lossless decoding:
+            layers of all passes of the batch, of drafts and at full depth, divided by its steps.
     """
 
     prompt: str
@@ -47,18 +47,18 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """How many were generated."""
+        """Number of new tokens."""
         return len(self.ids)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The texts of a batch of prompts and the time that they took, or the sums of several batches.
+    """The completions of a batch of prompts and their times, or the sums of several batches.
 
     Attributes:
         completions: one for each prompt.
-        prefill_seconds, decode_seconds: wall clock, to the first tokens and from there on.
-        steps: decode steps of the batch.
+        prefill_seconds, decode_seconds: wall-clock times up to the first tokens, and from there on.
+        steps: number of decode steps of the batch.
     """
 
     completions: tuple[Completion, ...]
@@ -68,18 +68,18 @@ class Decoded:
 
     @property
     def seconds(self) -> float:
-        """Of prompts and decoding together."""
+        """End-to-end time: prefill and decode."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after each prompt's first, per second of decoding."""
+        """New tokens after each first one, per second of decoding."""
         tokens = sum(max(0, completion.tokens - 1) for completion in self.completions)
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def layers_per_token(self) -> float:
-        """Over the tokens after each prompt's first."""
+        """Mean layers of the new tokens after each first one."""
         weights = [max(0, completion.tokens - 1) for completion in self.completions]
         layers = sum(n * completion.layers for n, completion in zip(weights, self.completions, strict=True))
         return layers / sum(weights) if any(weights) else 0.0
@@ -98,13 +98,13 @@ class Decoder:
 
     Args:
         model, tokenizer: as `skipdecode.load` gives them.
-        max_new_tokens: of each prompt.
+        max_new_tokens: maximum for each prompt.
         weights: as in `skip_generate`.
         lossless, strict: as in `skip_generate`.
-        sampling: generate's settings, such as `do_sample` and `temperature`; greedy without.
+        sampling: generate's settings, such as `do_sample` and `temperature`; greedy by default.
 
     Raises:
-        ConfigError: for `max_new_tokens` below 1, and for a checkpoint whose own settings ask for `token_healing`.
+        ConfigError: for `max_new_tokens` below 1, and for a checkpoint whose own settings request `token_healing`.
     """
 
     def __init__(
@@ -128,53 +128,69 @@ class Decoder:
         self._positions = longest_sequence(model.config)
 
     def plan(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SpeedPlan:
-        """What the checkpoint decodes a speedup with. Raises ConfigError as `skip_generate` does.
+        """The plan for a target speedup. Raises ConfigError as `skip_generate` does.
 
         Args:
             speedup, over: as in `skip_generate`.
-            prompts: the tokens of each prompt of the batch that it is for.
+            prompts: tokens of each prompt of the batch.
         """
-        how: Any = {"over": over, "weights": self.weights, "prompts": prompts, "lossless": self._lossless}
-        return resolve_plan(self.model, None, speedup, strict=self._strict, **how)
+        return resolve_plan(
+            self.model,
+            None,
+            speedup,
+            over=over,
+            weights=self.weights,
+            prompts=prompts,
+            lossless=self._lossless,
+            strict=self._strict,
+        )
 
     def plan_of(self, prompts: Sequence[str], speedup: float, over: Over | None = None) -> SpeedPlan:
-        """The same for prompts that are decoded together."""
+        """The plan for a target speedup of prompts that are decoded together."""
         return self.plan(speedup, over, self._tokens(prompts))
 
     def draft_schedule(self, prompts: Sequence[str], order: Sequence[int] | None = None) -> SkipSchedule:
-        """What drafts for lossless texts of prompts that are decoded together, where no speedup is named.
+        """The schedule that drafts for prompts that are decoded together, if no speedup is given.
 
-        Without an `order` of layers it raises ConfigError where the checkpoint wasn't trained for a speedup.
+        Raises:
+            ConfigError: without an `order` of layers, if the checkpoint wasn't trained for a speedup.
         """
         do_sample = bool(self._request["do_sample"])
-        how: dict[str, Any] = {"weights": self.weights, "do_sample": do_sample, "order": order}
-        return choose_draft(self.model, self._tokens(prompts), **how)
+        tokens = self._tokens(prompts)
+        return choose_draft(self.model, tokens, weights=self.weights, do_sample=do_sample, order=order)
 
     def _tokens(self, prompts: Sequence[str]) -> list[int]:
         """Tokens of each prompt."""
         return [len(ids) for ids in self.tokenizer(list(prompts), verbose=False)["input_ids"]]
 
     def check(self, prompts: Sequence[str]) -> None:
-        """Raises ConfigError for a prompt that is empty, no text, or longer than the model has positions for."""
+        """Raise ConfigError for a prompt that is empty, isn't valid UTF-8, or exceeds the model's positions."""
         new = int(self._request["max_new_tokens"])
         for number, prompt in enumerate(prompts, start=1):
             if any("\ud800" <= mark <= "\udfff" for mark in prompt):
-                raise ConfigError(f"prompt {number} is no text in UTF-8: {prompt[:40]!r}")
+                raise ConfigError(f"prompt {number} is not valid UTF-8: {prompt[:40]!r}")
         for number, ids in enumerate(self.tokenizer(list(prompts), verbose=False)["input_ids"], start=1):
             if not ids:
                 raise ConfigError(f"prompt {number} is empty")
             if self._positions is not None and len(ids) + new - 1 > self._positions:
                 raise ConfigError(
-                    f"prompt {number} has {len(ids)} tokens: with {new} new ones that is beyond the model's "
+                    f"prompt {number} has {len(ids)} tokens: with {new} new ones it needs more than the model's "
                     f"{self._positions} positions; shorten it, or lower --max-new-tokens"
                 )
 
     def decode(
         self, prompts: Sequence[str], schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None
     ) -> Decoded:
-        """Decode prompts together, each to its end, or to exactly `tokens` new ones.
+        """Decode prompts together.
 
-        Raises ConfigError as `skip_generate` does.
+        Args:
+            prompts: to be completed.
+            schedule: which layers run, or draft.
+            streamer: as in `generate`.
+            tokens: exact number of new tokens; by default each completion has its own end.
+
+        Raises:
+            ConfigError: as `skip_generate` does.
         """
         request = {name: value for name, value in self._request.items() if value is not None}
         if tokens is not None:
@@ -202,15 +218,15 @@ class Decoder:
             completions = tuple(replace(one, layers=layers if one.tokens > 1 else 0.0) for one in completions)
         return Decoded(completions, clock.prefill_seconds, clock.decode_seconds, clock.steps)
 
-    def _up_to_stops(self, ids: torch.Tensor, columns: int) -> list[torch.Tensor]:
-        """The new tokens of each row, behind so many columns, up to the checkpoint's own stop strings."""
-        new = [*ids[:, columns:]]
+    def _up_to_stops(self, ids: torch.Tensor, prompt_length: int) -> list[torch.Tensor]:
+        """The new tokens of each sequence, up to the checkpoint's own stop strings."""
+        new = [*ids[:, prompt_length:]]
         stops = self.model.generation_config.stop_strings
         if not stops:
             return new
         stopped = StopStringCriteria(self.tokenizer, stops)
-        lengths = range(columns + 1, ids.shape[1] + 1)
-        ends = torch.stack([stopped(ids[:, :length], None) for length in lengths], dim=1)  # [batch, new columns]
+        lengths = range(prompt_length + 1, ids.shape[1] + 1)
+        ends = torch.stack([stopped(ids[:, :length], None) for length in lengths], dim=1)  # [batch, new tokens]
         return [row[: end.tolist().index(True) + 1] if end.any() else row for row, end in zip(new, ends, strict=True)]
 
     def _completion(self, prompt: str, ids: torch.Tensor, schedule: SkipSchedule) -> Completion:
@@ -224,18 +240,18 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Pace:
-    """The measured pace of one speedup: medians over rounds.
+    """Measurements of one speedup: medians over rounds.
 
     Attributes:
-        speedup: times that decoding is faster than at full depth in the same round.
-        whole: the same of prompts and decoding together.
-        layers: per token.
+        speedup: measured speedup of decoding over full depth in the same round.
+        end_to_end: measured end-to-end speedup.
+        layers: mean layers per token.
         tokens_per_second: of decoding.
-        prefill_seconds, decode_seconds: wall clock, to the first tokens and from there on.
+        prefill_seconds, decode_seconds: wall-clock times up to the first tokens, and from there on.
     """
 
     speedup: Ratio
-    whole: Ratio
+    end_to_end: Ratio
     layers: float
     tokens_per_second: float
     prefill_seconds: float
@@ -244,15 +260,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Compared:
-    """The same prompts at several speeds.
+    """The same prompts decoded at several speedups.
 
     Attributes:
-        plans: of the speedups that were asked for, 1 first.
-        decoded: the texts at each, in the same order.
-        agreements: at each, the share of tokens that full depth would have chosen (`agreeing_tokens`).
-        tokens: of each prompt in what was timed: as many as the longest text has, whatever ends the others.
-        rounds: that were timed.
-        paces: at each; empty where no text is long enough to be timed.
+        plans: for the target speedups, 1 first.
+        decoded: the completions at each.
+        agreements: the share of tokens that full depth would have chosen, at each (`agreeing_tokens`).
+        tokens: new tokens of each sequence that was timed: as many as the longest completion has.
+        rounds: number of rounds that were timed.
+        paces: measurements at each; empty if no completion is long enough to be timed.
     """
 
     plans: tuple[SpeedPlan, ...]
@@ -266,11 +282,21 @@ class Compared:
 def compare(
     decoder: Decoder, prompts: Sequence[str], speedups: Sequence[float], repeats: int, over: Over | None = None
 ) -> Compared:
-    """Decode prompts at full depth and at each speedup, and time them in turns: a busy machine then treats all alike.
+    """Decode prompts at full depth and at each speedup, and time them in turns, so that other work on the machine
+    affects all alike.
 
-    What is timed goes on to the same length at every one: else one that ends sooner would be timed over other steps.
-    There are `repeats` rounds after one that warms up, and more where they are over in no time. Raises ConfigError as
-    `skip_generate` does.
+    Timed sequences have the same length at every speedup, so that the same steps are compared. There are `repeats`
+    rounds after a warm-up, and more if rounds are very short.
+
+    Args:
+        decoder: of the checkpoint.
+        prompts: decoded together.
+        speedups: targets.
+        repeats: number of rounds.
+        over: as in `skip_generate`.
+
+    Raises:
+        ConfigError: as `skip_generate` does.
     """
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
     plans = tuple(decoder.plan_of(prompts, speedup, over) for speedup in speedups)
@@ -278,17 +304,19 @@ def compare(
     decoded = tuple(decoder.decode(prompts, schedule) for schedule in schedules)
     prompt_ids = decoder.tokenizer(list(prompts), verbose=False)["input_ids"]
     agreements = tuple(
-        statistics.fmean(chain(*agreeing_tokens(decoder.model, prompt_ids, [text.ids for text in one.completions])))
+        statistics.fmean(
+            chain(*agreeing_tokens(decoder.model, prompt_ids, [completion.ids for completion in one.completions]))
+        )
         for one in decoded
     )
     tokens = max(completion.tokens for one in decoded for completion in one.completions)
-    if tokens < SHORTEST:
+    if tokens < MIN_TOKENS:
         return Compared(plans, decoded, agreements, tokens, 0, ())
     for schedule in schedules:
         decoder.decode(prompts, schedule, tokens=tokens)
     timed: list[list[Decoded]] = [[] for _ in speedups]
     rounds = 0
-    while rounds < repeats or (rounds < MOST_ROUNDS and sum(one.decode_seconds for one in timed[0]) < LEAST_SECONDS):
+    while rounds < repeats or (rounds < MAX_ROUNDS and sum(one.decode_seconds for one in timed[0]) < MIN_SECONDS):
         for at in order_of_turn(range(len(speedups)), rounds):
             timed[at].append(decoder.decode(prompts, schedules[at], tokens=tokens))
         rounds += 1
@@ -309,21 +337,21 @@ def compare(
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one speedup.
+    """The predicted speed and memory of one speedup.
 
     Attributes:
-        plan: of the speedup that was asked for, on the wall clock.
-        layers: per token, over the new tokens.
-        predicted, whole: times that decoding, and prompts and decoding together, are faster: by what was measured of
-            this machine, or else by bytes and operations (`CostModel`).
-        cache_bytes: keys and values held (law 6).
-        trained: True where training drew this speedup.
+        plan: for the target speedup.
+        layers: mean layers per new token.
+        predicted, end_to_end: predicted speedup of decoding, and end-to-end: by the calibrated profile of this machine,
+            or without one by the analytical cost model (`CostModel`).
+        cache_bytes: bytes of keys and values that the planned cache reserves.
+        trained: whether the model was trained for exactly this speedup.
     """
 
     plan: SpeedPlan
     layers: float
     predicted: float
-    whole: float
+    end_to_end: float
     cache_bytes: int
     trained: bool
 
@@ -337,11 +365,10 @@ def price(
     prompt_length: int,
     new_tokens: int,
 ) -> list[Price]:
-    """The price of each speedup for texts of one length. Raises ConfigError as `Decoder.plan` does."""
+    """The predicted speed and memory of each speedup, for one length. Raises ConfigError as `Decoder.plan` does."""
     sizes = CostModel.of(decoder.model)
     profile = fast_path(decoder.model).profile(decoder.weights)
-    at_hand: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length}
-    cost: Cost = sizes.at(**at_hand) if profile is None else profile.at(**at_hand)
+    cost: Cost = (profile or sizes).at(batch_size=batch_size, prompt_length=prompt_length)
     config = SkipConfig.of(decoder.model.config)
     found = []
     for speedup in speedups:

@@ -1,4 +1,4 @@
-"""Who comes when, of several that are timed in turns, and the speed of one over that of another."""
+"""Interleaved timing: the order in which several systems take turns, and the ratio of their times."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ Timed = TypeVar("Timed")
 
 
 def order_of_turn(timed: Sequence[Timed], turn: int) -> list[Timed]:
-    """What is timed, in the order of a turn from 0 on.
+    """The order in which systems are timed in a turn, counted from 0.
 
-    Every second order is the one before, turned round: a machine that grows slower or faster as it goes treats all
-    alike, and none comes always behind a larger one, which leaves more in caches. Over twice as many turns as there are
-    to time, each comes first twice.
+    Every second order reverses the one before: a machine that becomes slower or faster then treats all systems alike,
+    and no system always follows one that leaves more in the processor's caches. Over two turns per system, each comes
+    first twice.
     """
     first = turn // 2 % len(timed)
     order = [*timed[first:], *timed[:first]]
@@ -22,7 +22,7 @@ def order_of_turn(timed: Sequence[Timed], turn: int) -> list[Timed]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Times that one is faster than the other: the median over repeats, and the quartiles."""
+    """How many times faster one system is than another: the median over repeats, and the quartiles."""
 
     median: float
     lower: float
@@ -30,7 +30,7 @@ class Ratio:
 
     @classmethod
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Ratio":
-        """Of the seconds of two decoders that took turns."""
+        """The ratio of the seconds of two systems that took turns."""
         ratios = [a / b for a, b in zip(slower, faster, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         return cls(middle, low, high)

@@ -1,4 +1,4 @@
-"""The wall clock of one call of `model.generate`: prefill, and every decode step."""
+"""Wall-clock times of one call of `model.generate`: of the prefill and of each decode step."""
 
 import time
 from collections.abc import Sequence
@@ -8,36 +8,39 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from skipdecode.generate.decode_loop import GenerativeModel
+from skipdecode.generate.request import GenerativeModel
 
 
 class StepClock(StoppingCriteria):
-    """A stopping criterion that never stops anything and notes when tokens were there.
+    """A stopping criterion that never stops anything and records when tokens were generated.
 
-    Works alike with any decoding loop of transformers. The prefill ends when the first token is chosen; decoding is the
-    time from there to the last token. A loop that makes several tokens at a time shows them together.
+    It works with any decoding loop of transformers. The prefill ends when the first token is chosen; decoding is the
+    time from there to the last token. A loop that generates several tokens at once shows them together.
+
+    Args:
+        device: of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._looks = [(0, self._now())]  # the start, then how many columns there were when
+        self._looks = [(0, self._now())]  # length of the sequences and time; first the start
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
         self.look(input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def look(self, columns: int) -> None:
-        """Note the time when texts have so many columns."""
-        self._looks.append((columns, self._now()))
+    def look(self, length: int) -> None:
+        """Record the time when sequences have this length."""
+        self._looks.append((length, self._now()))
 
     @property
     def steps(self) -> int:
-        """Decode steps: tokens after the first."""
+        """Number of decode steps: of tokens after the first."""
         return self._looks[-1][0] - self._looks[1][0] if len(self._looks) > 1 else 0
 
     @property
     def step_seconds(self) -> list[float]:
-        """Of each decode step; of several that were shown together, their mean."""
+        """The seconds of each decode step; of several that were shown together, their mean."""
         return [
             (after - before) / (to - since)
             for (since, before), (to, after) in zip(self._looks[1:], self._looks[2:], strict=False)
@@ -46,12 +49,12 @@ class StepClock(StoppingCriteria):
 
     @property
     def prefill_seconds(self) -> float:
-        """From the making of this clock to the first token."""
+        """Seconds from the creation of this clock to the first token."""
         return self._looks[min(1, len(self._looks) - 1)][1] - self._looks[0][1]
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         return self._looks[-1][1] - self._looks[1][1] if len(self._looks) > 1 else 0.0
 
     def _now(self) -> float:
@@ -62,11 +65,11 @@ class StepClock(StoppingCriteria):
 
 @dataclass(frozen=True)
 class TimedGeneration:
-    """A call of `model.generate` and its clock.
+    """The result of a call of `model.generate`, and its clock.
 
     Attributes:
-        ids: prompts and new tokens [batch, columns].
-        clock: which has seen all of them.
+        ids: token ids of prompts and new tokens, [batch, length].
+        clock: times of the call.
     """
 
     ids: torch.Tensor
@@ -85,10 +88,10 @@ def generate_timed(
 
     Args:
         model: a causal language model of transformers.
-        input_ids: prompts [batch, columns].
-        attention_mask: [batch, columns]; None where all prompts are equally long.
-        stopping_criteria: beside the clock.
-        options: what else `generate` is given.
+        input_ids: token ids of the prompts, [batch, prompt length].
+        attention_mask: [batch, prompt length]; None if all prompts are equally long.
+        stopping_criteria: in addition to the clock.
+        options: further arguments of `generate`.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     options = {"do_sample": False, "return_dict_in_generate": False, **options}

@@ -1,1 +1,1 @@
-"""What training needs of the library: the order of layers, and batches of prompts and completions."""
+"""Support for training: the order of a model's layers, and batches of prompts and completions."""

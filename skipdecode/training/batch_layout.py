@@ -1,18 +1,24 @@
-"""Prompts and completions in one batch, padded so that every completion starts at the same position (law 3)."""
+"""Prompts and completions in one batch, padded so that every completion starts at the same position."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-IGNORED = -100  # labels that no loss counts; the value that torch and transformers use
+IGNORED = -100  # the label that losses ignore in torch and transformers
 
 
 def lay_out(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad_token: int) -> dict[str, Any]:
-    """A batch in columns: prompts end, and completions start, in the same column for every row.
+    """Pad a batch so that all completions start at the same position, as `skipdecode.skip_layers` needs.
 
-    Returns `input_ids`, `attention_mask`, `position_ids` and `labels`, each [batch, columns], and `prompt_columns`: how
-    many columns from the left are the prompts'. Padding and prompts carry the label IGNORED.
+    Args:
+        prompts: token ids of each prompt.
+        completions: token ids of each completion.
+        pad_token: the id that fills prompts on the left and completions on the right.
+
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids` and `labels`, each [batch, positions], and `prompt_columns`, the
+        number of positions of the prompts. Padding and prompts have the label IGNORED.
     """
     before, after = max(map(len, prompts)), max(map(len, completions))
     shape = (len(prompts), before + after)

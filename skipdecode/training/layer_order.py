@@ -1,11 +1,11 @@
-"""The order of a model's layers, the most important first, measured on rows of a task: `find_order`.
+"""Measure the order of a model's layers, the most important first, on rows of a task: `find_order`.
 
-Law 1 asks for nested sets of layers, so any order gives a schedule: a budget of k runs the first k of the order
-(`SkipSchedule`, placement "order"). On a pretrained model which layers run matters more than how many.
+Any order gives a valid schedule: a budget of k runs the first k layers (`SkipSchedule`, placement "order"). In a
+pretrained model, the choice of layers matters more than their number.
 
-The order comes from greedy removal: starting with all layers, the one whose removal moves the model's predictions
-least is taken out, again and again. The distance is the Kullback-Leibler divergence from full depth's next-token
-distribution. It is compared with Block Influence (ShortGPT, arXiv 2403.03853), which takes a single pass.
+The order comes from greedy removal: starting with all layers, the layer whose removal changes the model's predictions
+least is removed, repeatedly. The change is measured as the Kullback-Leibler divergence from the complete model's
+next-token distribution. For comparison, Block Influence (ShortGPT, arXiv 2403.03853) is computed too, in a single pass.
 """
 
 import json
@@ -27,30 +27,31 @@ from torch.nn.utils.rnn import pad_sequence
 
 from skipdecode.errors import ConfigError, check_counts, first_line
 from skipdecode.families import decoder_layers, longest_sequence, unwrap
-from skipdecode.files import write_whole
-from skipdecode.gating import LayerGate, gated_layers, whole_columns
+from skipdecode.files import write_atomically
+from skipdecode.gating import LayerGate, all_positions, gated_layers
 from skipdecode.schedule.schedule import SkipSchedule, check_order
 
-SHORTLIST = 5  # layers that each removal tries, of those that cost least when they were last tried
-BATCH_TOKENS = 512  # padded tokens of one forward pass: few, so that there is little padding
+SHORTLIST = 5  # default number of layers that each removal tries
+BATCH_TOKENS = 512  # padded tokens of a forward pass; a small number keeps the padding small
 HEAD_ROWS = 64  # predicted tokens whose distributions are compared at once
-# What an order is measured on unless somebody says otherwise: rows, and tokens of them all, for which full depth's
-# distributions of the completions are kept, a vocabulary of floats a token.
+# The default number of rows, and the maximum of their tokens, since the complete model's distribution over the
+# vocabulary is kept for every predicted token.
 ORDER_ROWS, MEASURED_TOKENS = 64, 4096
 
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """An order of layers and how it was found.
+    """An order of layers and how it was measured.
 
     Attributes:
-        order: every layer's index once, the most important one first; layer 0 is the first, the last layer the second.
-        divergence: number of layers -> divergence of that many first layers of the order from full depth, in nats per
-            predicted token, without any training.
-        influence: Block Influence of each layer, by its index: 1 - the mean cosine similarity of the hidden states
-            before and after it.
-        rows, tokens: training rows, and predicted tokens, that it was measured on.
-        seconds: that it took.
+        order: every layer's index once, the most important first; layer 0 is first and the last layer second.
+        divergence: number of layers -> divergence, in nats per predicted token, of the untrained model that runs this
+            many first layers of the order from the complete model.
+        influence: Block Influence of each layer by its index: 1 minus the mean cosine similarity of the hidden states
+            before and after the layer.
+        rows: number of rows that the order was measured on.
+        tokens: number of predicted tokens in these rows.
+        seconds: duration of the measurement.
     """
 
     order: tuple[int, ...]
@@ -62,7 +63,7 @@ class LayerOrder:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LayerOrder":
-        """What `save` wrote. Raises ConfigError that names the file where it can't be read or is damaged."""
+        """Read a file that `save` wrote. Raises ConfigError, which names the file, where it can't be read."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             divergence = {int(layers): float(value) for layers, value in values["divergence"].items()}
@@ -73,27 +74,30 @@ class LayerOrder:
 
     @property
     def by_influence(self) -> tuple[int, ...]:
-        """The layers by falling Block Influence, behind the same first two."""
+        """The layers sorted by decreasing Block Influence, after the same first two."""
         return (*self.order[:2], *sorted(self.order[2:], key=lambda layer: -self.influence[layer]))
 
     def to_json(self) -> str:
-        """JSON text that `read_order` reads back."""
+        """The JSON text that `read_order` reads."""
         values = asdict(self)
         values["divergence"] = {str(layers): value for layers, value in self.divergence.items()}
         return json.dumps(values) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file, whole or not at all."""
-        write_whole(Path(path), self.to_json())
+        """Write the JSON file atomically."""
+        write_atomically(Path(path), self.to_json())
 
 
 def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Rows to measure an order on, drawn without replacement: prompts and completions as token ids.
+    """Draw rows to measure an order on, without replacement.
 
     Args:
         rows: a sequence of mappings with `prompt_ids` and `completion_ids`, such as a `datasets.Dataset`.
-        count: how many; fewer where there are fewer, or where they would have more than `MEASURED_TOKENS` in all.
-        seed: of the draw.
+        count: number of rows; fewer are drawn where there are fewer, or they exceed `MEASURED_TOKENS` in all.
+        seed: seed of the draw.
+
+    Returns:
+        The prompt and the completion of each row, as token ids.
     """
     numbers = random.Random(seed).sample(range(len(rows)), min(count, len(rows)))
     chosen: list[tuple[list[int], list[int]]] = []
@@ -108,9 +112,9 @@ def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], li
 
 
 def read_order(path: str | os.PathLike[str], num_layers: int) -> tuple[int, ...]:
-    """The order in a JSON file: one that `LayerOrder.save` wrote, or a list of layer indices.
+    """Read an order from a JSON file that `LayerOrder.save` wrote, or that contains a list of layer indices.
 
-    Raises ConfigError that names the file where it can't be read or isn't an order of `num_layers` layers.
+    Raises ConfigError, which names the file, where it can't be read or isn't an order of `num_layers` layers.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -133,24 +137,25 @@ def find_order(
     shortlist: int | None = SHORTLIST,
     advance: Callable[[int, int, float], None] = lambda removed, total, divergence: None,
 ) -> LayerOrder:
-    """The order of a model's layers by greedy removal; layer 0 and the last layer are never removed.
+    """Find the order of a model's layers by greedy removal; layer 0 and the last layer are never removed.
 
     Args:
-        model: a causal language model of transformers; its weights stay as they are.
-        rows: prompt and completion of each, as token ids. The model predicts the completion's tokens.
-        shortlist: how many layers each removal tries, those that cost least when they were last tried; None: all, which
-            takes about four times as long.
-        advance: called after each removal with the layers removed so far, how many there will be, and the divergence.
+        model: a causal language model of transformers; its weights aren't changed.
+        rows: the prompt and the completion of each row, as token ids. The model predicts the completion's tokens.
+        shortlist: number of layers that each removal tries, those whose removal changed the predictions least when last
+            tried; None: all layers, which takes about four times as long.
+        advance: called after each removal with the number of layers removed so far, the number to be removed, and the
+            divergence.
 
     Raises:
         ConfigError: for no rows, an empty prompt or completion, rows longer than the model has positions, a shortlist
-            below 1, a model of fewer than 3 layers, predictions that are no finite numbers.
+            below 1, a model of fewer than 3 layers, predictions that aren't finite.
     """
     if shortlist is not None:
         check_counts(shortlist=shortlist)
     depth = len(decoder_layers(model))
     if depth < 3:
-        raise ConfigError(f"the model has {depth} layers: layer 0 and the last one always stay, so there is no order")
+        raise ConfigError(f"the model has {depth} layers: an order needs at least 3, since the first and last stay")
     if not rows:
         raise ConfigError("there are no rows: an order is measured on at least one prompt with its completion")
     for number, (prompt, completion) in enumerate(rows):
@@ -160,13 +165,13 @@ def find_order(
     positions = longest_sequence(inner.config)
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     if positions is not None and longest > positions:
-        raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: take shorter prompts")
+        raise ConfigError(f"a row has {longest} tokens, and the model {positions} positions: use shorter prompts")
     training = inner.training
     inner.eval()
     try:
-        plan = whole_columns(depth, tuple(range(depth)))
+        plan = all_positions(depth, tuple(range(depth)))
         full_depth = SkipSchedule.full_depth(depth)
-        with torch.inference_mode(), gated_layers(model, full_depth, plan, prompt_columns=1) as gate, gate.obeyed():
+        with torch.inference_mode(), gated_layers(model, full_depth, plan, prompt_columns=1) as gate, gate.active():
             measured = _Measured(inner, gate, depth, _batches(rows, inner.device))
             removed, divergence = _remove(measured, depth, shortlist, advance)
     finally:
@@ -178,13 +183,13 @@ def find_order(
 
 
 class _Batch(NamedTuple):
-    """Rows of similar lengths, padded on the right: no token sees what follows it, so no mask is needed.
+    """Rows of similar lengths, padded on the right, so that causal attention needs no mask.
 
     Attributes:
-        input_ids: [rows, positions].
+        input_ids: token ids, [rows, positions].
         real: whether a position holds a token, [rows, positions].
         predicting: whether a position predicts a token of its row's completion, [rows, positions].
-        tokens: how many do.
+        tokens: number of predicting positions.
     """
 
     input_ids: torch.Tensor
@@ -194,11 +199,11 @@ class _Batch(NamedTuple):
 
 
 class _Measured:
-    """The rows, full depth's predictions of them, and what enters each of the layers that are left.
+    """The rows, the complete model's predictions, and the inputs of the remaining layers.
 
     Attributes:
-        kept: the layers that are left, ascending.
-        tokens: predicted tokens of all rows.
+        kept: the remaining layers, ascending.
+        tokens: number of predicted tokens in all rows.
         influence: Block Influence of each layer, by its index.
     """
 
@@ -207,62 +212,64 @@ class _Measured:
         self._layers, self._batches = decoder_layers(model), batches
         self.kept = list(range(depth))
         self.tokens = sum(batch.tokens for batch in batches)
-        self._entering: list[dict[int, torch.Tensor]] = []  # of each batch: layer -> [rows, positions, hidden]
-        self._shares: list[torch.Tensor] = []  # of each batch: full depth's distributions, [predicted, vocabulary]
-        self._entropies: list[float] = []  # of each batch: the sum over them of share * log share
+        # For each batch: layer -> input [rows, positions, hidden]; the complete model's distributions [predicted,
+        # vocabulary]; their negative entropy, summed over the predicted tokens.
+        self._inputs: list[dict[int, torch.Tensor]] = []
+        self._teachers: list[torch.Tensor] = []
+        self._negative_entropies: list[float] = []
         for batch in batches:
-            entering, logits = self._run(batch, self.kept)
-            self._entering.append(entering)
-            self._shares.append(torch.cat([part.float().softmax(dim=-1) for part in logits.split(HEAD_ROWS)]))
-            self._entropies.append(_agreement(self._shares[-1], logits))
+            inputs, logits = self._run(batch, self.kept)
+            self._inputs.append(inputs)
+            self._teachers.append(torch.cat([part.float().softmax(dim=-1) for part in logits.split(HEAD_ROWS)]))
+            self._negative_entropies.append(_expected_log_probability(self._teachers[-1], logits))
         self.influence = self._influence()
 
     def without(self, layer: int, limit: float) -> tuple[float, list[dict[int, torch.Tensor]]]:
-        """The divergence without one of the layers that are left; those below it aren't computed again.
+        """The divergence without one of the remaining layers; the layers below it aren't computed again.
 
         Args:
-            layer: to leave out.
-            limit: the divergence above which it doesn't matter. No token has a negative one, so what passes the limit
-                with some of the rows is known to lie above it, and the others aren't computed.
+            layer: the layer to leave out.
+            limit: the divergence above which the exact value doesn't matter. Since no token's divergence is negative,
+                the computation stops as soon as the sum over some rows exceeds the limit.
 
         Returns:
-            The mean over the predicted tokens that were computed, and, where these are all, what enters each layer
-            above, by batch, for `remove`.
+            The mean over the predicted tokens that were computed; and, where all were, for each batch the inputs of the
+            layers above, for `remove`.
         """
-        above, states = self.kept[self.kept.index(layer) + 1 :], []
+        above, new_inputs = self.kept[self.kept.index(layer) + 1 :], []
         total, tokens = 0.0, 0
-        for batch, entering, shares, entropy in zip(
-            self._batches, self._entering, self._shares, self._entropies, strict=True
+        for batch, inputs, teacher, negative_entropy in zip(
+            self._batches, self._inputs, self._teachers, self._negative_entropies, strict=True
         ):
-            entered, logits = self._run(batch, above, entering[layer])
-            states.append(entered)
-            total += entropy - _agreement(shares, logits)
+            above_inputs, logits = self._run(batch, above, inputs[layer])
+            new_inputs.append(above_inputs)
+            total += negative_entropy - _expected_log_probability(teacher, logits)
             tokens += batch.tokens
             if total > limit * self.tokens:
                 break
-        return total / tokens, states
+        return total / tokens, new_inputs
 
-    def remove(self, layer: int, states: list[dict[int, torch.Tensor]]) -> None:
-        """Leave a layer out for good, with what then enters those above."""
+    def remove(self, layer: int, new_inputs: list[dict[int, torch.Tensor]]) -> None:
+        """Remove a layer; `new_inputs` are those that `without` gave for it."""
         self.kept.remove(layer)
-        for entering, entered in zip(self._entering, states, strict=True):
-            del entering[layer]
-            entering |= entered
+        for inputs, changed in zip(self._inputs, new_inputs, strict=True):
+            del inputs[layer]
+            inputs |= changed
 
     def _run(
         self, batch: _Batch, layers: Sequence[int], hidden: torch.Tensor | None = None
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Run `layers` alone, the first of them on `hidden` where it is given.
+        """Run only `layers`, the first of them on `hidden` where that is given.
 
-        Returns what enters each of them, and the logits of the predicted tokens [predicted, vocabulary].
+        Returns the input of each layer, and the logits of the predicted tokens, [predicted, vocabulary].
         """
-        self._gate.plan = whole_columns(self._depth, tuple(layers))
-        entering: dict[int, torch.Tensor] = {}
+        self._gate.plan = all_positions(self._depth, tuple(layers))
+        inputs: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
 
             def enter(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 given = hidden if hidden is not None and layer == layers[0] else args[0]
-                entering[layer] = given
+                inputs[layer] = given
                 return (given, *args[1:]), kwargs
 
             def predict(module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
@@ -273,27 +280,27 @@ class _Measured:
                 hooks.callback(hook.remove)
             hooks.callback(self._model.get_output_embeddings().register_forward_pre_hook(predict).remove)
             logits: torch.Tensor = self._model(batch.input_ids, use_cache=False).logits
-        return entering, logits[0]
+        return inputs, logits[0]
 
     def _influence(self) -> tuple[float, ...]:
-        """Block Influence of each layer, over the positions that hold tokens; the last layer's is not known: 1."""
-        shares = []
+        """Block Influence of each layer over real tokens; the last layer's output isn't known, so it gets 1."""
+        influence = []
         for layer in range(self._depth - 1):
             cosines = [
-                functional.cosine_similarity(entering[layer].float(), entering[layer + 1].float(), dim=-1)[batch.real]
-                for batch, entering in zip(self._batches, self._entering, strict=True)
+                functional.cosine_similarity(inputs[layer].float(), inputs[layer + 1].float(), dim=-1)[batch.real]
+                for batch, inputs in zip(self._batches, self._inputs, strict=True)
             ]
-            shares.append(1 - float(torch.cat(cosines).mean()))
-        return (*shares, 1.0)
+            influence.append(1 - float(torch.cat(cosines).mean()))
+        return (*influence, 1.0)
 
 
-def _agreement(shares: torch.Tensor, logits: torch.Tensor) -> float:
-    """The sum over tokens of full depth's shares times the log shares of `logits`, both [tokens, vocabulary].
+def _expected_log_probability(teacher: torch.Tensor, logits: torch.Tensor) -> float:
+    """The sum over tokens of teacher probability times log probability of `logits`, both [tokens, vocabulary].
 
-    Few tokens at a time: a vocabulary of floats for each would not fit the processor's caches.
+    It handles few tokens at a time, so that their distributions fit into the processor's caches.
     """
     total = 0.0
-    for part, given in zip(shares.split(HEAD_ROWS), logits.split(HEAD_ROWS), strict=True):
+    for part, given in zip(teacher.split(HEAD_ROWS), logits.split(HEAD_ROWS), strict=True):
         total += float(functional.log_softmax(given.float(), dim=-1).mul_(part).sum())
     return total
 
@@ -301,32 +308,34 @@ def _agreement(shares: torch.Tensor, logits: torch.Tensor) -> float:
 def _remove(
     measured: _Measured, depth: int, shortlist: int | None, advance: Callable[[int, int, float], None]
 ) -> tuple[list[int], dict[int, float]]:
-    """Remove one layer after the other. Returns them, the least important first, and the divergence by layers left."""
-    removed, now = list[int](), 0.0
+    """Remove layers one by one.
+
+    Returns them, the least important first, and the divergence by the number of remaining layers.
+    """
+    removed, current = list[int](), 0.0
     divergence = {depth: 0.0}
-    # layer -> what its removal added to the divergence when it was last tried; at first a guess, which only orders
+    # layer -> what its removal added to the divergence when last tried; at first an estimate, used for sorting only
     costs = dict(enumerate(measured.influence))
-    total = depth - 2
     while len(measured.kept) > 2:
         candidates = sorted(measured.kept[1:-1], key=lambda layer: costs[layer])
-        least, lowest, entering = -1, math.inf, list[dict[int, torch.Tensor]]()
+        best, lowest, best_inputs = -1, math.inf, list[dict[int, torch.Tensor]]()
         for layer in candidates[: shortlist if removed else None]:
-            found, states = measured.without(layer, lowest)
-            costs[layer] = found - now  # of some of the rows, where it passed the limit
+            found, new_inputs = measured.without(layer, lowest)
+            costs[layer] = found - current  # of a part of the rows, where it exceeded the limit
             if found < lowest:
-                least, lowest, entering = layer, found, states
-        if least < 0:
-            raise ConfigError("without a layer the model's predictions are not finite: take another dtype, as float32")
-        now = lowest
-        measured.remove(least, entering)
-        removed.append(least)
-        divergence[len(measured.kept)] = now
-        advance(len(removed), total, now)
+                best, lowest, best_inputs = layer, found, new_inputs
+        if best < 0:
+            raise ConfigError("without a layer the model's predictions are not finite: use another dtype, e.g. float32")
+        current = lowest
+        measured.remove(best, best_inputs)
+        removed.append(best)
+        divergence[len(measured.kept)] = current
+        advance(len(removed), depth - 2, current)
     return removed, divergence
 
 
 def _batches(rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> list[_Batch]:
-    """The rows in batches of similar lengths, of `BATCH_TOKENS` padded tokens or a single row."""
+    """The rows in batches of similar lengths, of at most `BATCH_TOKENS` padded tokens or a single row."""
     groups: list[list[tuple[Sequence[int], Sequence[int]]]] = [[]]
     for row in sorted(rows, key=lambda row: len(row[0]) + len(row[1])):
         if groups[-1] and (len(row[0]) + len(row[1])) * (len(groups[-1]) + 1) > BATCH_TOKENS:

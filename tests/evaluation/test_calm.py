@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import tiny
+from fastpath_cases import tiny
 from tiny_models import END, PAD, ragged_prompts, tiny_opt
 
 from eval.systems.calm import calm_generate, margins

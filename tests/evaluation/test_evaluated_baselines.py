@@ -26,7 +26,7 @@ from eval.systems.base import System
 from eval.systems.threshold import TOLERANCE
 from skipdecode import CostModel, SkipSchedule, load, solve_schedule
 from skipdecode.checkpoint.skip_config import SkipConfig
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, describe_clock, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, describe_cost_model, profile_setting
 
 SMALL = ["--max-new-tokens", "10", "--limit", "9", "--batch-size", "4"]
 
@@ -123,7 +123,7 @@ def test_calibrated_thresholds_run_at_most_the_layers_of_their_schedules_on_vali
     config = SkipConfig.load(full)
     assert config is not None
     for row in report.rows[1:]:
-        schedule = config.schedule_for(_cost(full), row.speedup_target or 0)
+        schedule = config.plan_for(_cost(full), row.speedup_target or 0).schedule
         assert row.schedule is None
         assert row.threshold is not None
         assert row.threshold.prompts == 6
@@ -218,9 +218,9 @@ def test_targets_are_solved_for_decode_or_end_to_end_and_for_each_batch_size(tmp
         report = evaluate(tmp_path / over, *words, "--time-limit", "7")
         assert report.over == over
         expected = {
-            size: config.schedule_for(
+            size: config.plan_for(
                 _cost(folder), 1.8, over=over, prompts=[prompts[n : n + size] for n in range(0, len(prompts), size)]
-            ).to_dict()
+            ).schedule.to_dict()
             for size in (1, 4, 32)
         }
         row = report.rows[1]
@@ -236,7 +236,7 @@ def test_targets_are_solved_for_decode_or_end_to_end_and_for_each_batch_size(tmp
 def test_targets_are_solved_with_the_saved_profile_of_this_machine(full: Path, tmp_path: Path) -> None:
     model, _ = load(str(full))
     times = TimedBatch(4, 20, 20, {1: 1.0, 6: 1.9}, {1: 1.0, 6: 6.0}, {1: 0.0, 6: 0.0})
-    setting = setting_of(model, CostModel.of(model), "packed")
+    setting = profile_setting(model, CostModel.of(model), "packed")
     profile = Profile(setting, 6, (times,), "2026-01-02")
     path = profile.save()
     try:
@@ -247,7 +247,7 @@ def test_targets_are_solved_with_the_saved_profile_of_this_machine(full: Path, t
     assert (
         report.rows[1].schedule == solve_schedule(profile.at(batch_size=4, prompt_length=20), 1.5, horizon=8).to_dict()
     )
-    assert report.clock == describe_clock(profile)
+    assert report.clock == describe_cost_model(profile)
     assert f"solved for each batch size by {report.clock}." in report.to_markdown()
 
 
@@ -324,7 +324,7 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--reference", "BEAMS"], "the generation_config.json of BEAMS: num_beams is 2"),
         (["--reference", "HALF"], "HALF is in bfloat16 and --checkpoint"),
         (["--reference", "SHORT"], "--reference SHORT: the prompt of departures-test-00000 has"),
-        (["--reference", "./nowhere"], "is no checkpoint: it is not a folder"),
+        (["--reference", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--calm-threshold", "0.5"], "--calm-threshold requires --system calm"),
         (["--system", "calm", "--calm-threshold", "-1"], "--calm-threshold is [-1.0]"),
         (["--system", "calm", "--calm-threshold", "nan"], "--calm-threshold is [nan]"),
@@ -338,8 +338,8 @@ def test_a_small_test_set_is_timed_completely(full: Path, tmp_path: Path) -> Non
         (["--time-batch-size", "8", "8"], "--time-batch-size is [8, 8]"),
         (["--time-limit", "0"], "--time-limit is 0: it must be at least 1"),
         (["--over", "all", "--speedup", "40"], "speedup is 40: with warmup_layers"),
-        (["--checkpoint", "E2E"], "'E2E' is no checkpoint: it has no config.json"),
-        (["--checkpoint", "./nowhere"], "is no checkpoint: it is not a folder"),
+        (["--checkpoint", "E2E"], "'E2E' isn't a checkpoint: it has no config.json"),
+        (["--checkpoint", "./nowhere"], "isn't a checkpoint: it is not a folder"),
         (["--task", "e2ee"], "unknown task 'e2ee'"),
         (["--task", "text", "--data-dir", "E2E"], "in the evaluation --task-option prompt_column=question"),
         (["--task-option", "test_size=few"], "test_size is 'few'"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lean_cases import tiny
+from fastpath_cases import tiny
 from rich.console import Console
 
 from data import Example

@@ -22,7 +22,7 @@ from eval.search.report import choose_winner, critical_value, make_rows
 from eval.search.trials import FULL_DEPTH, Batch, TrialResult, better_half, plan_rungs
 from eval.systems.base import Checkpoint
 from skipdecode import SkipSchedule, skip_generate
-from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from skipdecode.checkpoint.loading import load_model, load_tokenizer
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.generate.fast_path import FastPath
@@ -219,10 +219,10 @@ def test_a_search_supports_budgets_in_layers_and_calibration(checkpoint: Path, t
         ({"decays": "linear linear"}, "--decays is ['linear', 'linear']"),
         ({"task-option": "validation_size="}, "--task-option 'validation_size=': expected key=value"),
         ({"task-option": "validation_size=few"}, "validation_size is 'few'"),
-        ({"task-option": "path=x"}, "--task-option path: the folder of a task's files is --data-dir"),
+        ({"task-option": "path=x"}, "--task-option path: set the folder of the task's files with --data-dir"),
         ({"task-option": "holdout"}, "--task-option 'holdout': expected key=value"),
         ({"task-option": "validation_sise=3"}, "unknown option of the task 'departures'"),
-        ({"task": "departures"}, "is no checkpoint"),
+        ({"task": "departures"}, "isn't a checkpoint"),
     ],
 )
 def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
@@ -272,7 +272,7 @@ def test_a_search_warns_of_validation_data_seen_in_training_and_refuses_missing_
         f'"name[Place {n}], area[riverside]","Place {n} is by the river, {word}."' for n in range(8) for word in "ab"
     ]
     (data / "devset.csv").write_text("\n".join(["mr,ref", *rows]) + "\n")
-    trained = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns(SEAL))
+    trained = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns(CHECKSUMS_FILE))
     config = SkipConfig.load(trained)
     assert config is not None
 

@@ -38,7 +38,7 @@ def test_evaluation_truncates_articles_as_training_does(
     assert train.cli.main(recipe) == 0
     printed = capsys.readouterr().err
     assert "6 rows" in printed
-    assert "6 prompts were cut to data.max_prompt_tokens" in printed
+    assert "6 prompts were truncated to data.max_prompt_tokens" in printed
     config = SkipConfig.load(folder)
     assert config is not None
     assert config.task["example"].endswith("\n\nTL;DR:")

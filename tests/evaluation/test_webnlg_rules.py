@@ -148,13 +148,13 @@ def test_outputs_in_text_and_table_files_are_matched_with_the_test_split_in_orde
     assert main([*beside, *options]) == 2
     assert f"line 1: {lines} has no prediction for '1'" in " ".join(capsys.readouterr().err.split())
     for file, text, message in (
-        (lines, "one\n", "has 1 outputs, but the test split of e2e has 2 examples"),
+        (lines, "one\n", "has 1 outputs, but the test split of e2e has 2"),
         (table, "MR\toutput\nname[Zizzi]\tone\nname[Zizzi]\ttwo\n", "output 1 is for 'name\\[Zizzi\\]'"),
         (table, "MR\toutput\nname[Zizzi]\n", "line 2: expected a header"),
         (
             table,
             f"MR\toutput\nname[Zizzi]\t{'a' * 200_000}\n",
-            "has 1 outputs, but the test split of e2e has 2 examples",
+            "has 1 outputs, but the test split of e2e has 2",
         ),
     ):
         file.write_text(text, encoding="utf-8")

@@ -52,7 +52,7 @@ def test_teacher_forced_logits_and_gradients_equal_the_masked_models(kind, sched
         ours = model(ids, attention_mask=mask, use_cache=False).logits
     reference = naive_logits(model, ids, mask, prompt_columns, schedule)
     torch.testing.assert_close(ours * mask[..., None], reference * mask[..., None], atol=1e-9, rtol=1e-9)
-    assert gate.layer_columns == sum(schedule.column_cutoffs(prompt_columns, ids.shape[1]))
+    assert gate.layer_positions == sum(schedule.position_cutoffs(prompt_columns, ids.shape[1]))
 
     def gradients(logits):
         found = torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True)

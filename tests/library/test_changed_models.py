@@ -1,4 +1,4 @@
-"""Whatever changes a model between two calls, the second decodes with what the model is then."""
+"""After any change of a model between two calls, the second call decodes with the changed model."""
 
 import copy
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from peft import LoraConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, ragged_prompts
 from torch import nn
@@ -22,7 +22,7 @@ FULL = SkipSchedule.full_depth(6)
 
 
 def both(model: Any, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [batch, steps, vocabulary] of a text of skip_generate at full depth, and transformers' own."""
+    """Logits [batch, steps, vocabulary] of skip_generate at full depth, and those of transformers."""
     ids, mask = ragged_prompts([3, 7], 4)
     request = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     request |= {"input_ids": ids, "attention_mask": mask, "output_logits": True}
@@ -37,14 +37,14 @@ def assert_same(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("weights", ["model", "packed", "int8"])
 @pytest.mark.parametrize("change", UPDATES)
-def test_changed_weights_are_decoded_with(change: str, weights: Any) -> None:
+def test_decoding_uses_weights_that_changed_in_between(change: str, weights: Any) -> None:
     model = fresh("opt")
     prepare, update = UPDATES[change]
     prepare(model)
     before, own = both(model, weights=weights)
     update(model, None)
     after, changed = both(model, weights=weights)
-    assert (changed - own).abs().max() > 1e-3  # the change can show the fault
+    assert (changed - own).abs().max() > 1e-3  # else the test would pass without the change
     if weights == "int8":
         assert_same((after, both(fresh_copy(model), weights=weights)[0]))
     else:
@@ -59,8 +59,8 @@ def fresh_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
-def test_weights_that_are_parts_of_wider_ones_are_decoded_with(name: str) -> None:
-    """As width pruning leaves them: norms and tables of embeddings whose numbers don't stand side by side."""
+def test_decoding_works_with_weights_that_are_slices_of_wider_ones(name: str) -> None:
+    """Width pruning leaves such norms and embeddings, which aren't contiguous."""
     model = fresh(name)
     before, _ = both(model)
     for module in model.modules():
@@ -74,7 +74,7 @@ def test_weights_that_are_parts_of_wider_ones_are_decoded_with(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(TINY_FAMILIES))
-def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
+def test_decoding_uses_changed_weights_in_every_family(name: str) -> None:
     model = fresh(name)
     both(model)
     UPDATES["EMA"][1](model, None)
@@ -82,7 +82,7 @@ def test_of_every_family_changed_weights_are_decoded_with(name: str) -> None:
     assert_same(both(model))
 
 
-def test_changes_of_a_parameter_count_that_took_over_the_memory_of_another() -> None:
+def test_a_change_of_a_parameter_with_the_memory_of_another_is_detected() -> None:
     model = fresh("llama")
     head: Any = model.get_output_embeddings()
     both(model, weights="packed")
@@ -90,13 +90,13 @@ def test_changes_of_a_parameter_count_that_took_over_the_memory_of_another() -> 
     both(model, weights="packed")
     own = both(model)[1]
     with torch.no_grad():
-        head.weight[7] *= 3  # a row of which no value is sampled
+        head.weight[7] *= 3  # a row without a sampled value
     ours, theirs = both(model, weights="packed")
-    assert (theirs - own).abs().max() > 1e-3  # the change can show the fault
+    assert (theirs - own).abs().max() > 1e-3  # else the test would pass without the change
     assert_same((ours, theirs))
 
 
-def test_an_unchanged_model_keeps_its_copies_also_where_weights_are_not_numbers() -> None:
+def test_an_unchanged_model_keeps_its_copies_even_with_weights_of_nan() -> None:
     model = fresh("opt")
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = float("nan")
@@ -207,7 +207,7 @@ COMPUTATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
-def test_a_changed_computation_is_decoded_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_uses_a_changed_computation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("mistral")
     own = both(model)[1]
     try:
@@ -216,23 +216,23 @@ def test_a_changed_computation_is_decoded_with(name: str, monkeypatch: pytest.Mo
     finally:
         if hasattr(model, "_handle"):
             model._handle.remove()
-    assert (theirs - own).abs().max() > 1e-3  # the change can show the fault
+    assert (theirs - own).abs().max() > 1e-3  # else the test would pass without the change
     assert_same((ours, theirs))
 
 
-def test_kinds_of_layers_that_change_in_place_are_decoded_with() -> None:
+def test_decoding_uses_layer_types_that_changed_in_place() -> None:
     config = copy.deepcopy(fresh("qwen2").config)
     config.use_sliding_window, config.sliding_window = True, 4
     config.layer_types = ["full_attention"] * 5 + ["sliding_attention"]
     model = Qwen2ForCausalLM(config).eval()
     assert_same(both(model))
-    config.layer_types[2] = "sliding_attention"  # which some versions of transformers ask when the model is made
+    config.layer_types[2] = "sliding_attention"  # some versions of transformers read it only when the model is made
     assert_same(both(model))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_transformers_leaves_in_a_model_does_not_slow_it_down(name: str) -> None:
+def test_hooks_that_transformers_leaves_in_a_model_do_not_end_the_fast_path(name: str) -> None:
     model = fresh(name)
     model.gradient_checkpointing_enable()
     model.gradient_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""The command `skipdecode`, as its users call it."""
+"""The command-line program `skipdecode`."""
 
 import gc
 import io
@@ -22,14 +22,14 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.cli.process import quick_imports, run_command
 from skipdecode.generate.fast_path import fast_path
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, profiles_folder, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting, profiles_folder
 from skipdecode.timing.compare import Decoded, Decoder, compare
 
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 TYPED = [prompt.replace("\n", "\\n") for prompt in PROMPTS]
 SHORT = ["--max-new-tokens", "9"]
-# Of what is installed and what is ours: tasks, scores, training, serving and calibrating need them, and no text does.
-NOT_FOR_TEXTS = {
+# Modules, of this repository and of others, that `skipdecode generate` must not import.
+NOT_FOR_GENERATE = {
     *("configs", "data", "eval", "train"),
     *("skipdecode.checkpoint.export", "skipdecode.checkpoint.remote_code", "skipdecode.engine.engine"),
     *("skipdecode.generate.remote_entry", "skipdecode.serve", "skipdecode.timing.calibrate"),
@@ -50,7 +50,7 @@ def expected(checkpoint: Path, prompts: list[str], **how: Any) -> list[str]:
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_standard_input_that_is_no_text_is_one_line(
+def test_standard_input_that_is_no_utf8_gets_a_one_line_error(
     checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"vehicle: \xff\n"), encoding="utf-8"))
@@ -58,47 +58,53 @@ def test_standard_input_that_is_no_text_is_one_line(
     refused(capsys, "standard input can't be read")
 
 
-def said(capsys: Any) -> tuple[list[str], str]:
+def output(capsys: Any) -> tuple[list[str], str]:
     out, err = capsys.readouterr()
     return out.splitlines(), err
 
 
-def test_characters_that_the_outputs_encoding_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_output_encoding_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
     assert run_command(lambda: print("café → 日")) == 0
     assert written.getvalue() == "café \\u2192 \\u65e5\n".encode("latin-1")
 
 
-def test_prompts_come_from_arguments_a_file_and_standard_input(
+def test_prompts_can_be_arguments_or_lines_of_a_file_or_of_standard_input(
     checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [line for text in expected(checkpoint, PROMPTS, speedup=2) for line in text.splitlines()]
     assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, *TYPED]) == 0
-    out, err = said(capsys)
+    out, err = output(capsys)
     assert out == texts
     assert " of 6 layers per token, " in err
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(TYPED) + "\n\n")
     assert main(["generate", str(checkpoint), "--speedup", "2", *SHORT, "--file", str(file)]) == 0
-    assert said(capsys)[0] == texts
+    assert output(capsys)[0] == texts
     for words in ([], ["--file", "-"]):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + file.read_text()))  # as some editors mark UTF-8
+        monkeypatch.setattr(
+            sys, "stdin", io.StringIO("\ufeff" + file.read_text())
+        )  # some editors write a byte order mark
         assert main(["generate", "--speedup", "2", *SHORT, str(checkpoint), *words]) == 0
-        assert said(capsys)[0] == texts
+        assert output(capsys)[0] == texts
 
 
-def test_json_lines_say_tokens_and_layers(checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output_has_the_number_of_tokens_and_mean_layers(
+    checkpoint: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = "\n".join(json.dumps({"prompt": prompt, "id": 7}) for prompt in PROMPTS)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert main(["generate", str(checkpoint), "--speedup", "3", *SHORT, "--json"]) == 0
-    out, _ = said(capsys)
+    out, _ = output(capsys)
     found = [json.loads(line) for line in out]
     assert [line["prompt"] for line in found] == PROMPTS
     assert [line["text"] for line in found] == expected(checkpoint, PROMPTS, speedup=3)
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 3
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 3)
+        .schedule
     )  # type: ignore[union-attr]
     for line in found:
         steps = line["tokens"] - 1
@@ -107,16 +113,16 @@ def test_json_lines_say_tokens_and_layers(checkpoint: Path, capsys: Any, monkeyp
 
 def test_streaming_writes_the_same_text(checkpoint: Path, capsys: Any) -> None:
     assert main(["generate", str(checkpoint), TYPED[0], "--stream", "--speedup", "3", *SHORT]) == 0
-    out, _ = said(capsys)
+    out, _ = output(capsys)
     assert "\n".join(out).strip() == expected(checkpoint, PROMPTS[:1], speedup=3)[0].strip()
 
 
-def test_a_schedule_of_ones_own_and_batches(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_generate_decodes_with_a_schedule_file_in_batches(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     schedule = SkipSchedule(6, 3, 2, horizon=4)
     file = tmp_path / "mine.json"
     file.write_text(schedule.to_json())
     assert main(["generate", str(checkpoint), *TYPED, *SHORT, "--schedule", str(file), "--batch-size", "1"]) == 0
-    out, _ = said(capsys)
+    out, _ = output(capsys)
     assert "\n".join(out) == "\n".join(expected(checkpoint, [prompt], schedule=schedule)[0] for prompt in PROMPTS)
 
 
@@ -128,7 +134,7 @@ def with_settings(checkpoint: Path, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_the_checkpoints_own_stop_strings_end_each_text_of_a_batch(
+def test_the_checkpoints_own_stop_strings_end_each_sequence_of_a_batch(
     checkpoint: Path, tmp_path: Path, capsys: Any
 ) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
@@ -137,25 +143,27 @@ def test_the_checkpoints_own_stop_strings_end_each_text_of_a_batch(
     stop = next(text for token in plain[0].ids[2:] if (text := tokenizer.decode([token])).isascii())
     folder = with_settings(checkpoint, tmp_path / "own", stop_strings=[stop], return_dict_in_generate=True)
     assert main(["generate", str(folder), *TYPED, *SHORT, "--speedup", "1", "--json"]) == 0
-    found = [json.loads(line) for line in said(capsys)[0]]
+    found = [json.loads(line) for line in output(capsys)[0]]
     lengths = []
     for line, whole in zip(found, plain, strict=True):
         texts = [tokenizer.decode(whole.ids[: n + 1]) for n in range(len(whole.ids))]
         lengths.append(next((n for n, text in enumerate(texts, start=1) if stop in text), len(texts)))
         assert (line["text"], line["tokens"]) == (texts[lengths[-1] - 1], lengths[-1])
-    assert lengths[0] < lengths[1]  # or nothing stood behind the first text
+    assert lengths[0] < lengths[1]  # otherwise nothing was cut off
 
 
-def test_a_checkpoint_that_heals_prompts_is_refused(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_checkpoint_with_token_healing_is_refused(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     folder = with_settings(checkpoint, tmp_path / "own", token_healing=True)
     assert main(["generate", str(folder), *TYPED, *SHORT]) == 2
     refused(capsys, "token_healing is True")
 
 
-def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_lossless_output_is_that_of_full_depth_and_reports_the_layers_that_ran(
+    checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
     words = ["generate", str(checkpoint), *TYPED, *SHORT, "--json"]
     assert main([*words, "--speedup", "3", "--lossless"]) == 0
-    out, err = said(capsys)
+    out, err = output(capsys)
     assert [json.loads(line)["text"] for line in out] == expected(checkpoint, PROMPTS, speedup=1)
     layers = json.loads(out[0])["layers"]
     assert layers > 1
@@ -164,47 +172,49 @@ def test_lossless_texts_are_full_depths_and_say_what_they_ran(checkpoint: Path, 
     refused(capsys, "this model's config names no speed above 1 that it was trained for")
     (tmp_path / "order.json").write_text("[0, 5, 2, 1, 4, 3]")
     assert main([*words, "--lossless", "--order", str(tmp_path / "order.json")]) == 0
-    assert [json.loads(line)["text"] for line in said(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
+    assert [json.loads(line)["text"] for line in output(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
     trained = shutil.copytree(checkpoint, tmp_path / "trained")
     SkipConfig({2.0: SkipSchedule(6, 3, 1, horizon=8)}, {"horizon": 8}).save(trained)
     assert main(["generate", str(trained), *words[2:], "--lossless"]) == 0
-    assert [json.loads(line)["text"] for line in said(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
+    assert [json.loads(line)["text"] for line in output(capsys)[0]] == expected(checkpoint, PROMPTS, speedup=1)
 
 
-def test_sampling_follows_its_seed(checkpoint: Path, capsys: Any) -> None:
+def test_samples_depend_only_on_the_seed(checkpoint: Path, capsys: Any) -> None:
     words = ["generate", str(checkpoint), TYPED[0], *SHORT, "--temperature", "5", "--seed"]
     texts = []
     for seed in ("1", "1", "2"):
         assert main([*words, seed]) == 0
-        texts.append(said(capsys)[0])
+        texts.append(output(capsys)[0])
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_info_says_what_each_speed_costs(checkpoint: Path, capsys: Any) -> None:
+def test_info_shows_what_each_speedup_costs(checkpoint: Path, capsys: Any) -> None:
     assert main(["info", str(checkpoint), "--speedup", "1", "2.5", "--new-tokens", "16"]) == 0
-    out, _ = said(capsys)
+    out, _ = output(capsys)
     assert out[0].startswith(f"{checkpoint}: opt, 6 layers, 0.")
     assert "on the task departures" in out
     model, _ = skipdecode.load(str(checkpoint))
-    schedule = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config).schedule_for(
-        skipdecode.CostModel.of(model), 2.5
+    schedule = (
+        skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
+        .plan_for(skipdecode.CostModel.of(model), 2.5)
+        .schedule
     )  # type: ignore[union-attr]
     full, fast = (line.split() for line in out if line.lstrip().startswith(("1x", "2.5x")))
     assert full[:10] == ["1x", "6", "to", "6", "of", "6", "6", "6.00", "1.00x", "1.00x"]
     assert fast[1:7] == [str(schedule.max_layers), "to", str(schedule.min_layers), "of", "6", "6"]
     assert float(fast[7]) == pytest.approx(schedule.mean_budget(16), abs=0.005)
-    decoding, whole = (float(speed.rstrip("x")) for speed in fast[8:10])
+    decoding, end_to_end = (float(speed.rstrip("x")) for speed in fast[8:10])
     assert decoding >= 2.5
-    assert 1 < whole < decoding, "the prompt runs every layer"
-    assert "targets are of decoding; speeds by bytes and operations" in out[-1]
+    assert 1 < end_to_end < decoding, "the prompt runs every layer"
+    assert "targets refer to decoding; speedups over full depth, by the analytical cost model" in out[-1]
     assert main(["info", str(checkpoint), "--speedup", "2.5", "--new-tokens", "16", "--over", "all"]) == 0
-    assert "targets are of prompt and decoding together" in said(capsys)[0][-1]
+    assert "targets refer to prefill and decoding together" in output(capsys)[0][-1]
 
 
-def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(checkpoint: Path, capsys: Any) -> None:
+def test_after_calibration_speedups_are_solved_for_the_measured_times(checkpoint: Path, capsys: Any) -> None:
     words = ["calibrate", str(checkpoint), "--batch-size", "1", "2", "--repeats", "1", "--prompt-length", "7"]
     assert main(words) == 0
-    out, err = said(capsys)
+    out, err = output(capsys)
     assert [line.split()[:2] for line in out[1:3]] == [["1", "7"], ["2", "7"]]
     assert err.splitlines() == ["1 of 2 rounds of 2 batches timed", "2 of 2 rounds of 2 batches timed"]
     (path,) = profiles_folder().iterdir()
@@ -215,18 +225,18 @@ def test_a_clock_that_was_calibrated_is_the_one_that_speeds_are_solved_for(check
         config = skipdecode.checkpoint.skip_config.SkipConfig.of(model.config)
         assert config is not None
         slow = math.floor(solved.speedup(SkipSchedule(6, 1, 1, horizon=config.solver["horizon"])) * 50) / 100 + 0.5
-        slow = max(1.0, slow)  # a busy machine's clock can say that layers cost nothing
+        slow = max(1.0, slow)  # on a busy machine, layers may seem to cost nothing
         schedule = solve_schedule(solved, slow, horizon=config.solver["horizon"])
         assert main(["info", str(checkpoint), "--speedup", str(slow), "--batch-size", "2"]) == 0
-        out, _ = said(capsys)
+        out, _ = output(capsys)
         (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
         assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
-        assert "speeds by this machine's clock, measured " in out[-1]
+        assert "speeds by the calibrated profile of " in out[-1]
     finally:
         path.unlink()
 
 
-def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
+def test_info_marks_trained_targets_that_this_machine_cannot_reach(
     checkpoint: Path, tmp_path: Path, capsys: Any
 ) -> None:
     trained = str(shutil.copytree(checkpoint, tmp_path / "trained"))
@@ -235,23 +245,25 @@ def test_info_of_a_clock_that_a_trained_speed_is_beyond_says_what_it_reaches(
     model, _ = skipdecode.load(trained)
     sizes, times = skipdecode.CostModel.of(model), {1: 1.0, 6: 3.0}
     batch = TimedBatch(1, 64, 72, times, times, dict.fromkeys(times, 0.0))
-    path = Profile(setting_of(model, sizes, fast_path(model).usual_weights()), 6, (batch,), "2026-01-02").save()
+    path = Profile(profile_setting(model, sizes, fast_path(model).usual_weights()), 6, (batch,), "2026-01-02").save()
     try:
         assert main(["info", trained]) == 0
-        out, _ = said(capsys)
+        out, _ = output(capsys)
         rows = [line.split() for line in out[-6:-3]]
         assert [row[:2] for row in rows] == [["1x", "6"], ["2x", "3"], ["4x", "(planned"]]
         assert rows[2][2:7] == ["3.00x)", "1", "to", "1", "of"]
         assert rows[2][-1] == "yes"
         assert "the fastest schedule that the checkpoint was trained for runs in its place" in out[-1]
         assert main(["info", trained, "--speedup", "4", "--strict"]) == 2
-        last = said(capsys)[1].splitlines()[-1]
-        assert "speedup is 4: this checkpoint reaches 3.00 at most by this machine's clock, measured 2026-01-02" in last
+        last = output(capsys)[1].splitlines()[-1]
+        assert "speedup is 4: this checkpoint reaches at most 3.00 by the calibrated profile of 2026-01-02" in last
     finally:
         path.unlink()
 
 
-def test_a_server_in_the_checkpoints_own_folder_has_its_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_started_in_the_checkpoint_folder_has_the_name_of_that_folder(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fastapi")
     served: list[str] = []
     monkeypatch.setattr("skipdecode.serve.main.run", lambda _, __, settings, *where: served.append(settings.name) or 0)
@@ -261,9 +273,9 @@ def test_a_server_in_the_checkpoints_own_folder_has_its_name(checkpoint: Path, m
     assert served == [checkpoint.name] * 2
 
 
-def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: Any) -> None:
+def test_compare_shows_outputs_and_times_side_by_side(checkpoint: Path, capsys: Any) -> None:
     assert main(["compare", str(checkpoint), TYPED[0], *SHORT, "--speedup", "2", "3", "--repeats", "1"]) == 0
-    out, _ = said(capsys)
+    out, _ = output(capsys)
     assert out[0] == f"> {PROMPTS[0].strip()}"
     assert [head.strip() for head in out[1].split("|")] == ["1x", "2x", "3x"]
     rows = [line.split() for line in out[-6:-3]]
@@ -276,11 +288,11 @@ def test_compare_shows_texts_and_times_side_by_side(checkpoint: Path, capsys: An
     assert all(0 <= float(row[-5]) <= 100 for row in rows)
 
 
-def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
+def test_compare_times_the_same_steps_in_interleaved_rounds_after_a_warm_up(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that says what was decoded: 10 ms for a step at full depth, and a busy machine in one round of five."""
-    monkeypatch.setattr("skipdecode.timing.compare.LEAST_SECONDS", 0.0)
+    """With a fake clock: 10 ms for a step at full depth, and five times that in one of the five rounds."""
+    monkeypatch.setattr("skipdecode.timing.compare.MIN_SECONDS", 0.0)
     decoder = Decoder(*skipdecode.load(str(checkpoint)), 24)
     calls: list[tuple[int, int | None]] = []
     decode = decoder.decode
@@ -305,23 +317,23 @@ def test_speeds_are_compared_over_the_same_steps_in_turns_after_a_warm_up(
     turns = [layers for layers, _ in calls[4:]]
     assert turns == [{"a": 6, "b": fast.max_layers}[each] for each in "abbabaabab"]
     steps = range(found.tokens - 1)
-    true = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
-    whole = (0.05 + sum(map(depth.budget, steps)) / 600) / (0.05 + sum(map(fast.budget, steps)) / 600)
-    assert found.paces[1].whole.median == pytest.approx(whole)
-    assert found.paces[0].speedup.median == found.paces[0].whole.median == 1
-    assert found.paces[1].speedup.median == pytest.approx(true)
+    expected_speedup = sum(map(depth.budget, steps)) / sum(map(fast.budget, steps))
+    end_to_end = (0.05 + sum(map(depth.budget, steps)) / 600) / (0.05 + sum(map(fast.budget, steps)) / 600)
+    assert found.paces[1].end_to_end.median == pytest.approx(end_to_end)
+    assert found.paces[0].speedup.median == found.paces[0].end_to_end.median == 1
+    assert found.paces[1].speedup.median == pytest.approx(expected_speedup)
     assert found.paces[1].layers == pytest.approx(sum(map(fast.budget, steps)) / len(steps))
 
 
 @pytest.mark.parametrize("tokens", ["1", "2"])
-def test_a_text_that_is_too_short_to_be_timed_gets_no_speed(checkpoint: Path, capsys: Any, tokens: str) -> None:
+def test_compare_gives_no_speedup_for_outputs_too_short_to_be_timed(checkpoint: Path, capsys: Any, tokens: str) -> None:
     assert main(["compare", str(checkpoint), TYPED[0], "--max-new-tokens", tokens, "--speedup", "2"]) == 0
-    out, _ = said(capsys)
-    assert out[-1].startswith(f"too short to be timed: no text has more than {tokens} token")
+    out, _ = output(capsys)
+    assert out[-1].startswith(f"the outputs are too short to be timed: none has more than {tokens} token")
     assert "1.00x" not in "\n".join(out)
 
 
-def test_only_a_newline_parts_prompts_and_a_line_of_json_stays_one(
+def test_only_newlines_separate_prompts_and_each_json_object_is_one_line(
     checkpoint: Path, capsys: Any, tmp_path: Path
 ) -> None:
     marks = "to:\u2028Salt\u0085fern\u2029\x0b\x1c"
@@ -332,7 +344,7 @@ def test_only_a_newline_parts_prompts_and_a_line_of_json_stays_one(
     assert main(["generate", str(checkpoint), *SHORT, "--file", str(tmp_path / "prompts.txt")]) == 0
     assert capsys.readouterr().out == "".join(text + "\n" for text in texts)
     assert main(["generate", str(checkpoint), *SHORT, "--json", "--file", str(tmp_path / "prompts.jsonl")]) == 0
-    out, _ = said(capsys)  # by splitlines(), which parts at every one of these marks
+    out, _ = output(capsys)  # uses splitlines(), which splits at every one of these marks
     assert [json.loads(line)["prompt"] for line in out] == [marks + "a", marks + "b"]
     assert [json.loads(line)["text"] for line in out] == texts
 
@@ -370,7 +382,7 @@ def broken(checkpoint: Path, folder: Path, change: str) -> Path:
         ("untrained", "doesn't say what schedules it was trained for"),
     ],
 )
-def test_a_broken_checkpoint_is_one_line(
+def test_a_broken_checkpoint_gets_a_one_line_error(
     checkpoint: Path, tmp_path: Path, capsys: Any, change: str, message: str
 ) -> None:
     folder = broken(checkpoint, tmp_path / "broken", change)
@@ -395,14 +407,14 @@ def refused(capsys: Any, message: str) -> None:
         (["generate", "CHECKPOINT", "a", "--speedup", "0.5"], "--speedup is 0.5"),
         (["generate", "CHECKPOINT", "a", "--speedup", "50"], "reaches at most"),
         (["generate", "CHECKPOINT", "a", "--batch-size", "0"], "--batch-size is 0"),
-        (["generate", "CHECKPOINT", "a", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
-        (["calibrate", "CHECKPOINT", "--dtype", "float16", "--weights", "packed"], "the model is of torch.float16"),
+        (["generate", "CHECKPOINT", "a", "--dtype", "float16", "--weights", "packed"], "the model is in torch.float16"),
+        (["calibrate", "CHECKPOINT", "--dtype", "float16", "--weights", "packed"], "the model is in torch.float16"),
         (["generate", "CHECKPOINT", "a", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "CHECKPOINT", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["generate", "CHECKPOINT", "a", "--device", "cuda:9"], "--device is 'cuda:9'"),
-        (["generate", "CHECKPOINT", "a", "--file", "prompts.txt"], "leave one out"),
+        (["generate", "CHECKPOINT", "a", "--file", "prompts.txt"], "use only one"),
         (["generate", "CHECKPOINT", "--file", "nowhere.txt"], "--file 'nowhere.txt' can't be read"),
-        (["generate", "CHECKPOINT"], "standard input holds no prompt"),
+        (["generate", "CHECKPOINT"], "standard input has no prompts"),
         (["generate", "CHECKPOINT", "a", "--schedule", "other.json"], "12 layers"),
         (
             ["generate", "CHECKPOINT", "a", "--schedule", "other.json", "--speedup", "2"],
@@ -414,42 +426,42 @@ def refused(capsys: Any, message: str) -> None:
         (["calibrate", "CHECKPOINT", "--prompt-length", "-3"], "--prompt-length is -3"),
         (
             ["calibrate", "CHECKPOINT", "--prompt-length", "8", "109"],
-            "--prompt-length is 109: the model has positions for 108",
+            "--prompt-length is 109: it must be at most 108",
         ),
         (["generate", "CHECKPOINT", "a", "--schedule", "nowhere.json"], "nowhere.json"),
-        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' is no checkpoint"),
+        (["generate", "nowhere/at/all", "a"], "'nowhere/at/all' isn't a checkpoint"),
         (["info", "CHECKPOINT", "--prompt-length", "0"], "--prompt-length is 0"),
         (["compare", "CHECKPOINT", "a", "--repeats", "0"], "--repeats is 0"),
         (["compare", "CHECKPOINT", "a", "--speedup", "2", "nan"], "--speedup is nan"),
-        (["compare", "CHECKPOINT", "a", "--speedup", "2", "2"], "name different targets"),
+        (["compare", "CHECKPOINT", "a", "--speedup", "2", "2"], "the targets must differ"),
         (["generate", "CHECKPOINT", "a", "--speedup", "inf"], "--speedup is inf"),
         (["generate", "CHECKPOINT", "a", "--batch-size", "-5"], "--batch-size is -5"),
         (["generate", "CHECKPOINT", "a", "--temperature", "1e-300"], "--temperature is 1e-300"),
         (["generate", "CHECKPOINT", "a", "--temperature", "1", "--seed", "-1"], "--seed is -1"),
-        (["generate", "CHECKPOINT", "a", "--seed", "3"], "--seed is 3, of sampling: name --temperature or --top-p"),
-        (["generate", "CHECKPOINT", "a", "--seed", "0"], "--seed is 0, of sampling"),
-        (["generate", "CHECKPOINT", "a", "--lossless", "--over", "all"], "--over is all, of a --speedup that drafts"),
-        (["generate", "CHECKPOINT", "a", "--order", "order.json"], "--order says which layers draft for --lossless"),
+        (["generate", "CHECKPOINT", "a", "--seed", "3"], "--seed is 3 without sampling: give --temperature or --top-p"),
+        (["generate", "CHECKPOINT", "a", "--seed", "0"], "--seed is 0 without sampling"),
+        (["generate", "CHECKPOINT", "a", "--lossless", "--over", "all"], "--over is all without --speedup"),
+        (["generate", "CHECKPOINT", "a", "--order", "order.json"], "--order needs --lossless"),
         (
             ["generate", "CHECKPOINT", "a", "--lossless", "--order", "nowhere.json"],
             "order file 'nowhere.json' can't be",
         ),
         (["generate", "CHECKPOINT", "a", "--device", "meta"], "--device is 'meta'"),
         (["generate", "CHECKPOINT", "a", "--stream", "--json"], "leave --json out"),
-        (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is no text in UTF-8"),
+        (["generate", "CHECKPOINT", "a\udcff"], "prompt 1 is not valid UTF-8"),
         (["generate", "CHECKPOINT", "--file", "latin.txt"], "--file 'latin.txt' can't be read"),
         (["generate", "CHECKPOINT", "--json", "--file", "deep.json"], "line 1: expected a JSON object"),
         (["generate", "CHECKPOINT", "--json", "--file", "endless.json"], "line 1: expected a JSON object"),
         (["generate", "CHECKPOINT", "a", "--schedule", "deep.json"], "nested too deeply"),
         (["generate", "CHECKPOINT", "a", "--schedule", "far.json"], "horizon is 1000000000"),
-        (["generate", "", "a"], "the checkpoint is an empty name"),
+        (["generate", "", "a"], "the name of the checkpoint is empty"),
         (["info", "CHECKPOINT", "--batch-size", "-5"], "--batch-size is -5"),
         (["info", "CHECKPOINT", "--speedup", "nan"], "--speedup is nan"),
         (["info", "CHECKPOINT", "--prompt-length", "100000"], "the model has 128 positions"),
         (["export", "CHECKPOINT", "new", "--speedup", "nan"], "--speedup is nan"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
+def test_an_invalid_option_gets_a_one_line_error_and_status_2(
     checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -463,7 +475,7 @@ def test_a_mistake_is_one_line_and_status_2(
     refused(capsys, message)
 
 
-def test_the_help_names_every_command(capsys: Any) -> None:
+def test_the_help_lists_every_command(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
@@ -475,9 +487,11 @@ def test_the_help_names_every_command(capsys: Any) -> None:
         assert f"usage: skipdecode {command} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("asked", "without"), [("help", {"torch", "transformers", "numpy"}), ("text", NOT_FOR_TEXTS)])
-def test_a_command_imports_nothing_that_it_does_without(checkpoint: Path, asked: str, without: set[str]) -> None:
-    words = ["generate", "--help"] if asked == "help" else ["generate", str(checkpoint), *SHORT, *TYPED]
+@pytest.mark.parametrize(
+    ("command", "unneeded"), [("help", {"torch", "transformers", "numpy"}), ("generate", NOT_FOR_GENERATE)]
+)
+def test_a_command_imports_only_what_it_needs(checkpoint: Path, command: str, unneeded: set[str]) -> None:
+    words = ["generate", "--help"] if command == "help" else ["generate", str(checkpoint), *SHORT, *TYPED]
     code = f"""
 import gc, sys
 from skipdecode.cli.options import main
@@ -485,18 +499,18 @@ try:
     main({words})
 except SystemExit:
     pass
-print(gc.isenabled(), {without} & set(sys.modules) or None)"""
+print(gc.isenabled(), {unneeded} & set(sys.modules) or None)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True None"
 
 
-def test_as_a_module_it_is_the_same_command() -> None:
+def test_python_m_skipdecode_runs_the_same_program() -> None:
     done = subprocess.run([sys.executable, "-m", "skipdecode", "info", "nowhere"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
 
 
-def test_a_command_leaves_with_all_that_it_has_written_and_its_status() -> None:
+def test_leaving_a_command_flushes_its_output_and_returns_its_status() -> None:
     code = "import atexit; atexit.register(print, 'farewell'); print('a text')"
     code += "; from skipdecode.cli.process import leave; leave(3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -504,7 +518,7 @@ def test_a_command_leaves_with_all_that_it_has_written_and_its_status() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_while_modules_are_imported_and_goes_on_as_it_was(enabled: bool) -> None:
+def test_quick_imports_pause_the_garbage_collector_and_restore_its_state(enabled: bool) -> None:
     was, found = gc.isenabled(), []
     (gc.enable if enabled else gc.disable)()
     try:

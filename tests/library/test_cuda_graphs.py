@@ -1,4 +1,4 @@
-"""Steps on buffers that stay: what a CUDA graph replays, run here without the capture, which needs a GPU."""
+"""Decode steps on static buffers. Without a GPU they run without being captured as CUDA graphs."""
 
 import gc
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, WINDOWED, fresh, generate, tiny
 from tiny_models import tiny_opt
 
 from skipdecode import ConfigError, SkipSchedule, skip_generate
@@ -18,9 +18,9 @@ from skipdecode.generate.fast_path import fast_path
 
 @pytest.mark.parametrize("name", sorted({*MODELS} - WINDOWED))
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
-def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: SkipSchedule) -> None:
+def test_steps_on_static_buffers_equal_other_steps_in_call_after_call(name: str, schedule: SkipSchedule) -> None:
     model = tiny(name)
-    # Shapes come back, with other lengths in the same buffers: what an earlier call left there must not be seen.
+    # Shapes return with other lengths in the same buffers: what an earlier call left there must not be attended to.
     for lengths in ([3, 12, 5], [9], [2, 4, 6], [40], [3, 12, 5], [6, 6]):
         static = generate(model, lengths, schedule, cuda_graphs=True, max_new_tokens=10)
         assert torch.equal(static, generate(model, lengths, schedule, max_new_tokens=10))
@@ -29,11 +29,13 @@ def test_static_steps_equal_lean_steps_call_after_call(name: str, schedule: Skip
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
 def test_a_sliding_window_has_no_graphs(name: str) -> None:
-    with pytest.raises(ConfigError, match="cuda_graphs is True: steps of attention with a sliding window have no"):
+    with pytest.raises(
+        ConfigError, match="cuda_graphs is True: CUDA graphs aren't available for attention with a sliding window"
+    ):
         generate(tiny(name), [4, 6], SCHEDULES[0], cuda_graphs=True)
 
 
-def test_a_forward_pass_has_no_graphs() -> None:
+def test_cuda_graphs_without_a_fast_path_are_refused() -> None:
     model = fresh("llama")
     model.model.layers[2].mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=r"cuda_graphs is True, which this model can't decode with: .*hook"):
@@ -41,7 +43,7 @@ def test_a_forward_pass_has_no_graphs() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
-def test_in_inference_mode_and_outside_of_it_steps_are_the_same(name: str) -> None:
+def test_inference_mode_changes_no_token(name: str) -> None:
     model = fresh(name)
     expected = generate(model, [5, 3], SCHEDULES[0], max_new_tokens=10)
     for mode in (True, False, True, False, False):
@@ -50,8 +52,8 @@ def test_in_inference_mode_and_outside_of_it_steps_are_the_same(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
-def test_a_text_of_nan_leaves_nothing_behind(name: str) -> None:
-    """Whole buffers are attended to, and what isn't written at weight 0, which makes NaN of NaN."""
+def test_a_sequence_of_nan_does_not_change_later_sequences(name: str) -> None:
+    """Whole buffers are attended to; slots that aren't written have weight 0, and 0 times NaN is NaN."""
     model: Any = fresh(name)
     expected = generate(model, [9], SCHEDULES[0], max_new_tokens=10)
     spoilt = torch.full((1, 42, model.config.hidden_size), torch.nan)
@@ -61,7 +63,7 @@ def test_a_text_of_nan_leaves_nothing_behind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
-def test_rows_of_one_length_and_of_several_share_buffers(name: str) -> None:
+def test_padded_and_unpadded_batches_share_buffers(name: str) -> None:
     model: Any = tiny(name)
     ids = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(3))
     for shown in ([5, 5], [5, 3], [5, 5]):
@@ -73,19 +75,19 @@ def test_rows_of_one_length_and_of_several_share_buffers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
-def test_texts_end_where_they_end_without_graphs(name: str) -> None:
+def test_sequences_end_at_the_same_tokens_as_without_static_buffers(name: str) -> None:
     check_ends(tiny(name))
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_texts_end_where_they_end_when_ends_are_seen_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "steps_unseen", lambda device: 2)  # as on a GPU
+def test_sequences_end_at_the_same_tokens_when_ends_are_seen_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "steps_in_flight", lambda device: 2)  # as on a GPU
     check_ends(tiny(name))
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 @pytest.mark.parametrize("lengths", [[64], [64, 60], [64, 64], [63, 5]])
-def test_prompts_that_fill_their_buffers(name: str, lengths: list[int]) -> None:
+def test_prompts_that_fill_their_buffers_decode_the_same_tokens(name: str, lengths: list[int]) -> None:
     for most in (1, 2, 3):
         found, expected = (
             generate(tiny(name), lengths, SCHEDULES[0], cuda_graphs=graphs, max_new_tokens=most)
@@ -95,7 +97,7 @@ def test_prompts_that_fill_their_buffers(name: str, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_positions_that_are_given_share_buffers_with_those_that_are_not(name: str) -> None:
+def test_calls_with_and_without_position_ids_share_buffers(name: str) -> None:
     model: Any = tiny(name)
     ids = torch.randint(4, 32, (2, 6), generator=torch.Generator().manual_seed(4))
     request = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
@@ -112,15 +114,15 @@ def test_graphs_are_freed_with_their_model() -> None:
     decoder = weakref.ref(fast_path(model).decoder())
     assert decoder().kept_graphs  # type: ignore[union-attr]
     del model
-    # Twice: what comes back to life in a pass, as a tensor's Python object may, is left with all the rest for the next.
+    # Twice: an object that is resurrected in one pass, as a tensor's may be, is left for the next.
     for _ in range(2):
         gc.collect()
     assert decoder() is None
 
 
-def test_copies_and_graphs_of_weights_that_have_changed_are_freed_before_others_are_made() -> None:
+def test_copies_and_graphs_of_changed_weights_are_freed_without_the_garbage_collector() -> None:
     model: Any = fresh("llama")
-    gc.disable()  # which would find them later
+    gc.disable()
     try:
         generate(model, [4, 6], SCHEDULES[0], cuda_graphs=True)
         decoder = weakref.ref(fast_path(model).decoder())
@@ -132,8 +134,8 @@ def test_copies_and_graphs_of_weights_that_have_changed_are_freed_before_others_
         gc.enable()
 
 
-def test_threads_keep_and_take_graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "KEPT", 5)
+def test_threads_can_take_and_keep_graphs_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_KEPT", 5)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     decoder = fast_path(tiny("opt")).decoder()
@@ -153,7 +155,7 @@ def test_threads_keep_and_take_graphs_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_ends(model: Any) -> None:
-    """Tokens are chosen several at a time; their ends are seen late, and rows leave in between."""
+    """Compare tokens with and without static buffers, where sequences end and rows leave at different steps."""
     for ends in ([3, 9, 17], [5, 6, 7, 8, 20, 21, 22, 23], list(range(0, 32, 2)), [31]):
         for lengths, most in (([3, 12, 5, 7, 7, 2, 9, 4], 40), ([6], 23), ([4, 4, 4], 2)):
             request = {"eos_token_id": ends, "pad_token_id": 1, "max_new_tokens": most}
@@ -163,7 +165,7 @@ def check_ends(model: Any) -> None:
             assert torch.equal(found, expected), (ends, lengths)
 
 
-def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_budget_has_one_graph_which_later_calls_use_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_opt("opt", 6, seed=9)
     captured: list[tuple[int, ...]] = []
     capture = graphs.StepGraphs._capture
@@ -179,15 +181,15 @@ def test_one_graph_for_each_budget_and_they_are_kept_for_the_next_call(monkeypat
     assert captured == [schedule.layers_for(budget) for budget in (5, 4, 3, 2)]
 
 
-def test_the_longest_unused_shape_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "KEPT", 4)
+def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_KEPT", 4)
     model = tiny_opt("opt", 6, seed=10)
     for rows in (1, 2, 3, 4, 1, 5):
         generate(model, [4] * rows, SCHEDULES[0], cuda_graphs=True)
     assert [key[2] for key in fast_path(model).decoder().kept_graphs] == [3, 4, 1, 5]
 
 
-def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_way() -> None:
+def test_another_precision_of_matrix_products_has_its_own_graphs() -> None:
     model = tiny_opt("opt", 6, seed=14)
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -199,7 +201,7 @@ def test_graphs_are_captured_anew_where_products_are_to_be_computed_in_another_w
     assert len(fast_path(model).decoder().kept_graphs) == 2
 
 
-def test_a_cache_that_is_handed_out_is_never_written_again() -> None:
+def test_a_cache_that_the_caller_gets_is_never_written_again() -> None:
     model = tiny_opt("opt", 6, seed=11)
     request = {"cuda_graphs": True, "return_dict_in_generate": True}
     first = generate(model, [4, 6], SCHEDULES[0], **request)

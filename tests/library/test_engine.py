@@ -1,4 +1,4 @@
-"""An engine's texts are those of each prompt alone, whatever decodes beside it, and afterwards nothing is held."""
+"""An engine decodes each request as if it were alone, whatever else is in the batch, and frees all memory."""
 
 import random
 import sys
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import FAMILIES, SCHEDULES, alone, play
+from fastpath_cases import fresh, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh, tiny
 from tiny_models import VOCABULARY
 from transformers import (
     LogitsProcessor,
@@ -24,7 +24,7 @@ from transformers import (
 
 from skipdecode import ConfigError, Engine, SkipSchedule, skip_generate
 from skipdecode.engine.engine import EngineClosed, EngineFull
-from skipdecode.engine.kv_pool import Arena, Span
+from skipdecode.engine.kv_pool import KVPool, Span
 from skipdecode.engine.ragged_inputs import nested_groups, prefix_lengths
 from skipdecode.engine.sequence import Answer
 
@@ -32,33 +32,39 @@ PROMPT = [5, 9, 30, 7]
 FULL = SkipSchedule.full_depth(6)
 
 
+def decode_all(engine: Engine) -> None:
+    """Decode all requests; unlike `drain`, more can be submitted afterwards."""
+    while engine.step():
+        pass
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_texts_among_others_are_those_of_their_prompts_alone(name: str) -> None:
+def test_batched_requests_give_the_tokens_of_their_prompts_alone(name: str) -> None:
     assert play(name, torch.float64, 60, seed=1) > 0
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3", "bloom", "mistral", "opt-350m"])
-def test_so_are_they_with_the_compiled_kernels_in_float32(name: str) -> None:
+def test_batched_requests_give_the_tokens_of_their_prompts_alone_with_compiled_kernels(name: str) -> None:
     assert play(name, torch.float32, 40, seed=2) > 0
 
 
-def test_so_are_they_in_waves() -> None:
+def test_requests_admitted_in_waves_give_the_tokens_of_their_prompts_alone() -> None:
     assert play("opt", torch.float64, 40, seed=3, wave_rows=3, wave_seconds=60.0) > 0
 
 
-def test_so_are_they_where_threads_submit_and_a_thread_decodes() -> None:
+def test_requests_submitted_by_several_threads_give_the_tokens_of_their_prompts_alone() -> None:
     model: Any = tiny("llama")
     found: dict[int, tuple[int, ...]] = {}
     with Engine(model, most_rows=4) as engine:
 
-        def ask(number: int) -> None:
+        def request(number: int) -> None:
             prompt = [4 + number] * (1 + number % 5)
             answer = engine.submit(prompt, schedule=SCHEDULES[number % 3], max_new_tokens=8, do_sample=False)
-            tokens = [chosen.token for chosen in answer]
+            tokens = [generated.token for generated in answer]
             assert tuple(tokens) == answer.result(10).tokens
             found[number] = tuple(tokens)
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+        threads = [threading.Thread(target=request, args=(number,)) for number in range(20)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -72,45 +78,44 @@ def test_so_are_they_where_threads_submit_and_a_thread_decodes() -> None:
     assert len(found) == 20
 
 
-def test_so_are_they_where_threads_change_places_at_any_moment() -> None:
+def test_requests_are_decoded_correctly_under_frequent_thread_switches() -> None:
     how: Any = {"schedule": SCHEDULES[1], "max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with Engine(tiny("opt"), most_rows=3, most_waiting=2000) as engine:
 
-            def ask(number: int) -> list[Answer]:
+            def request(number: int) -> list[Answer]:
                 return [engine.submit([4 + number] * 3, **how) for _ in range(120)]
 
-            with ThreadPoolExecutor(4) as pool:
-                found = list(pool.map(ask, range(4)))
+            with ThreadPoolExecutor(4) as threads:
+                found = list(threads.map(request, range(4)))
             found[0][-1].cancel()
             assert engine.drain(60)
-            texts = [{answer.result(0).tokens for answer in answers} for answers in found]
+            tokens = [{answer.result(0).tokens for answer in answers} for answers in found]
     finally:
         sys.setswitchinterval(interval)
-    assert [len(text) for text in texts[1:]] == [1, 1, 1]
+    assert [len(distinct) for distinct in tokens[1:]] == [1, 1, 1]
 
 
-def test_lossless_texts_draft_where_few_decode_and_take_what_full_depth_chooses_too() -> None:
+def test_lossless_requests_draft_only_while_few_sequences_decode() -> None:
     how: Any = {"lossless": True, "max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
-    engine = Engine(tiny("opt"))
-    engine.submit(PROMPT, schedule=FULL, **how)  # drafts by all layers are all right
-    assert engine.drain()
-    # Behind the prompt's token: 4 drafts and a token more, 5 and one more, and 5 again, as no more may come.
-    assert (engine.state.tokens, engine.state.steps, engine.state.rows) == (18, 5 + 6 + 6, 9 + 11 + 11)
-    engine = Engine(tiny("opt"))
-    answers = [engine.submit(PROMPT, schedule=SCHEDULES[1], **how) for _ in range(5)]
-    assert engine.drain()
-    assert engine.state.rows == engine.state.tokens - 5  # too many: full depth alone
-    assert len({answer.result(0).tokens for answer in answers}) == 1
+    for schedule, count in ((FULL, 1), (SCHEDULES[1], 5)):
+        engine = Engine(tiny("opt"))
+        answers = [engine.submit(PROMPT, schedule=schedule, **how) for _ in range(count)]
+        assert engine.drain()
+        assert {answer.result(0).tokens for answer in answers} == {tuple(alone(engine.model, PROMPT, how))}
+        decoded = engine.state.tokens - count
+        drafts = engine.state.step_tokens - decoded
+        assert (drafts > 0) == (count == 1)
+        assert drafts <= decoded, "drafts by all layers are all accepted, so each costs one more token"
 
 
-def test_what_is_kept_of_a_request_is_only_what_the_next_one_asks_for_too() -> None:
+def test_prepared_settings_are_reused_only_for_requests_with_the_same_settings() -> None:
     model: Any = fresh("opt")
     engine = Engine(model)
     prompts = [PROMPT, [7, 7, 7, 7], [9, 8]]
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {"max_new_tokens": 5, "do_sample": False},
         {"max_new_tokens": 7, "do_sample": False},
         {"max_new_tokens": 5, "do_sample": False, "eos_token_id": 11},
@@ -119,26 +124,24 @@ def test_what_is_kept_of_a_request_is_only_what_the_next_one_asks_for_too() -> N
         {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": 5.0},
         {"max_new_tokens": 5, "do_sample": False, "sequence_bias": {(40,): 9.0}},
     ]
-    for default in (None, 40):  # a default that is changed holds from then on
+    for default in (None, 40):  # a changed default applies to later requests
         model.generation_config.eos_token_id = default
         for _ in range(2):
             for prompt in prompts:
-                answers = [engine.submit(prompt, schedule=FULL, **settings) for settings in asked]
-                assert engine.drain()
-                engine._draining = False
-                for settings, answer in zip(asked, answers, strict=True):
+                answers = [engine.submit(prompt, schedule=FULL, **settings) for settings in requests]
+                decode_all(engine)
+                for settings, answer in zip(requests, answers, strict=True):
                     assert list(answer.result(0).tokens) == alone(model, prompt, {"schedule": FULL, **settings})
 
 
-def test_a_default_that_is_changed_in_place_holds_from_then_on() -> None:
+def test_a_default_setting_changed_in_place_applies_to_later_requests() -> None:
     model: Any = fresh("opt")
     engine = Engine(model)
     ends = model.generation_config.eos_token_id = [3]
 
     def tokens() -> tuple[int, ...]:
         answer = engine.submit(PROMPT, schedule=FULL, max_new_tokens=5, do_sample=False)
-        assert engine.drain()
-        engine._draining = False
+        decode_all(engine)
         return answer.result(0).tokens
 
     first = tokens()
@@ -146,24 +149,22 @@ def test_a_default_that_is_changed_in_place_holds_from_then_on() -> None:
     assert tokens() == first[:1] != first
 
 
-def test_a_text_gives_back_the_columns_of_a_layer_when_it_has_passed_its_cutoff() -> None:
+def test_a_sequence_frees_its_slots_in_a_layer_after_the_cutoff_of_that_layer() -> None:
     schedule = SkipSchedule(6, 4, 2, horizon=4)
     cutoffs = schedule.cutoffs(9)
     engine = Engine(tiny("opt"))
     engine.submit(PROMPT, schedule=schedule, max_new_tokens=10, do_sample=False, eos_token_id=None)
     for done in range(1, 10):
         engine.step()
-        held = sum(len(PROMPT) + cutoff for cutoff in cutoffs if cutoff > done) if done < 9 else 0
-        assert engine.state.columns - engine.state.free_columns == held
+        needed = sum(len(PROMPT) + cutoff for cutoff in cutoffs if cutoff > done) if done < 9 else 0
+        assert engine.state.slots - engine.state.free_slots == needed
 
 
-def test_what_fits_later_waits_its_turn_and_what_never_fits_is_refused() -> None:
-    column = 2 * 32 * 4
-    engine = Engine(tiny("opt"), cache_bytes=6 * 30 * column)
+def test_a_request_that_fits_later_waits_and_one_that_never_fits_is_refused() -> None:
+    slot_bytes = 2 * 32 * 4
+    engine = Engine(tiny("opt"), cache_bytes=6 * 30 * slot_bytes)
     how: Any = {"schedule": FULL, "do_sample": False, "eos_token_id": None}
-    with pytest.raises(
-        ConfigError, match="needs 258 columns of keys and values over all layers, and the engine has 180"
-    ):
+    with pytest.raises(ConfigError, match="needs 258 KV slots over all layers, and the engine has 180"):
         engine.submit(PROMPT, max_new_tokens=40, **how)
     first, second, third = (engine.submit(PROMPT, max_new_tokens=new, **how) for new in (20, 20, 2))
     for _ in range(19):
@@ -174,11 +175,11 @@ def test_what_fits_later_waits_its_turn_and_what_never_fits_is_refused() -> None
     assert first.times.last < second.times.admitted <= third.times.admitted  # type: ignore[operator]
 
 
-def test_a_wave_waits_for_so_many_or_so_long_while_texts_decode() -> None:
+def test_a_wave_is_admitted_after_wave_rows_requests_or_wave_seconds() -> None:
     how: Any = {"schedule": FULL, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     engine = Engine(tiny("opt"), wave_rows=2, wave_seconds=1e6)
     engine.submit(PROMPT, **how)
-    engine.step()  # nobody decodes: it is admitted at once
+    engine.step()  # nothing decodes, so it is admitted at once
     engine.submit(PROMPT, **how)
     engine.step()
     assert (engine.state.running, engine.state.waiting) == (1, 1)
@@ -192,7 +193,7 @@ def test_a_wave_waits_for_so_many_or_so_long_while_texts_decode() -> None:
     assert impatient.state.running == 2
 
 
-def test_prompts_between_two_steps_are_few() -> None:
+def test_at_most_wave_tokens_of_prompts_run_between_two_steps() -> None:
     engine = Engine(tiny("opt"), wave_tokens=8)
     for _ in range(5):
         engine.submit(PROMPT, schedule=FULL, max_new_tokens=9, do_sample=False, eos_token_id=None)
@@ -203,10 +204,10 @@ def test_prompts_between_two_steps_are_few() -> None:
     assert running == [2, 4, 5]
 
 
-def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
+def test_a_full_queue_and_a_closed_engine_refuse_requests() -> None:
     engine = Engine(tiny("opt"), most_waiting=1)
     waiting = engine.submit(PROMPT, schedule=FULL)
-    with pytest.raises(EngineFull, match="1 requests wait already"):
+    with pytest.raises(EngineFull, match="1 requests are waiting, the maximum"):
         engine.submit(PROMPT, schedule=FULL)
     engine.close()
     assert waiting.result(0).end == "cancelled"
@@ -214,15 +215,15 @@ def test_a_full_queue_and_a_closed_engine_take_nothing() -> None:
         engine.submit(PROMPT, schedule=FULL)
 
 
-def test_a_text_ends_by_length_where_nothing_else_ends_it() -> None:
+def test_a_sequence_ends_by_length_only_if_nothing_else_ends_it() -> None:
     class At(StoppingCriteria):
-        """As a stop string that is complete with so many columns."""
+        """Ends a sequence at a length, like a stop string that is complete there."""
 
-        def __init__(self, columns: int) -> None:
-            self.columns = columns
+        def __init__(self, length: int) -> None:
+            self.length = length
 
         def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-            return torch.tensor([input_ids.shape[1] == self.columns])
+            return torch.tensor([input_ids.shape[1] == self.length])
 
     def end(eos_token_id: int | None = None, *criteria: StoppingCriteria) -> str:
         engine, more = Engine(tiny("opt")), StoppingCriteriaList(criteria)
@@ -241,18 +242,18 @@ def test_a_text_ends_by_length_where_nothing_else_ends_it() -> None:
     assert [len(each) for each in tokens[2:]] == [4, 5, 5, 3]
 
 
-def test_what_a_lossless_speed_is_of_is_refused_without_one() -> None:
+def test_over_is_refused_for_a_lossless_request_without_a_speedup() -> None:
     with pytest.raises(ConfigError, match="over is 'all' without a speedup"):
         Engine(tiny("opt")).submit(PROMPT, lossless=True, over="all", max_new_tokens=3)
 
 
-@pytest.mark.parametrize("place", [0, 2, 5])  # the last one is the text's end
-def test_a_listener_that_raises_fails_its_own_text_alone(place: int) -> None:
+@pytest.mark.parametrize("place", [0, 2, 5])  # the last one ends the sequence
+def test_a_listener_that_raises_fails_only_its_own_request(place: int) -> None:
     engine, heard = Engine(tiny("opt")), []
     how: Any = {"schedule": FULL, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
-    def listen(chosen: Any) -> None:
-        heard.append(chosen)
+    def listen(generated: Any) -> None:
+        heard.append(generated)
         if len(heard) == place + 1:
             raise RuntimeError("a listener")
 
@@ -268,7 +269,7 @@ def test_a_listener_that_raises_fails_its_own_text_alone(place: int) -> None:
 
 
 @pytest.mark.parametrize(("made", "submitted"), [(True, True), (True, False), (False, True)])
-def test_an_engine_of_a_caller_in_inference_mode_decodes(made: bool, submitted: bool) -> None:
+def test_an_engine_works_for_callers_in_inference_mode(made: bool, submitted: bool) -> None:
     expected = tiny("opt").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     with torch.inference_mode(made):
         engine = Engine(tiny("opt"))
@@ -278,14 +279,14 @@ def test_an_engine_of_a_caller_in_inference_mode_decodes(made: bool, submitted: 
         assert list(answer.result(30).tokens) == expected[0, 3:].tolist()
 
 
-def test_an_answer_gives_its_tokens_to_each_who_iterates() -> None:
+def test_each_iteration_over_an_answer_gives_all_its_tokens() -> None:
     engine = Engine(tiny("opt"))
     how: Any = {"schedule": FULL, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     answer, heard = engine.submit(PROMPT, **how), engine.submit(PROMPT, listener=lambda _: None, **how)
     assert engine.drain()
     found: list[list[int]] = []
     reads = threading.Thread(
-        target=lambda: found.extend([chosen.token for chosen in answer] for _ in range(2)), daemon=True
+        target=lambda: found.extend([generated.token for generated in answer] for _ in range(2)), daemon=True
     )
     reads.start()
     reads.join(3)
@@ -295,7 +296,7 @@ def test_an_answer_gives_its_tokens_to_each_who_iterates() -> None:
 
 
 @pytest.mark.parametrize("ending", ["closed", "failed"])
-def test_who_waits_for_the_end_of_all_texts_learns_that_the_engine_ended_before(
+def test_drain_returns_false_if_the_engine_closes_or_fails_meanwhile(
     ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(StoppingCriteria):
@@ -314,12 +315,12 @@ def test_who_waits_for_the_end_of_all_texts_learns_that_the_engine_ended_before(
     if ending == "closed":
         engine.close()
     else:
-        engine._admit = None  # a fault of its own
+        engine.step = None  # calling it raises TypeError in the engine's thread
     waits.join(3)
     assert found == [False]
 
 
-def test_a_processor_that_fails_ends_its_own_text_alone() -> None:
+def test_a_logits_processor_that_raises_fails_only_its_own_request() -> None:
     class Broken(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             if input_ids.shape[1] > len(PROMPT) + 2:
@@ -329,27 +330,27 @@ def test_a_processor_that_fails_ends_its_own_text_alone() -> None:
     engine = Engine(tiny("opt"))
     how: Any = {"schedule": FULL, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     broken = engine.submit(PROMPT, logits_processor=LogitsProcessorList([Broken()]), **how)
-    whole = engine.submit(PROMPT, **how)
+    other = engine.submit(PROMPT, **how)
     assert engine.drain()
     with pytest.raises(RuntimeError, match="of its own"):
         broken.result(0)
-    assert len(whole.result(0).tokens) == 6
-    assert engine.state.free_columns == engine.state.columns
+    assert len(other.result(0).tokens) == 6
+    assert engine.state.free_slots == engine.state.slots
 
 
-def test_probabilities_are_the_models_own() -> None:
+def test_logprobs_are_those_of_the_model_before_sampling_settings() -> None:
     model: Any = fresh("opt").double()
     engine = Engine(model)
     how: Any = {"max_new_tokens": 4, "do_sample": True, "temperature": 0.5, "eos_token_id": None}
     answer = engine.submit(PROMPT, schedule=FULL, seed=3, logprobs=2, **how)
     assert engine.drain()
-    chosen = list(answer)
+    generated = list(answer)
     with torch.no_grad():
-        whole = model(torch.tensor([[*PROMPT, *(each.token for each in chosen)]])).logits[0].float().log_softmax(-1)
-    for n, each in enumerate(chosen):
-        row = whole[len(PROMPT) - 1 + n]
-        assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-5)
-        assert [token for token, _ in each.top] == row.topk(2).indices.tolist()
+        logits = model(torch.tensor([[*PROMPT, *(each.token for each in generated)]])).logits[0]
+    logprobs = logits.float().log_softmax(-1)
+    for n, each in enumerate(generated, start=len(PROMPT) - 1):
+        assert each.logprob == pytest.approx(float(logprobs[n, each.token]), abs=1e-5)
+        assert [token for token, _ in each.top] == logprobs[n].topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_probabilities_are_the_models_own() -> None:
         ({}, "schedule is missing"),
     ],
 )
-def test_what_cannot_be_decoded_is_refused(request_: dict[str, Any], message: str) -> None:
+def test_a_request_that_cannot_be_decoded_is_refused(request_: dict[str, Any], message: str) -> None:
     engine = Engine(tiny("opt"))
     with pytest.raises(ConfigError, match=message):
         engine.submit(PROMPT, **request_)
@@ -387,7 +388,7 @@ def test_what_cannot_be_decoded_is_refused(request_: dict[str, Any], message: st
     assert engine.state.waiting == 0
 
 
-def test_a_model_whose_steps_cannot_be_lean_is_refused_with_the_reason() -> None:
+def test_a_model_without_fast_path_is_refused_with_the_reason() -> None:
     model = fresh("opt")
     model.register_forward_hook(lambda *_: None)
     model.model.decoder.layers[0].register_forward_hook(lambda *_: None)
@@ -398,30 +399,32 @@ def test_a_model_whose_steps_cannot_be_lean_is_refused_with_the_reason() -> None
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_columns_are_never_held_twice_and_all_come_back(sizes: list[int], draw: random.Random) -> None:
-    arena = Arena(12, 1, 1, torch.float32, torch.device("cpu"))
+def test_slots_are_never_allocated_twice_and_all_are_freed(sizes: list[int], draw: random.Random) -> None:
+    pool = KVPool(12, 1, 1, torch.float32, torch.device("cpu"))
     held: list[Span] = []
     for size in sizes:
-        before = arena.free
-        taken = arena.take([size, 1])
-        if taken is None:
-            assert arena.free == before
-        held += taken or []
-        columns = [column for span in held for column in range(span.start, span.start + span.columns)]
-        assert len(columns) == len(set(columns)) == 12 - arena.free
-        assert not columns or max(columns) < 12
+        before = pool.free_slots
+        allocated = pool.allocate([size, 1])
+        if allocated is None:
+            assert pool.free_slots == before
+        held += allocated or []
+        slots = [slot for span in held for slot in range(span.start, span.start + span.slots)]
+        assert len(slots) == len(set(slots)) == 12 - pool.free_slots
+        assert not slots or max(slots) < 12
         while held and draw.random() < 0.4:
-            arena.give(held.pop(draw.randrange(len(held))))
+            pool.free(held.pop(draw.randrange(len(held))))
     for span in held:
-        arena.give(span)
-    assert (arena.free, arena.gaps) == (12, 1)
+        pool.free(span)
+    assert (pool.free_slots, pool.free_regions) == (12, 1)
 
 
 @given(st.lists(st.sets(st.integers(1, 4)).map(lambda layers: (0, *sorted(layers))), min_size=1, max_size=9))
-def test_in_a_group_the_texts_that_run_a_layer_are_the_first_ones(layer_sets: list[tuple[int, ...]]) -> None:
+def test_within_a_nested_group_the_tokens_that_run_a_layer_are_the_first_ones(
+    layer_sets: list[tuple[int, ...]],
+) -> None:
     groups = nested_groups(layer_sets)
-    assert sorted(text for group in groups for text in group) == list(range(len(layer_sets)))
+    assert sorted(token for group in groups for token in group) == list(range(len(layer_sets)))
     for group in groups:
-        own = [layer_sets[text] for text in group]
-        for layer, count in zip(own[0], prefix_lengths(own), strict=True):
-            assert [layer in layers for layers in own] == [n < count for n in range(len(own))]
+        sets = [layer_sets[token] for token in group]
+        for layer, count in zip(sets[0], prefix_lengths(sets), strict=True):
+            assert [layer in layers for layers in sets] == [n < count for n in range(len(sets))]

@@ -1,4 +1,4 @@
-"""A checkpoint without the layers that nothing runs decodes the same tokens."""
+"""An exported checkpoint, without the layers that its schedule never runs, generates the same tokens."""
 
 import dataclasses
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from drawn_orders import placements
+from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh
 from small_checkpoints import save_checkpoint
 from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -24,15 +24,15 @@ PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | l
 
 
 @given(st.data())
-def test_the_smaller_schedule_runs_the_same_layers(data: Any) -> None:
+def test_the_schedule_of_a_pruned_model_runs_the_same_layers(data: Any) -> None:
     depth = data.draw(st.integers(2, 40))
-    most = data.draw(st.integers(1, depth))
-    least = data.draw(st.integers(1, most))
-    warmup = data.draw(st.integers(1, least))
+    max_layers = data.draw(st.integers(1, depth))
+    min_layers = data.draw(st.integers(1, max_layers))
+    warmup = data.draw(st.integers(1, min_layers))
     schedule = SkipSchedule(
         depth,
-        most,
-        least,
+        max_layers,
+        min_layers,
         warmup_layers=warmup,
         horizon=data.draw(st.integers(1, 30)),
         decay=data.draw(st.sampled_from(["linear", "cosine", "exponential"])),
@@ -41,25 +41,25 @@ def test_the_smaller_schedule_runs_the_same_layers(data: Any) -> None:
         **data.draw(placements(depth, warmup, even=False)),
     )
     kept, smaller = pruned_schedule(schedule)
-    assert smaller.num_layers == len(kept) == most
+    assert smaller.num_layers == len(kept) == max_layers
     for i in range(schedule.horizon + 3):
         assert tuple(kept[n] for n in smaller.layers_at(i)) == schedule.layers_at(i)
     assert tuple(kept[n] for n in smaller.prompt_layers) == schedule.prompt_layers
     assert tuple(kept[n] for n in smaller.stopped_layers) == schedule.stopped_layers
 
 
-def test_what_cannot_be_pruned_is_refused() -> None:
+def test_schedules_whose_layers_cannot_be_removed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"prompts run all 12 layers .*: train with schedule\.prompt=max"):
         pruned_schedule(SkipSchedule(12, 6, 2))
     spread = SkipSchedule(12, 7, 3, placement="even", prompt="max")
-    with pytest.raises(ConfigError, match=r"placement is 'even', whose .* are no set of the same placement"):
+    with pytest.raises(ConfigError, match=r"placement is 'even': its .* differ from those that it chooses"):
         pruned_schedule(spread)
     constant = SkipSchedule(12, 4, 4, placement="even", prompt="max")
     assert pruned_schedule(constant)[0] == constant.layers_for(4)
 
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
-def test_every_family_decodes_the_same_tokens_without_the_layers(family: str) -> None:
+def test_a_pruned_model_of_every_family_generates_the_same_tokens(family: str) -> None:
     schedule = SkipSchedule(6, 4, 2, horizon=5, prompt="max")
     ids, mask = ragged_prompts([5, 3], 0)
     request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
@@ -79,7 +79,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_export_decodes_the_same_and_says_what_it_saved(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_export_generates_the_same_tokens_and_reports_its_size(
+    checkpoint: Path, tmp_path: Path, capsys: Any
+) -> None:
     small = tmp_path / "small"
     assert main(["export", str(checkpoint), str(small), "--speedup", "2"]) == 0
     said = capsys.readouterr().out
@@ -104,7 +106,7 @@ def test_an_export_decodes_the_same_and_says_what_it_saved(checkpoint: Path, tmp
     assert list(tmp_path.iterdir()) == [small]
 
 
-def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fails(
+def test_an_export_changes_no_other_folder_and_leaves_nothing_when_it_fails(
     checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "small.partial" / "notes.txt"
@@ -112,7 +114,7 @@ def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fail
     own.write_text("not the export's")
     words = ["export", str(checkpoint), str(tmp_path / "small"), "--speedup", "2"]
     with monkeypatch.context() as patched:
-        patched.setattr("skipdecode.checkpoint.export.seal", lambda folder: (folder / "no" / "such").touch())
+        patched.setattr("skipdecode.checkpoint.export.write_checksums", lambda folder: (folder / "no" / "such").touch())
         assert main(words) != 0
     assert list(tmp_path.iterdir()) == [own.parent]
     assert main(words) == 0
@@ -126,7 +128,7 @@ def test_an_export_touches_no_folder_beside_its_own_and_leaves_none_when_it_fail
 
 
 class NoTokenizer:
-    """One that leaves no file: the models here are asked in token ids."""
+    """A tokenizer that saves no files: the models here take token ids."""
 
     def save_pretrained(self, folder: Path) -> None: ...
 
@@ -136,7 +138,7 @@ WANTED = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
 
 
 def standalone_and_its_tokens(model: Any, folder: Path) -> tuple[Any, torch.Tensor]:
-    """The export as plain transformers loads it, and what the whole model decodes under the schedule."""
+    """The export as loaded by plain transformers, and what the complete model generates with the schedule."""
     ids, mask = ragged_prompts([5, 3], 0)
     expected = model.generate(
         input_ids=ids, attention_mask=mask, **WANTED, custom_generate=skip_generate, schedule=CONSTANT
@@ -147,10 +149,10 @@ def standalone_and_its_tokens(model: Any, folder: Path) -> tuple[Any, torch.Tens
 
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
-def test_a_standalone_model_of_every_family_decodes_the_same_tokens_in_plain_transformers(
+def test_a_standalone_model_of_every_family_generates_the_same_tokens_in_plain_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    # transformers' own BLOOM takes its softmax in float32, where the mask of float64 is infinite.
+    # transformers' BLOOM computes its softmax in float32, where float64's mask value overflows.
     model = fresh(family) if family == "bloom" else fresh(family).double()
     plain, expected = standalone_and_its_tokens(model, tmp_path / "plain")
     ids, mask = ragged_prompts([5, 3], 0)
@@ -160,17 +162,19 @@ def test_a_standalone_model_of_every_family_decodes_the_same_tokens_in_plain_tra
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
-def test_a_standalone_model_decodes_the_same_tokens_by_continuous_batching(family: str, tmp_path: Path) -> None:
+def test_a_standalone_model_generates_the_same_tokens_with_continuous_batching(family: str, tmp_path: Path) -> None:
     plain, expected = standalone_and_its_tokens(fresh(family).double(), tmp_path / "plain")
     ids, mask = ragged_prompts([5, 3], 0)
     prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=1)
-    small = ContinuousBatchingConfig(block_size=32, num_blocks=8, max_batch_tokens=32)  # else a share of the memory
+    small = ContinuousBatchingConfig(
+        block_size=32, num_blocks=8, max_batch_tokens=32
+    )  # the default is a fraction of the memory
     found = plain.generate_batch(prompts, config, small, warmup=False)
     assert [output.generated_tokens for output in found.values()] == expected[:, 5:].tolist()
 
 
-def test_windows_of_single_layers_stay_with_their_layers(tmp_path: Path) -> None:
+def test_each_remaining_layer_keeps_its_sliding_window(tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     config = AutoConfig.for_model("qwen2", vocab_size=VOCABULARY, num_key_value_heads=2, **shape, **window)
@@ -183,17 +187,17 @@ def test_windows_of_single_layers_stay_with_their_layers(tmp_path: Path) -> None
 
 
 @given(st.data())
-def test_a_standalone_model_has_the_layers_that_every_token_runs_or_is_refused(data: Any) -> None:
+def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_where_they_differ(data: Any) -> None:
     depth = data.draw(st.integers(1, 20))
-    most = data.draw(st.integers(1, depth))
+    max_layers = data.draw(st.integers(1, depth))
     schedule = SkipSchedule(
         depth,
-        most,
-        data.draw(st.integers(1, most)),
+        max_layers,
+        data.draw(st.integers(1, max_layers)),
         horizon=data.draw(st.integers(1, 12)),
         **data.draw(placements(depth, 1)),
         decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
-        prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(most, depth))),
+        prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(max_layers, depth))),
         prompt_stop=data.draw(st.none() | st.integers(1, depth)),
     )
     sets = {
@@ -234,17 +238,17 @@ def test_a_standalone_export_is_a_plain_checkpoint(
     assert not (tmp_path / "falls").exists()
 
 
-def test_adapters_apart_are_refused(tmp_path: Path) -> None:
+def test_exporting_unmerged_adapters_is_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = fresh("opt")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     tokenizer: Any = NoTokenizer()
-    with pytest.raises(ConfigError, match=r"adapters lie apart .*: merge them \(lora\.merge=true\)"):
+    with pytest.raises(ConfigError, match=r"adapters aren.t merged .*: merge them \(lora\.merge=true\)"):
         export(model, tokenizer, CONSTANT, 2.0, tmp_path / "plain", standalone=True)
     assert not (tmp_path / "plain").exists()
 
 
-def test_ctranslate2_decodes_the_tokens_of_a_standalone_export(constant: Path, tmp_path: Path) -> None:
+def test_ctranslate2_generates_the_same_tokens_from_a_standalone_export(constant: Path, tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2")
     plain = tmp_path / "plain"
     assert main(["export", str(constant), str(plain), "--speedup", "2", "--standalone"]) == 0

@@ -1,4 +1,4 @@
-"""Lean steps are the model's own steps: for every family, in every kind of batch, with every kind of cache."""
+"""The fast path computes what the model's own forward pass does, for every family and kind of batch and cache."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_family, tiny_opt
 from torch import nn
@@ -22,20 +22,22 @@ from skipdecode.kernels.int8 import Int8Linear
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", [[3, 12, 5], [6, 6]], ids=["ragged", "even"])
 @pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["skipping", "even placement"])
-def test_lean_steps_equal_the_models_own(name: str, lengths: list[int], schedule: SkipSchedule) -> None:
+def test_fast_path_logits_and_tokens_equal_the_models_own(
+    name: str, lengths: list[int], schedule: SkipSchedule
+) -> None:
     model = tiny(name)
     assert fast_path(model).why_not() is None
     answers = {"return_dict_in_generate": True, "output_logits": True}
-    lean = generate(model, lengths, schedule, **answers)
+    fast = generate(model, lengths, schedule, **answers)
     stock = generate(model, lengths, schedule, cache_implementation="dynamic", **answers)
-    assert torch.equal(lean.sequences, stock.sequences)
-    for ours, theirs in zip(lean.logits, stock.logits, strict=True):
+    assert torch.equal(fast.sequences, stock.sequences)
+    for ours, theirs in zip(fast.logits, stock.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_are_the_models_own_in_another_layout(name: str, dtype: torch.dtype) -> None:
+def test_packed_weights_give_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
     model = tiny(name)
     try:
         model.to(dtype)
@@ -49,15 +51,17 @@ def test_packed_weights_are_the_models_own_in_another_layout(name: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_weights_of_a_type_without_a_packed_layout_are_refused(dtype: torch.dtype) -> None:
+def test_packing_weights_other_than_float32_and_bfloat16_is_refused(dtype: torch.dtype) -> None:
     model = fresh("opt").to(dtype)
-    with pytest.raises(ConfigError, match=f"'packed' is for float32 and bfloat16, and the model is of {dtype}"):
+    with pytest.raises(ConfigError, match=f"'packed' needs float32 or bfloat16, and the model is in {dtype}"):
         generate(model, [3], SCHEDULES[0], weights="packed")
     for weights in ("model", "int8"):
         generate(model, [3], SCHEDULES[0], weights=weights)
 
 
-def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_by_default_where_copies_fit_in_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_opt("opt", 6, seed=12)
     size = sum(p.numel() * 4 for p in model.parameters())
     monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 2 * size)
@@ -66,11 +70,11 @@ def test_weights_are_packed_where_the_copies_fit_in_half_of_the_free_memory(monk
     assert fast_path(model).usual_weights() == "packed"
     fast_path(model).decoder()
     monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 0)
-    assert fast_path(model).usual_weights() == "packed"  # they are there already
+    assert fast_path(model).usual_weights() == "packed"  # they were made before
     assert fast_path(tiny_opt("opt", 6, seed=13).half()).usual_weights() == "model"
 
 
-def test_copies_of_weights_are_for_the_cpu() -> None:
+def test_copied_weights_are_refused_on_other_devices_than_a_cpu() -> None:
     with torch.device("meta"):
         model = tiny_opt.__wrapped__("opt", 2)
     for weights in ("packed", "int8"):
@@ -79,7 +83,7 @@ def test_copies_of_weights_are_for_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "opt-350m", "bloom"])
-def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> None:
+def test_a_planned_cache_works_with_the_models_own_forward_pass(name: str) -> None:
     model = tiny(name)
     expected = generate(model, [3, 12, 5], SCHEDULES[0])
     handle = model.register_forward_hook(lambda *_: None)
@@ -91,7 +95,7 @@ def test_the_planned_cache_serves_the_models_own_forward_pass_too(name: str) -> 
     assert fast_path(model).why_not() is None
 
 
-def test_an_adapter_is_never_left_out() -> None:
+def test_a_model_with_an_adapter_decodes_with_the_adapter() -> None:
     model = get_peft_model(tiny_opt("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     model.eval()
     reason = fast_path(model.get_base_model()).why_not()
@@ -103,13 +107,13 @@ def test_an_adapter_is_never_left_out() -> None:
 
 
 def replace_forward(attention: Any) -> None:
-    """So that it has as many attributes as before."""
+    """Replace its forward, and leave it with as many attributes as before."""
     attention.forward = attention.forward
     del attention.is_cross_attention
 
 
 class Doubled(nn.Sequential):
-    """Somebody's own module, made for the occasion."""
+    """A module of a class that is neither torch's nor transformers'."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ class Doubled(nn.Sequential):
         (lambda m: setattr(m.transformer.h[1], "ln_2", Doubled(m.transformer.h[1].ln_2).eval()), "ln_2 is a Doubled"),
     ],
 )
-def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: str) -> None:
+def test_a_changed_model_has_no_fast_path_for_a_reason_that_names_the_change(spoil: Any, reason: str) -> None:
     model = tiny_family.__wrapped__("gpt2")
     assert fast_path(model).why_not() is None
     spoil(model)
@@ -139,12 +143,12 @@ def test_a_model_not_made_of_plain_parts_is_left_to_itself(spoil: Any, reason: s
     assert fast_path(model).why_not() == fast_path(model).why_not()
 
 
-def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> None:
+def test_a_model_is_freed_after_decoding_when_its_last_reference_goes() -> None:
     model = tiny_family.__wrapped__("gpt2")
     generate(model, [3, 5], SCHEDULES[0])
     hooks = [part.register_forward_hook(lambda *_, held=model: None) for part in (model, model.transformer.h[2])]
     generate(model, [3, 5], SCHEDULES[0])
-    hooks.pop().remove()  # one that nothing is told of any more
+    hooks.pop().remove()  # the other stays registered, and its closure holds the model
     known = weakref.ref(model)
     del model
     gc.collect()
@@ -152,23 +156,25 @@ def test_a_model_that_was_decoded_with_is_freed_when_nobody_else_holds_it() -> N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_leaves_nothing_that_the_next_call_must_look_at_again(name: str) -> None:
+def test_decoding_leaves_the_model_as_it_was_inspected(name: str) -> None:
     model = tiny(name)
     generate(model, [3, 5], SCHEDULES[0])
     look = fast_path(model).look()
     generate(model, [3, 5], SCHEDULES[0])
     assert fast_path(model).look() is look
-    assert generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None  # behind gates
+    assert (
+        generate(model, [3, 5], SCHEDULES[0], cache_implementation="dynamic") is not None
+    )  # by the model's own forward pass
     assert fast_path(model).look().same_weights_as(look)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 16])
-def test_alibi_slopes_are_blooms(heads: int) -> None:
+def test_alibi_slopes_equal_those_of_bloom(heads: int) -> None:
     theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(alibi_slopes(heads, torch.device("cpu")), theirs)
 
 
-def test_a_kind_of_weights_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_kind_of_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown weights 'int2'"):
         generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int2")
 
@@ -176,10 +182,10 @@ def test_a_kind_of_weights_that_does_not_exist_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("halved", [False, True])
-def test_an_int8_projection_is_that_of_rounded_weights_and_activations(
+def test_an_int8_projection_equals_one_with_rounded_weights_and_activations(
     rows: int, dtype: torch.dtype, halved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if halved:  # as on a processor without dot products of bytes
+    if halved:  # as on a processor without int8 dot products
         monkeypatch.setattr(int8, "overflows", lambda: True)
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 40), torch.randn(24)
@@ -192,12 +198,12 @@ def test_an_int8_projection_is_that_of_rounded_weights_and_activations(
     close = 1e-4 if dtype == torch.float32 else 2e-2
     found = Int8Linear(weight, bias)(hidden)
     assert found.dtype == dtype
-    # A value half way between two steps may fall to either side.
+    # A value halfway between two steps may be rounded either way.
     torch.testing.assert_close(found.double(), reference, rtol=close, atol=close + float(step.max() * scale.max()))
     assert (found.double() - reference).abs().median() < close
 
 
-def test_int8_rows_do_not_see_each_other_and_a_row_of_zeros_is_the_bias() -> None:
+def test_an_int8_projection_treats_rows_alone_and_gives_the_bias_for_a_row_of_zeros() -> None:
     torch.manual_seed(1)
     bias = torch.randn(8)
     linear = Int8Linear(torch.randn(8, 16), bias)
@@ -205,13 +211,13 @@ def test_int8_rows_do_not_see_each_other_and_a_row_of_zeros_is_the_bias() -> Non
     together = linear(hidden)
     assert torch.equal(together, torch.cat([linear(row[None]) for row in hidden]))
     assert torch.equal(together[2], bias)
-    many = linear(hidden.repeat(40, 1))  # in other operations
+    many = linear(hidden.repeat(40, 1))  # which go through other operations
     torch.testing.assert_close(many, together.repeat(40, 1))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_int8_logits_are_near_the_models_own(name: str) -> None:
-    model = fresh(name)  # of packed copies that another instruction set made, a last bit may move 8 bits by a step
+def test_int8_logits_are_close_to_the_models_own(name: str) -> None:
+    model = fresh(name)  # packed copies of another instruction set may differ in a last bit, and so in a step of 8 bits
     answers = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
     own = generate(model, [3, 7, 5], SCHEDULES[1], **answers).logits
     rounded = generate(model, [3, 7, 5], SCHEDULES[1], weights="int8", **answers).logits
@@ -219,6 +225,6 @@ def test_int8_logits_are_near_the_models_own(name: str) -> None:
         assert 0 < float((own[step] - rounded[step]).norm() / own[step].norm()) < 0.1
 
 
-def test_int8_is_refused_where_steps_cannot_be_lean() -> None:
+def test_int8_is_refused_where_there_is_no_fast_path() -> None:
     with pytest.raises(ConfigError, match="weights is 'int8', which this model can't decode with: a cache was given"):
         generate(tiny_opt("opt", 6), [3], SCHEDULES[0], weights="int8", cache_implementation="dynamic")

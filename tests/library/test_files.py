@@ -1,14 +1,14 @@
-"""A file is there whole or not at all, whoever else writes it."""
+"""Files are written atomically."""
 
 import threading
 from pathlib import Path
 
 import pytest
 
-from skipdecode.files import replaced, write_whole
+from skipdecode.files import atomic_replacement, write_atomically
 
 
-def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> None:
+def test_concurrent_writers_leave_the_complete_file_of_one_of_them(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     texts = [letter * size for letter, size in (("a", 50_000), ("b", 90_000))]
     failed: list[BaseException] = []
@@ -16,7 +16,7 @@ def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> 
     def write(text: str) -> None:
         try:
             for _ in range(40):
-                write_whole(file, text)
+                write_atomically(file, text)
                 if file.read_text() not in texts:
                     raise AssertionError("damaged")
         except BaseException as error:
@@ -31,12 +31,12 @@ def test_two_writers_at_a_time_leave_the_file_of_one_of_them(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    write_whole(file, "before")
+    write_atomically(file, "before")
 
     def break_off(error: BaseException) -> None:
-        with replaced(file) as partial:
+        with atomic_replacement(file) as partial:
             partial.write_text("half")
             raise error
 

@@ -1,4 +1,4 @@
-"""A model in a GGUF file is loaded as a plain model, the same as transformers makes of it, and says clearly why not."""
+"""Models in GGUF files are loaded as plain models, equal to transformers', or refused with a clear message."""
 
 import json
 import shutil
@@ -31,21 +31,23 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def test_it_is_the_model_and_the_tokenizer_that_were_written(folder: Path) -> None:
-    written, by = tiny_llama()
+def test_a_gguf_file_gives_the_model_and_the_tokenizer_that_were_written(folder: Path) -> None:
+    written, written_tokenizer = tiny_llama()
     model, tokenizer = skipdecode.load(str(folder), gguf_file=NAME)
-    ids = by(PROMPT, return_tensors="pt")["input_ids"]
+    ids = written_tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     assert tokenizer(PROMPT)["input_ids"] == ids[0].tolist()
     assert tokenizer.padding_side == "left"
     for token in ("bos_token_id", "eos_token_id"):
-        assert getattr(tokenizer, token) == getattr(by, token)
-        assert getattr(model.generation_config, token) == getattr(by, token)
-    assert tokenizer.get_vocab() == by.get_vocab()  # transformers would add <|endoftext|>, which has no embedding
+        assert getattr(tokenizer, token) == getattr(written_tokenizer, token)
+        assert getattr(model.generation_config, token) == getattr(written_tokenizer, token)
+    assert (
+        tokenizer.get_vocab() == written_tokenizer.get_vocab()
+    )  # transformers would add <|endoftext|>, which has no embedding
     torch.testing.assert_close(logits(model, ids), logits(written, ids))
 
 
 @pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0", "F16"])
-def test_its_logits_are_those_that_transformers_gives(quantization: str, tmp_path: Path) -> None:
+def test_a_gguf_model_has_the_logits_that_transformers_gives(quantization: str, tmp_path: Path) -> None:
     folder = write_tiny_gguf(tmp_path, *tiny_llama(2), quantization)
     ids = torch.arange(4, 40)[None]
     theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=NAME, dtype=torch.float32)
@@ -53,7 +55,7 @@ def test_its_logits_are_those_that_transformers_gives(quantization: str, tmp_pat
     assert load_model(str(folder), torch.bfloat16, gguf_file=NAME).dtype == torch.bfloat16
 
 
-def test_it_is_saved_as_a_plain_checkpoint_without_a_trace_of_gguf(folder: Path, tmp_path: Path) -> None:
+def test_a_gguf_model_is_saved_as_a_plain_checkpoint_without_a_trace_of_gguf(folder: Path, tmp_path: Path) -> None:
     model, tokenizer = skipdecode.load(str(folder), gguf_file=NAME)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -66,10 +68,10 @@ def test_it_is_saved_as_a_plain_checkpoint_without_a_trace_of_gguf(folder: Path,
     assert torch.equal(logits(again, ids), logits(model, ids))
 
 
-def test_a_file_of_the_same_name_in_the_working_directory_is_not_taken(
+def test_a_gguf_file_of_the_same_name_in_the_working_directory_is_not_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers looks there for the weights first."""
+    """transformers looks for the weights there first."""
     (tmp_path / NAME).write_bytes(b"GGUF, and nothing else")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, tmp_path / "below")
@@ -77,7 +79,7 @@ def test_a_file_of_the_same_name_in_the_working_directory_is_not_taken(
     assert model.config.num_hidden_layers == 8
 
 
-def test_one_of_the_hub_is_read_from_the_cache_without_a_config(
+def test_a_gguf_file_of_the_hub_is_read_from_the_cache_without_a_config(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_hub_cache(folder, tmp_path, "me/tiny")
@@ -92,14 +94,14 @@ def test_one_of_the_hub_is_read_from_the_cache_without_a_config(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("absent.gguf", "'absent.gguf': there is no such file in 'FOLDER', which holds clip.gguf, cut.gguf, tiny.gguf"),
+        ("absent.gguf", "'absent.gguf': there is no such file in 'FOLDER', which has clip.gguf, cut.gguf, tiny.gguf"),
         ("", "gguf_file is ''"),
         ("notes.txt", "'notes.txt' of 'FOLDER' isn't GGUF: it starts with b'some', not b'GGUF'"),
         ("clip.gguf", "FOLDER/clip.gguf' can't be loaded as a causal language model: GGUF model with architecture"),
         ("cut.gguf", "FOLDER/cut.gguf' can't be loaded as a causal language model: "),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(folder: Path, tmp_path: Path, name: str, message: str) -> None:
+def test_an_unreadable_gguf_file_is_refused_in_one_line(folder: Path, tmp_path: Path, name: str, message: str) -> None:
     place = tmp_path / "tiny"
     shutil.copytree(folder, place)
     write_empty_gguf(place / "clip.gguf", "clip")
@@ -111,13 +113,13 @@ def test_a_file_that_cannot_be_read_is_one_line(folder: Path, tmp_path: Path, na
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'/nowhere/at/all' is not a folder: name the one that holds the file"):
+def test_a_gguf_file_in_a_folder_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'/nowhere/at/all' is not a folder: give the folder of the file"):
         load_model("/nowhere/at/all", gguf_file=NAME)
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     folder: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -125,13 +127,13 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
         load_model(str(folder), gguf_file=NAME)
 
 
-def test_a_gguf_file_that_is_named_as_a_checkpoint_is_met_with_advice(folder: Path) -> None:
+def test_a_gguf_file_given_as_a_checkpoint_is_refused_with_advice(folder: Path) -> None:
     for name in (folder, folder / NAME):
         with pytest.raises(ConfigError, match=r"GGUF file.* --gguf-file \(in a recipe model.gguf_file"):
             load_model(str(name))
 
 
-def test_the_command_writes_its_texts(folder: Path, capsys: Any) -> None:
+def test_skipdecode_generate_decodes_with_a_gguf_model(folder: Path, capsys: Any) -> None:
     options = ["--gguf-file", NAME, "--max-new-tokens", "9"]
     assert main(["generate", str(folder), *options, "--json", PROMPT.replace("\n", "\\n")]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -143,8 +145,8 @@ def test_the_command_writes_its_texts(folder: Path, capsys: Any) -> None:
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: gguf_file 'absent.gguf': there is no such file")
 
 
-def test_nothing_that_lies_beside_the_file_is_read(folder: Path, tmp_path: Path) -> None:
-    """The weights, tokenizer, seal and adapters are another model's, and transformers would take some of them."""
+def test_no_other_file_in_the_folder_of_a_gguf_file_is_read(folder: Path, tmp_path: Path) -> None:
+    """The folder also has another model's weights, tokenizer, checksums and adapters; transformers would read some."""
     place = save_checkpoint(tmp_path / "run", 4, vocab_size=300)
     shutil.copy(folder / NAME, place)
     (place / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/nowhere"}))

@@ -1,4 +1,4 @@
-"""Attaching changes what runs and nothing else, whatever wraps the model."""
+"""skip_layers changes which layers run and nothing else, whatever wraps the model."""
 
 import contextlib
 import copy
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import tiny
+from fastpath_cases import tiny
 from naive_opt import naive_logits
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_models import TINY_FAMILIES, VOCABULARY, ragged_prompts, tiny_opt
@@ -27,15 +27,15 @@ def test_every_family_in_the_table_is_tested() -> None:
     assert set(TINY_FAMILIES) | {"opt"} == set(FAMILIES)
 
 
-def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
+def prompts_and_completions() -> tuple[torch.Tensor, torch.Tensor]:
     prompt, mask = ragged_prompts([4, 6], 0)
     completion, _ = ragged_prompts([8, 8], 1)
     return torch.cat([prompt, completion], 1), torch.cat([mask, torch.ones_like(completion)], 1)
 
 
-def test_the_model_is_as_before_afterwards_also_after_an_error() -> None:
+def test_after_the_context_the_model_is_unchanged_even_after_an_error() -> None:
     model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     keys = list(model.state_dict())
     before = model(ids, attention_mask=mask).logits
     with skip_layers(model, SCHEDULE, prompt_columns=6):
@@ -48,7 +48,7 @@ def test_the_model_is_as_before_afterwards_also_after_an_error() -> None:
     assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
 
 
-def test_a_forward_that_somebody_else_replaced_still_runs_on_the_prefix() -> None:
+def test_a_forward_method_replaced_by_other_code_still_runs_on_the_prefix() -> None:
     model = tiny_opt("opt", 6)
     layer = decoder_layers(model)[2]
     original, calls = layer.forward, []
@@ -59,20 +59,20 @@ def test_a_forward_that_somebody_else_replaced_still_runs_on_the_prefix() -> Non
 
     layer.forward = theirs
     try:
-        ids, mask = whole_batch()
+        ids, mask = prompts_and_completions()
         with skip_layers(model, SCHEDULE, prompt_columns=6), torch.no_grad():
             model(ids, attention_mask=mask)
             assert layer(torch.randn(2, 6, 32)).shape == (2, 6, 32)  # the prompt alone
-        assert calls == [SCHEDULE.column_cutoffs(6, 14)[2], 6]
+        assert calls == [SCHEDULE.position_cutoffs(6, 14)[2], 6]
         assert layer.forward is theirs
     finally:
         del layer.forward
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("schedule", [SCHEDULE, STOPPED], ids=["", "prompts that stop"])
-def test_gradient_checkpointing_changes_no_gradient(schedule: SkipSchedule, attention: str) -> None:
-    ids, mask = whole_batch()
+@pytest.mark.parametrize("schedule", [SCHEDULE, STOPPED], ids=["", "prompt_stop"])
+def test_gradient_checkpointing_leaves_the_gradients_unchanged(schedule: SkipSchedule, attention: str) -> None:
+    ids, mask = prompts_and_completions()
 
     def gradients(checkpointing: bool) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config, attn_implementation=attention)
@@ -82,8 +82,8 @@ def test_gradient_checkpointing_changes_no_gradient(schedule: SkipSchedule, atte
             model.gradient_checkpointing_enable({"use_reentrant": False})
         with skip_layers(model, schedule, prompt_columns=6) as gate:
             loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
-        loss.backward()  # layers are run again here, outside of the context
-        assert gate.layer_columns == sum(schedule.column_cutoffs(6, 14))
+        loss.backward()  # checkpointing runs the layers again here, outside of the context
+        assert gate.layer_positions == sum(schedule.position_cutoffs(6, 14))
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     for with_it, without in zip(gradients(True), gradients(False), strict=True):
@@ -92,12 +92,12 @@ def test_gradient_checkpointing_changes_no_gradient(schedule: SkipSchedule, atte
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_changes(
+def test_keep_in_graph_gives_layers_without_positions_zero_gradients_and_changes_no_others(
     model_type: str, checkpointing: bool
 ) -> None:
-    schedule = SkipSchedule(6, 3, 2, horizon=5, prompt="max")  # layers 1 to 3 have no columns
+    schedule = SkipSchedule(6, 3, 2, horizon=5, prompt="max")  # layers 1 to 3 run no position
     shared = tiny(model_type)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
 
     def gradients(keep_in_graph: bool) -> tuple[int, dict[str, torch.Tensor | None]]:
         model = AutoModelForCausalLM.from_config(shared.config)
@@ -107,14 +107,14 @@ def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_c
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0  # one more layer run is one more draw
+                module.p = 0.0  # else one more layer changes the random numbers of the others
         with skip_layers(model, schedule, prompt_columns=6, keep_in_graph=keep_in_graph) as gate:
             loss = model(ids, attention_mask=mask, use_cache=False).logits.logsumexp(-1).mean()
         loss.backward()
-        return gate.layer_columns, {name: p.grad for name, p in model.named_parameters()}
+        return gate.layer_positions, {name: p.grad for name, p in model.named_parameters()}
 
-    (kept_columns, kept), (columns, plain) = gradients(True), gradients(False)
-    assert kept_columns == columns == sum(schedule.column_cutoffs(6, 14))
+    (kept_positions, kept), (positions, plain) = gradients(True), gradients(False)
+    assert kept_positions == positions == sum(schedule.position_cutoffs(6, 14))
     bypassed = {name for name, gradient in plain.items() if gradient is None}
     assert {name for name in plain if re.search(r"layers\.[123]\.|h\.[123]\.", name)} == bypassed
     for name, gradient in kept.items():
@@ -126,9 +126,9 @@ def test_kept_in_the_graph_a_layer_without_columns_gets_zeros_and_nothing_else_c
             torch.testing.assert_close(gradient, expected)
 
 
-def test_kept_in_the_graph_costs_nothing_without_gradients() -> None:
+def test_keep_in_graph_runs_no_layer_more_without_gradients() -> None:
     model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     ran: list[int] = []
     hooks = [
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -141,10 +141,10 @@ def test_kept_in_the_graph_costs_nothing_without_gradients() -> None:
     assert ran == [0, 5]
 
 
-def test_a_peft_wrapped_model_runs_the_schedule_and_trains_its_adapters() -> None:
+def test_a_peft_wrapped_model_follows_the_schedule_and_trains_its_adapters() -> None:
     plain = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config).eval()
     plain.load_state_dict(tiny_opt("opt", 6).state_dict())
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     expected = naive_logits(plain, ids, mask, 6, SCHEDULE).detach()
     wrapped = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True))
     keys = list(wrapped.state_dict())
@@ -165,12 +165,11 @@ def test_a_peft_wrapped_model_runs_the_schedule_and_trains_its_adapters() -> Non
     assert decoded.shape[1] > ids.shape[1]
 
 
-def test_dropout_and_cutoffs_leave_the_untouched_columns_alone() -> None:
-    """In training mode too, a column that doesn't run a layer passes by it bit for bit."""
+def test_in_training_mode_positions_beyond_the_cutoff_pass_a_layer_unchanged() -> None:
     model = AutoModelForCausalLM.from_config(tiny_opt("opt", 6).config)
     model.train()
     hidden = torch.randn(2, 14, 32)
-    schedule = SkipSchedule(6, 2, 2, horizon=1)  # layer 1 runs on the prompt alone
+    schedule = SkipSchedule(6, 2, 2, horizon=1)  # layer 1 runs on the prompt only
     with skip_layers(model, schedule, prompt_columns=6):
         output = decoder_layers(model)[1](hidden)
     assert torch.equal(hidden[:, 6:], output[:, 6:])
@@ -183,24 +182,24 @@ def test_dropout_and_cutoffs_leave_the_untouched_columns_alone() -> None:
         ({"schedule": SkipSchedule(24, 8, 4)}, "the schedule is for 24 layers, the model has 6"),
         ({"schedule": "3x"}, "schedule is a str"),
         ({"prompt_columns": 0}, "prompt_columns is 0"),
-        ({"prompt_columns": 15}, "must lie between 1 and the 14 columns"),
+        ({"prompt_columns": 15}, "must lie between 1 and the number of positions .14."),
         ({"model": torch.nn.Linear(2, 2)}, "Linear is not a transformers model"),
     ],
 )
-def test_what_cannot_be_attached_is_refused_with_a_reason(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_skip_layers_are_refused_with_a_reason(change: dict[str, Any], message: str) -> None:
     request = {"model": tiny_opt("opt", 6), "schedule": SCHEDULE, "prompt_columns": 6, **change}
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     with pytest.raises(ConfigError, match=message), skip_layers(**request):
         request["model"](ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("stop", [1, 2])
-def test_layers_above_a_stop_hold_keys_and_values_of_the_state_that_the_prompt_stopped_with(stop: int) -> None:
+def test_layers_above_prompt_stop_compute_keys_and_values_from_the_hidden_state_at_the_stop(stop: int) -> None:
     model = tiny_opt("opt", 6, seed=3)
     ids, prompt = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0)), 7
     with skip_layers(model, SkipSchedule(6, 6, 6, prompt_stop=stop), prompt_columns=prompt):
         logits = model(ids).logits[:, prompt - 1 :]
-    # By transformers' own cache: what the upper layers hold of the prompt is written by hand.
+    # The reference is transformers' own cache, with the upper layers' keys and values of the prompt computed by hand.
     cache = DynamicCache(config=model.config)
     state = model(ids[:, : prompt - 1], past_key_values=cache, output_hidden_states=True).hidden_states[stop]
     for layer, held in list(zip(model.model.decoder.layers, cache.layers, strict=True))[stop:]:
@@ -213,7 +212,7 @@ def test_layers_above_a_stop_hold_keys_and_values_of_the_state_that_the_prompt_s
     assert not torch.allclose(logits, model(ids).logits[:, prompt - 1 :], atol=1e-2)
 
 
-def test_attaching_twice_is_refused() -> None:
+def test_attaching_a_second_schedule_is_refused() -> None:
     model = tiny_opt("opt", 6)
     with (
         skip_layers(model, SCHEDULE, prompt_columns=6),
@@ -235,9 +234,9 @@ def test_an_unknown_family_and_prompt_tuning_are_refused() -> None:
         decoder_layers(tuned)
 
 
-def test_a_cache_that_holds_tokens_is_refused_in_teacher_forcing() -> None:
+def test_skip_layers_refuses_a_cache_that_contains_tokens() -> None:
     model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
     twice = torch.cat([mask, mask], 1)
     with pytest.raises(ConfigError, match="past_key_values"), skip_layers(model, SCHEDULE, prompt_columns=6):
@@ -246,18 +245,20 @@ def test_a_cache_that_holds_tokens_is_refused_in_teacher_forcing() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @pytest.mark.parametrize("prompt", ["full", "max"])
-def test_outputs_that_skipped_layers_do_not_have_are_refused(model_type: str, prompt: Any) -> None:
+def test_requests_for_hidden_states_and_attentions_are_refused_under_a_schedule_that_skips(
+    model_type: str, prompt: Any
+) -> None:
     model = tiny(model_type)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     with skip_layers(model, SkipSchedule(6, 4, 2, horizon=5, prompt=prompt), prompt_columns=6), torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
         for name in ("output_attentions", "output_hidden_states"):
             if (model_type, name) == ("bloom", "output_hidden_states"):
                 states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-                assert {state.shape for state in states} == {(2, 14, 32)}  # BLOOM's loop gathers them itself
+                assert {state.shape for state in states} == {(2, 14, 32)}  # BLOOM collects them in its own loop
                 assert len(states) == 7
                 continue
-            with pytest.raises(ConfigError, match=f"{name} is asked for under a schedule that skips"):
+            with pytest.raises(ConfigError, match=f"{name} can.t be combined with a schedule that skips layers"):
                 model(ids, attention_mask=mask, **{name: True})
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
     with skip_layers(model, SkipSchedule.full_depth(6), prompt_columns=6), torch.no_grad():
@@ -269,9 +270,9 @@ def test_outputs_that_skipped_layers_do_not_have_are_refused(model_type: str, pr
             assert torch.equal(mine, expected)
 
 
-def test_copies_made_while_a_schedule_is_attached_are_free_of_it() -> None:
+def test_copies_and_pickles_of_an_attached_model_are_not_attached() -> None:
     model = tiny_opt.__wrapped__("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     expected = model(ids, attention_mask=mask).logits
     with skip_layers(model, SCHEDULE, prompt_columns=6):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -286,7 +287,7 @@ def test_copies_made_while_a_schedule_is_attached_are_free_of_it() -> None:
             assert torch.equal(made(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
 
 
-def test_the_threads_of_data_parallel_are_told_that_no_schedule_reaches_them() -> None:
+def test_data_parallel_replicas_are_refused() -> None:
     model = tiny_opt("opt", 6)
     with skip_layers(model, SCHEDULE, prompt_columns=6):
         replica = decoder_layers(model)[2]._replicate_for_data_parallel()
@@ -294,9 +295,9 @@ def test_the_threads_of_data_parallel_are_told_that_no_schedule_reaches_them() -
             replica(torch.randn(2, 14, 32))
 
 
-def test_a_schedule_holds_for_the_thread_that_attached_it() -> None:
+def test_a_schedule_applies_only_to_the_thread_that_attached_it() -> None:
     model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     other = SkipSchedule(6, 2, 1, horizon=3)
     expected = [model(ids, attention_mask=mask).logits.detach()]
     for schedule in (SCHEDULE, other):
@@ -322,9 +323,9 @@ def test_a_schedule_holds_for_the_thread_that_attached_it() -> None:
     assert {type(layer) for layer in decoder_layers(model)} == {OPTDecoderLayer}
 
 
-def test_a_stopping_criterion_may_decode_with_the_same_model() -> None:
+def test_a_stopping_criterion_can_generate_with_the_same_model() -> None:
     model = tiny_opt("opt", 6)
-    ids, mask = whole_batch()
+    ids, mask = prompts_and_completions()
     request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     request |= {"custom_generate": skip_generate, "cuda_graphs": True}
     expected = model.generate(**request, schedule=SCHEDULE)

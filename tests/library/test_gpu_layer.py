@@ -1,4 +1,4 @@
-"""Layers as Triton kernels, held against the operations of torch that they stand for."""
+"""Layers as Triton kernels compute what torch's operations do."""
 
 import copy
 import importlib.util
@@ -7,32 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import MODELS, SCHEDULES, fresh, generate, tiny
+from fastpath_cases import MODELS, SCHEDULES, fresh, generate, tiny
 from tiny_models import tiny_opt
 
-from skipdecode.fastpath.gpu_layer import FusedBlock, fused_blocks, triton_kernels
+from skipdecode.fastpath.gpu_layer import GpuLayer, gpu_layers, triton_kernels
 from skipdecode.fastpath.kv_cache import PlannedLayer
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.kernels.linear import sizes
 
-FUSED = sorted({*MODELS} - {"mistral", "qwen3"})  # windows, and norms of queries and keys, are not
+# All but families with sliding windows, and with norms of queries and keys.
+SUPPORTED = sorted({*MODELS} - {"mistral", "qwen3"})
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
-# Without a GPU: TRITON_INTERPRET=1, which torch must find when it is imported.
+# Without a GPU, with TRITON_INTERPRET=1 in the environment, which must be there when torch is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HERE = pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton that interprets"))
 
 
-def halves(name: str, device: str) -> tuple[LeanDecoder, LeanDecoder]:
-    """The same weights in float16, and in float32 with the values of float16."""
+def halves(name: str, device: str) -> tuple[FastDecoder, FastDecoder]:
+    """Decoders of the same weights in float16, and in float32."""
     half = fresh(name).half()
     whole = copy.deepcopy(half).float()
-    return LeanDecoder(half.to(device)), LeanDecoder(whole.to(device))
+    return FastDecoder(half.to(device)), FastDecoder(whole.to(device))
 
 
 @pytest.mark.parametrize("device", [HERE, GPU])
 @pytest.mark.parametrize("rows", [1, 3, 8, 17])
-@pytest.mark.parametrize("name", FUSED)
-def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, device: str) -> None:
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_layer_of_triton_kernels_equals_one_of_torchs_operations(name: str, rows: int, device: str) -> None:
     kernels = triton_kernels()
     half, whole = halves(name, device)
     steps, prompt = 7, 21
@@ -40,18 +41,19 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
     mask[0, :4] = 0  # a padded row
     torch.manual_seed(rows)
     for layer in (0, 1):
-        reference, block = whole.blocks[layer], half.blocks[layer]
-        fused = FusedBlock(block, kernels, kernels.arrivals(torch.device(device)))
+        reference, tested = whole.layers[layer], half.layers[layer]
+        slot = torch.tensor([prompt], device=device)
+        fused = GpuLayer(tested, kernels, kernels.arrivals(torch.device(device)), slot)
         caches = [PlannedLayer(steps, prompt) for _ in range(2)]
-        keys, values = torch.randn(2, rows, block.kv_heads, prompt, block.head_dim, device=device).half()
+        keys, values = torch.randn(2, rows, tested.kv_heads, prompt, tested.head_dim, device=device).half()
         caches[0].update(keys.float(), values.float())
         caches[1].update(keys, values)
         inputs = [decoder.step_inputs(mask, steps) for decoder in (whole, half)]
         for step in range(3):
-            hidden = torch.randn(rows, sizes(block.sources["qkv"][0])[0], device=device).half()
+            hidden = torch.randn(rows, sizes(tested.sources["qkv"][0])[0], device=device).half()
             expected = reference(hidden.float(), caches[0], inputs[0](step))
-            given: Any = inputs[1](step)
-            found = fused(hidden, caches[1], given, torch.tensor([prompt + step], device=device))
+            found = fused(hidden, caches[1], inputs[1](step))
+            slot.add_(1)
             scale = float(expected.abs().max())
             torch.testing.assert_close(found.float() / scale, expected / scale, atol=4e-3, rtol=0)
         for ours, theirs in ((caches[1].keys, caches[0].keys), (caches[1].values, caches[0].values)):
@@ -72,7 +74,7 @@ def test_a_fused_layer_computes_what_torchs_operations_do(name: str, rows: int, 
         (640, [6400], "plain"),
     ],
 )
-def test_several_rows_are_projected_as_torch_does_it_whoever_shares_them(
+def test_projections_of_several_rows_equal_torchs_however_programs_share_them(
     inputs: int, outs: list[int], kind: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels: Any = triton_kernels()
@@ -82,7 +84,7 @@ def test_several_rows_are_projected_as_torch_does_it_whoever_shares_them(
     gated = kind == "gated"
     outs = [outs[0]] * 2 if gated else outs
     arrived = kernels.arrivals(torch.device(device))
-    for turn in range(2):  # what counts who is done is used again
+    for turn in range(2):  # the counters of finished programs are used again
         torch.manual_seed(turn)
         x, residual = (torch.randn(rows, n, device=device).half() for n in (inputs, outs[0] if gated else sum(outs)))
         weights = [torch.randn(n, inputs, device=device).half() for n in outs]
@@ -102,14 +104,16 @@ def test_several_rows_are_projected_as_torch_does_it_whoever_shares_them(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", [[9], [3, 12, 5], [4] * 40], ids=["a row", "padded rows", "many rows"])
-def test_fused_steps_choose_the_tokens_of_torchs_operations(name: str, lengths: list[int]) -> None:
+def test_steps_of_triton_kernels_choose_the_tokens_of_torchs_operations(name: str, lengths: list[int]) -> None:
     model: Any = fresh(name).to("cuda", torch.float16)
     for schedule in SCHEDULES:
         scores = [
             generate(model, lengths, schedule, cuda_graphs=graphs, output_logits=True, return_dict_in_generate=True)
             for graphs in (None, False)
         ]
-        same = scores[0].sequences == scores[1].sequences  # near-ties may fall either way, and texts part there
+        same = (
+            scores[0].sequences == scores[1].sequences
+        )  # nearly equal logits may be ordered either way, and sequences differ from there
         for step, (ours, theirs) in enumerate(zip(scores[0].logits, scores[1].logits, strict=True)):
             alike = same[:, : same.shape[1] - len(scores[0].logits) + step].all(dim=1)
             difference = (ours - theirs)[alike].abs().max() if bool(alike.any()) else 0
@@ -117,11 +121,11 @@ def test_fused_steps_choose_the_tokens_of_torchs_operations(name: str, lengths: 
         assert same[:, : -len(scores[0].logits) + 1].all()
 
 
-def test_float32_and_layers_of_another_kind_are_not_fused() -> None:
-    blocks = LeanDecoder(tiny_opt("opt", 6)).blocks
+def test_float32_and_unsupported_layers_have_no_gpu_kernels() -> None:
+    layers, slot = FastDecoder(tiny_opt("opt", 6)).layers, torch.zeros(1, dtype=torch.long)
     for device in ("cpu", "cuda"):
-        assert fused_blocks(blocks, torch.float32, torch.device(device)) is None
-    assert fused_blocks(blocks, torch.bfloat16, torch.device("cpu")) is None
+        assert gpu_layers(layers, torch.float32, torch.device(device), slot) is None
+    assert gpu_layers(layers, torch.bfloat16, torch.device("cpu"), slot) is None
     for name in ("mistral", "qwen3"):
         model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
-        assert fused_blocks(LeanDecoder(model).blocks, torch.bfloat16, torch.device("cuda")) is None
+        assert gpu_layers(FastDecoder(model).layers, torch.bfloat16, torch.device("cuda"), slot) is None

@@ -1,4 +1,4 @@
-"""Law 6: the cache holds what the schedule needs, to the byte, from the prefill to the last token."""
+"""Law 6: the cache has exactly the size that the schedule needs, from the prefill to the last token."""
 
 import gc
 from typing import Any
@@ -25,12 +25,12 @@ def planned(model: PreTrainedModel, schedule: SkipSchedule, rows: int, prompt: i
 
 @settings(max_examples=30)
 @given(schedules(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 20))
-def test_a_layer_holds_the_prompt_and_the_tokens_that_run_it_and_no_byte_more(schedule, rows, prompt, new_tokens):
+def test_a_layers_cache_holds_exactly_the_prompt_and_the_tokens_that_run_it(schedule, rows, prompt, new_tokens):
     model = tiny_opt("opt", LAYERS)
     cache = planned(model, schedule, rows, prompt, new_tokens)
     steps = new_tokens - 1
     for layer, cached in enumerate(cache.layers):
-        runs = sum(layer in schedule.layers_at(i) for i in range(steps))  # counted one by one
+        runs = sum(layer in schedule.layers_at(i) for i in range(steps))  # the reference counts one by one
         columns = prompt + runs if runs else 0
         assert cached.get_seq_length() == columns
         assert cached.nbytes == 2 * rows * columns * 32 * 4  # keys and values, rows, columns, hidden, float32
@@ -38,14 +38,14 @@ def test_a_layer_holds_the_prompt_and_the_tokens_that_run_it_and_no_byte_more(sc
 
 
 @pytest.mark.parametrize("model_type", sorted(TINY_FAMILIES))
-def test_every_familys_cache_is_as_large_as_predicted(model_type: str) -> None:
+def test_the_cache_of_every_family_has_the_predicted_size(model_type: str) -> None:
     model = tiny_family(model_type)
     schedule = SkipSchedule(6, 4, 2, horizon=5)
     expected = CostModel.of(model).cache_bytes(schedule, 7, 11, 2)
     assert planned(model, schedule, 2, 7, 12).nbytes == expected
 
 
-def test_a_thousand_tokens_at_three_times_the_speed_need_less_than_half_of_the_cache() -> None:
+def test_a_thousand_tokens_at_3x_need_less_than_half_of_the_full_cache() -> None:
     from configs.shapes import random_model, read_shape
 
     model = random_model(
@@ -60,8 +60,8 @@ def test_a_thousand_tokens_at_three_times_the_speed_need_less_than_half_of_the_c
     assert held < full / 2
 
 
-def test_calls_of_many_shapes_leave_nothing_behind() -> None:
-    """`scripts/soak.py` does the same a few thousand times and reads the process's memory."""
+def test_calls_of_many_shapes_leak_no_tensor() -> None:
+    """`scripts/soak.py` does this thousands of times and measures the memory of the process."""
     model = tiny_opt("opt", LAYERS)
     generator = torch.Generator().manual_seed(0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from small_checkpoints import save_checkpoint
 from tiny_models import VOCABULARY
 from torch.nn import functional
@@ -50,7 +50,7 @@ def naive_divergence(family: str, kept: list[int]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_removal_is_the_one_that_a_naive_search_finds(family: str) -> None:
+def test_each_removed_layer_is_the_one_that_a_naive_search_finds(family: str) -> None:
     found = find_order(fresh(family), rows(), shortlist=None)
     kept = list(range(DEPTH))
     for layer in reversed(found.order[2:]):
@@ -81,7 +81,7 @@ def test_block_influence_is_one_minus_the_mean_cosine_of_a_layers_input_and_outp
     assert middle == sorted(middle, reverse=True)
 
 
-def test_a_layer_that_changes_nothing_goes_first_and_the_model_stays_as_it_was() -> None:
+def test_a_layer_that_changes_nothing_is_removed_first_and_the_model_stays_unchanged() -> None:
     model: Any = fresh("llama")
     layer = decoder_layers(model)[3]
     with torch.no_grad():
@@ -97,14 +97,14 @@ def test_a_layer_that_changes_nothing_goes_first_and_the_model_stays_as_it_was()
     assert all(not each._forward_pre_hooks for each in decoder_layers(model))
 
 
-def test_a_shortlist_tries_fewer_layers_and_still_removes_each_once() -> None:
+def test_with_a_shortlist_every_layer_is_still_removed_once() -> None:
     calls: list[tuple[int, int]] = []
     found = find_order(fresh("opt"), rows(), shortlist=1, advance=lambda done, total, _: calls.append((done, total)))
     assert sorted(found.order) == list(range(DEPTH))
     assert calls == [(n, DEPTH - 2) for n in range(1, DEPTH - 1)]
 
 
-def test_rows_are_drawn_without_replacement_within_a_number_of_tokens() -> None:
+def test_rows_are_drawn_without_replacement_within_a_limit_of_tokens() -> None:
     data = [{"prompt_ids": [n] * 50, "completion_ids": [n]} for n in range(200)]
     chosen = choose_rows(data, 64, seed=1)
     assert len(chosen) == len({prompt[0] for prompt, _ in chosen}) == 64
@@ -122,7 +122,7 @@ def test_rows_are_drawn_without_replacement_within_a_number_of_tokens() -> None:
         ([([1], [2]), ([5] * 99, [6])], "a row has 100 tokens, and the model 96 positions"),
     ],
 )
-def test_rows_that_nothing_can_be_measured_on_are_refused(given: Any, message: str) -> None:
+def test_rows_that_an_order_cannot_be_measured_on_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_order(fresh("opt"), given)
 
@@ -157,7 +157,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         ('["0", "1", "2", "3"]', "must be a list of layer indices"),
     ],
 )
-def test_a_file_that_is_no_order_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_order_is_refused_by_its_name(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "order.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"order file '.*order\.json'.*{message}"):
@@ -169,7 +169,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("order") / "whole", DEPTH, max_position_embeddings=256)
 
 
-def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
+def test_skipdecode_order_reads_rows_from_a_file_or_a_task(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"prompt": f"to: Saltfern | leaves: {n}\n", "completion": f"It leaves at {n}."} for n in range(5)]
@@ -189,22 +189,22 @@ def test_the_command_orders_the_rows_of_a_file_and_those_of_a_task(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the rows come from --task NAME or from --file FILE"),
-        (["--task", "departures", "--file", "rows.jsonl"], "name one of the two"),
-        (["--file", "rows.jsonl", "--data-dir", "E2E"], "--data-dir and --task-option are of a --task"),
+        ([], "give the rows by either --task NAME or --file FILE"),
+        (["--task", "departures", "--file", "rows.jsonl"], "give the rows by either --task NAME or --file FILE"),
+        (["--file", "rows.jsonl", "--data-dir", "E2E"], "--data-dir and --task-option belong to --task"),
         (["--file", "nowhere.jsonl"], "--file .*nowhere.jsonl.* can't be read"),
-        (["--file", "empty.jsonl"], "holds no row"),
-        (["--file", "prompts.jsonl"], "line 1: expected a JSON object whose completion is a text"),
+        (["--file", "empty.jsonl"], "has no rows"),
+        (["--file", "prompts.jsonl"], "line 1: expected a JSON object whose completion is a string"),
         (["--file", "lines.txt"], "line 1: expected a JSON object with a prompt and a completion"),
         (["--task", "departure"], "did you mean 'departures'"),
-        (["--task", "departures", "--rows", "0"], "--rows is 0: it must be at least 1"),
+        (["--task", "departures", "--rows", "0"], "--rows is 0: it must be between 1 and 1000000"),
         (["--task", "departures", "--shortlist", "0"], "--shortlist is 0"),
-        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 fit"),
-        (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists: name a new file"),
-        (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is no folder"),
+        (["--task", "departures", "--max-prompt-tokens", "9"], r"has \d+ tokens, at most 9 are allowed"),
+        (["--task", "departures", "--output", "rows.jsonl"], "--output rows.jsonl exists already: name a new file"),
+        (["--task", "departures", "--output", "nowhere/order.json"], "nowhere is not a folder"),
     ],
 )
-def test_what_no_order_can_be_found_from_is_one_line(
+def test_invalid_arguments_of_skipdecode_order_are_refused_in_one_line(
     words: list[str],
     message: str,
     checkpoint: Path,

@@ -1,4 +1,4 @@
-"""A batch takes the steps of its longest text, as adding up every possible batch says."""
+"""Distributions of sequence lengths predict the decode steps of a batch, as enumerating all batches does."""
 
 import itertools
 import json
@@ -8,24 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
-from skipdecode.schedule.lengths import MOST_BINS, Lengths, LengthsByPrompt
+from skipdecode.schedule.lengths import MAX_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), st.data())
-def test_the_time_of_decoding_is_the_mean_over_all_batches(texts: list[int], rows: int, data: st.DataObject) -> None:
-    most = data.draw(st.integers(1, 12))
-    schedule = SkipSchedule(12, most, data.draw(st.integers(1, most)), horizon=data.draw(st.integers(1, 12)))
-    lengths = Lengths.of(texts)
+def test_the_predicted_decoding_time_is_the_mean_over_all_possible_batches(
+    sequences: list[int], rows: int, data: st.DataObject
+) -> None:
+    max_layers = data.draw(st.integers(1, 12))
+    schedule = SkipSchedule(
+        12, max_layers, data.draw(st.integers(1, max_layers)), horizon=data.draw(st.integers(1, 12))
+    )
+    lengths = Lengths.of(sequences)
     cost = SIZES.at(batch_size=rows, prompt_length=7, lengths=lengths)
-    batches = list(itertools.product(texts, repeat=rows))
+    batches = list(itertools.product(sequences, repeat=rows))
     total = sum(
-        cost.step_seconds(schedule.budget(i), i, rows=sum(text > i + 1 for text in batch))
+        cost.step_seconds(schedule.budget(i), i, rows=sum(length > i + 1 for length in batch))
         for batch in batches
         for i in range(max(batch) - 1)
     )
-    # At one batch size a step's time is a straight line in its rows here, so that the mean rows give the mean time.
+    # The time of a step is linear in its rows here, so the mean number of rows gives the mean time.
     assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
 
 
@@ -33,60 +37,62 @@ PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, ma
 
 
 @given(PAIRS, st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
-def test_the_time_behind_prompts_at_hand_is_the_mean_over_texts_of_prompts_as_long(
+def test_the_predicted_decoding_time_of_given_prompts_is_the_mean_over_completions_of_prompts_as_long(
     pairs: list[tuple[int, int]], batches: list[list[int]], data: st.DataObject
 ) -> None:
     lengths = LengthsByPrompt.of(pairs, groups=data.draw(st.integers(1, 4)))
-    ordered = sorted(text for _, text in pairs)
-    assert sorted(length for _, texts in lengths.groups for length, n in texts.counts for _ in range(n)) == ordered
+    ordered = sorted(completion for _, completion in pairs)
+    assert sorted(length for _, found in lengths.groups for length, n in found.counts for _ in range(n)) == ordered
     assert LengthsByPrompt.read(json.loads(json.dumps(lengths.to_list()))) == lengths
-    most = data.draw(st.integers(1, 12))
-    schedule = SkipSchedule(12, most, data.draw(st.integers(1, most)), horizon=data.draw(st.integers(1, 12)))
+    max_layers = data.draw(st.integers(1, 12))
+    schedule = SkipSchedule(
+        12, max_layers, data.draw(st.integers(1, max_layers)), horizon=data.draw(st.integers(1, 12))
+    )
     cost = SIZES.at(batch_size=3, prompt_length=7, expected_steps=lengths.expected_steps(batches))
 
-    def texts_behind(prompt: int) -> list[int]:
-        known = [texts for longest, texts in lengths.groups if prompt <= longest] or [lengths.groups[-1][1]]
+    def completions_of(prompt: int) -> list[int]:
+        known = [found for longest, found in lengths.groups if prompt <= longest] or [lengths.groups[-1][1]]
         return [length for length, n in known[0].counts for _ in range(n)]
 
     total = 0.0
     for batch in batches:
-        draws = list(itertools.product(*map(texts_behind, batch)))
-        for texts in draws:
-            steps = range(max(texts) - 1)
-            rows = [sum(text > i + 1 for text in texts) for i in steps]
+        draws = list(itertools.product(*map(completions_of, batch)))
+        for completions in draws:
+            steps = range(max(completions) - 1)
+            rows = [sum(length > i + 1 for length in completions) for i in steps]
             total += sum(cost.step_seconds(schedule.budget(i), i, rows[i]) for i in steps) / len(draws)
     assert cost.decode_seconds(schedule) == pytest.approx(total / len(batches))
 
 
-def test_prompts_of_one_length_are_of_one_group() -> None:
+def test_prompts_of_one_length_are_in_one_group() -> None:
     lengths = LengthsByPrompt.of([(4, 2), (4, 9), (4, 3), (7, 5)], groups=4)
     assert [longest for longest, _ in lengths.groups] == [4, 7]
     assert lengths.groups[0][1] == Lengths.of([2, 9, 3])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 12)), min_size=1, max_size=60), st.integers(5, 9))
-def test_a_cut_between_groups_parts_no_prompts_of_one_length(pairs: list[tuple[int, int]], groups: int) -> None:
+def test_each_group_has_all_completions_of_its_prompt_lengths(pairs: list[tuple[int, int]], groups: int) -> None:
     found = LengthsByPrompt.of(pairs, groups)
     bounds = [0, *(longest for longest, _ in found.groups)]
-    for below, (longest, texts) in zip(bounds, found.groups, strict=False):
-        assert texts == Lengths.of([text for prompt, text in pairs if below < prompt <= longest])
+    for below, (longest, lengths) in zip(bounds, found.groups, strict=False):
+        assert lengths == Lengths.of([completion for prompt, completion in pairs if below < prompt <= longest])
 
 
-def test_groups_are_of_about_as_many_prompts_each() -> None:
+def test_groups_have_about_equally_many_prompts() -> None:
     found = LengthsByPrompt.of([(n // 3 + 1, 4) for n in range(300)], groups=4)
     assert [longest for longest, _ in found.groups] == [25, 50, 75, 100]
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=300))
-def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]) -> None:
-    lengths = Lengths.of(texts)
-    width = -(-max(texts) // MOST_BINS)
-    assert len(lengths.counts) <= MOST_BINS
-    assert lengths.mean == pytest.approx(sum(texts) / len(texts), abs=0.5 if width > 1 else 1e-9)
-    assert max(texts) - width < lengths.longest <= max(texts)
+def test_binning_keeps_the_mean_and_the_maximum_length_within_half_and_one_bin_width(sequences: list[int]) -> None:
+    lengths = Lengths.of(sequences)
+    width = -(-max(sequences) // MAX_BINS)
+    assert len(lengths.counts) <= MAX_BINS
+    assert lengths.mean == pytest.approx(sum(sequences) / len(sequences), abs=0.5 if width > 1 else 1e-9)
+    assert max(sequences) - width < lengths.longest <= max(sequences)
     assert Lengths.read(json.loads(json.dumps(lengths.to_list()))) == lengths
-    for length in range(0, max(texts) + 2, width):
-        assert lengths.share_up_to(length) == pytest.approx(sum(text <= length for text in texts) / len(texts))
+    for length in range(0, max(sequences) + 2, width):
+        assert lengths.share_up_to(length) == pytest.approx(sum(n <= length for n in sequences) / len(sequences))
 
 
 @pytest.mark.parametrize(
@@ -98,16 +104,16 @@ def test_few_bins_keep_the_sum_of_tokens_and_the_longest_nearly(texts: list[int]
         ("abc", "lengths are|tokens is"),
         (7, "lengths are '7'"),
         ([[3, 1], [2, 1]], "ascending"),
-        ([[3, 0]], "texts is 0"),
+        ([[3, 0]], "sequences is 0"),
         ([[10**9, 1]], "at most 1000000"),
     ],
 )
-def test_what_is_no_lengths_is_refused(values: object, message: str) -> None:
+def test_invalid_lengths_are_refused(values: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         solve_schedule(SIZES, 2, lengths=values)  # type: ignore[arg-type]
 
 
-def test_texts_of_one_token_have_no_decode_step_but_prompts_have_a_time() -> None:
+def test_sequences_of_one_token_have_no_decode_step_but_a_prefill_time() -> None:
     with pytest.raises(ConfigError, match="there is no decode step"):
         solve_schedule(SIZES, 2, lengths=[1, 1])
     schedule = solve_schedule(SIZES, 2, lengths=[1, 1], prompt_length=500, over="all")

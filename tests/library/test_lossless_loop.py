@@ -1,4 +1,4 @@
-"""What a schedule drafts and full depth verifies is full depth's own text, in as few passes as it allows."""
+"""Lossless decoding gives output identical to full depth's, in the expected number of passes."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -8,12 +8,12 @@ import pytest
 import torch
 from decoding_cases import LAYERS, MODELS, Case, fresh_model
 from drawn_orders import orders
+from fastpath_cases import MODELS as FAMILIES
+from fastpath_cases import SCHEDULES, tiny
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS as FAMILIES
-from lean_cases import SCHEDULES, tiny
 from lossless_cases import DRAFTS, check_lossless, drafting, greedy_cases
-from lossless_sampling import chi_square, sampled_texts
+from lossless_sampling import chi_square, sampled_counts
 from peft import LoraConfig, get_peft_model
 from tiny_models import END, PAD, ragged_prompts
 from transformers import (
@@ -26,10 +26,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from skipdecode import ConfigError, PlannedCache, SkipSchedule, skip_generate
-from skipdecode.generate import lossless_loop as lossless
+from skipdecode.generate import score_processing
 from skipdecode.generate.fast_path import FastPath, fast_path
 from skipdecode.generate.lossless_loop import DraftCounts
-from skipdecode.generate.runners import ColumnsRunner
+from skipdecode.generate.runners import LosslessRunner
 from skipdecode.kernels.cpu import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
@@ -38,12 +38,14 @@ LENGTHS = [3, 12, 5, 7]
 
 @settings(max_examples=80, derandomize=True, database=None)
 @given(greedy_cases(), st.sampled_from(DRAFTS), st.booleans())
-def test_any_draft_of_any_batch_is_corrected_to_full_depths_text(case: Case, drafts: int | str, double: bool) -> None:
+def test_output_is_identical_to_full_depths_for_any_batch_and_any_drafts(
+    case: Case, drafts: int | str, double: bool
+) -> None:
     event(f"near ties: {check_lossless(case, drafts, double=double)}")
 
 
 class Watcher(StoppingCriteria, BaseStreamer):
-    """A criterion and a streamer that note what they are called with; the criterion ends each row at a length."""
+    """A criterion and a streamer that record their calls; the criterion ends each sequence at a length."""
 
     eos_token_id = 0  # as transformers' criterion for end tokens has one
 
@@ -64,7 +66,7 @@ class Watcher(StoppingCriteria, BaseStreamer):
 
 
 def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | None = None, **request: Any) -> Any:
-    """What transformers gives by itself, and what lossless decoding gives; with what a watcher saw of each."""
+    """The outputs of transformers and of lossless decoding, each with the calls that a watcher recorded."""
     drafts = request.pop("drafts", 3)
     ids, mask = ragged_prompts(lengths, 4)
     found = []
@@ -82,7 +84,7 @@ def both(name: str, draft: SkipSchedule, lengths: list[int], ends: list[int] | N
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_scores_logits_and_texts_are_transformers_own(name: str, lengths: list[int]) -> None:
+def test_scores_logits_and_tokens_equal_those_of_transformers(name: str, lengths: list[int]) -> None:
     handed_out = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     ends = [15, 30, 15, 18][: len(lengths)]
     request = {"repetition_penalty": 1.3, "min_new_tokens": 4, "eos_token_id": [END, 7, 11]}
@@ -93,19 +95,19 @@ def test_scores_logits_and_texts_are_transformers_own(name: str, lengths: list[i
     assert also_seen == seen
 
 
-def test_the_cache_that_is_handed_out_is_full_depths() -> None:
+def test_the_returned_cache_holds_full_depths_keys_and_values() -> None:
     (theirs, _), (ours, _) = both("llama", SCHEDULES[0], [6, 6], return_dict_in_generate=True)
     assert isinstance(ours.past_key_values, PlannedCache)
     for layer, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        columns = layer.get_seq_length()
-        assert columns == other.get_seq_length() == 25
-        torch.testing.assert_close(layer.keys[:, :, :columns], other.keys, atol=1e-4, rtol=0)
-        torch.testing.assert_close(layer.values[:, :, :columns], other.values, atol=1e-4, rtol=0)
+        length = layer.get_seq_length()
+        assert length == other.get_seq_length() == 25
+        torch.testing.assert_close(layer.keys[:, :, :length], other.keys, atol=1e-4, rtol=0)
+        torch.testing.assert_close(layer.values[:, :, :length], other.values, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("ends", [[18, 30, 15, 20], [40, 14, 40, 40]], ids=["each", "one"])
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_what_looks_on_is_called_as_by_transformers(name: str, ends: list[int]) -> None:
+def test_criteria_are_called_as_by_transformers(name: str, ends: list[int]) -> None:
     (theirs, seen), (ours, also_seen) = both(name, SCHEDULES[2], LENGTHS, ends)
     assert torch.equal(ours, theirs)
     assert also_seen == seen
@@ -123,19 +125,19 @@ def test_what_looks_on_is_called_as_by_transformers(name: str, ends: list[int]) 
     ],
     ids=lambda request: next(iter(request)),
 )
-def test_processors_see_each_row_at_its_own_length(request_: dict[str, Any]) -> None:
+def test_processors_see_each_sequence_at_its_own_length(request_: dict[str, Any]) -> None:
     (theirs, _), (ours, _) = both("qwen2", SCHEDULES[0], LENGTHS, **request_)
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
-def test_allowed_tokens_are_asked_for_behind_texts_that_are_allowed(lengths: list[int]) -> None:
-    """A trie raises where it doesn't know the text, as of a row that stands elsewhere."""
+def test_prefix_allowed_tokens_fn_is_called_with_allowed_sequences_only(lengths: list[int]) -> None:
+    """A trie raises for a sequence that it doesn't contain, such as one of another length."""
     prompt = max(lengths)
 
-    def allowed(row: int, text: torch.Tensor) -> list[int]:
-        new = text[prompt:].tolist()
-        assert all(token in following(row, before) for before, token in pairwise([0, *new])), "a text that nobody has"
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        new = ids[prompt:].tolist()
+        assert all(token in following(row, before) for before, token in pairwise([0, *new])), "no such sequence"
         return following(row, new[-1] if new else 0)
 
     def following(row: int, token: int) -> list[int]:
@@ -147,9 +149,9 @@ def test_allowed_tokens_are_asked_for_behind_texts_that_are_allowed(lengths: lis
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Of each pass behind the prompt, how many layers it ran, and how many columns of each row."""
+    """Every pass after the prefill: how many layers it ran, and how many positions of each sequence."""
     found: list[tuple[int, list[int]]] = []
-    run, choose, draft = ColumnsRunner.run, ColumnsRunner.choose, ColumnsRunner.draft
+    run, choose, draft = LosslessRunner.run, LosslessRunner.choose, LosslessRunner.draft
 
     def noted(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
         found.append((len(layers or self.all_layers), list(counts)))
@@ -169,14 +171,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
             found.append((LAYERS, [0 if same < 0 else 1 + count for count, same in zip(counts, agreed, strict=True)]))
         return drafted
 
-    monkeypatch.setattr(ColumnsRunner, "run", noted)
-    monkeypatch.setattr(ColumnsRunner, "choose", noted_steps)
-    monkeypatch.setattr(ColumnsRunner, "draft", noted_rounds)
+    monkeypatch.setattr(LosslessRunner, "run", noted)
+    monkeypatch.setattr(LosslessRunner, "choose", noted_steps)
+    monkeypatch.setattr(LosslessRunner, "draft", noted_rounds)
     return found
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
-def test_a_draft_that_is_never_wrong_is_taken_whole(
+def test_drafts_that_are_always_right_are_all_accepted(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
     monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)  # as exact as full depth
@@ -188,32 +190,32 @@ def test_a_draft_that_is_never_wrong_is_taken_whole(
 
 
 @pytest.mark.parametrize("lengths", [[6], LENGTHS], ids=["alone", "batch"])
-def test_a_draft_that_is_always_wrong_costs_nothing_but_time(
+def test_drafts_that_are_always_wrong_leave_the_output_and_the_number_of_verifications_unchanged(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
-    run = ColumnsRunner.run
+    run = LosslessRunner.run
 
     def wrong(self: Any, tokens: Any, starts: Any, counts: Any, layers: Any = None) -> torch.Tensor:
         logits = run(self, tokens, starts, counts, layers)
         return logits if layers is None else -logits
 
-    monkeypatch.setattr(ColumnsRunner, "run", wrong)
+    monkeypatch.setattr(LosslessRunner, "run", wrong)
     for name in ("choose", "draft"):
-        monkeypatch.setattr(ColumnsRunner, name, lambda *_: None)
+        monkeypatch.setattr(LosslessRunner, name, lambda *_: None)
     (theirs, _), (ours, _) = both("opt", SCHEDULES[0], lengths)
     assert torch.equal(ours, theirs)
     assert sum(layers == LAYERS for layers, _ in passes) == 19
 
 
-def test_a_prompt_alone_asks_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_for_one_token_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("draft_record", "draft_decoder"):
-        monkeypatch.setattr(FastPath, name, lambda *_, **__: pytest.fail("something drafts"))
+        monkeypatch.setattr(FastPath, name, lambda *_, **__: pytest.fail("a draft was prepared"))
     (theirs, _), (ours, _) = both("opt", FULL, LENGTHS, max_new_tokens=1)
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
-def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_run_8_bit_copies_of_their_layers_if_these_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deepcopy(fresh_model("llama"))
     packed = fast_path(model).decoder("packed")
     drafter = fast_path(model).draft_decoder(packed, (0, 5))
@@ -223,7 +225,7 @@ def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monke
     assert fast_path(model).draft_decoder(packed, (0,)) is drafter
     more = fast_path(model).draft_decoder(packed, (0, 4, 5))
     assert more.runs((0, 4, 5))
-    assert more.blocks[5] is drafter.blocks[5], "a copy is made once"
+    assert more.layers[5] is drafter.layers[5], "a copy is made once"
     monkeypatch.setattr("skipdecode.generate.fast_path.free_memory", lambda: 0.0)
     assert fast_path(model).draft_decoder(packed, (0, 3)) is packed
     for weights in ("model", "int8", "int4"):
@@ -231,7 +233,7 @@ def test_drafts_run_copies_of_their_layers_in_8_bits_where_these_read_less(monke
         assert fast_path(model).draft_decoder(own, (0,)) is own
 
 
-def test_no_padding_is_asked_for_where_no_token_ends_a_text() -> None:
+def test_no_padding_token_is_needed_if_no_token_ends_a_sequence() -> None:
     model: Any = deepcopy(fresh_model("llama"))
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = None
     ids, _ = ragged_prompts([5, 5], 4)
@@ -240,60 +242,60 @@ def test_no_padding_is_asked_for_where_no_token_ends_a_text() -> None:
     assert torch.equal(ours, model.generate(ids, **request))
 
 
-def test_passes_and_drafts_are_counted(passes: list[tuple[int, list[int]]]) -> None:
+def test_draft_counts_equal_the_passes_and_drafts_that_ran(passes: list[tuple[int, list[int]]]) -> None:
     counts = DraftCounts()
     ids, mask = ragged_prompts(LENGTHS, 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[2], "lossless": True, "draft_counts": counts}
     with drafting("ragged"):
         tiny("llama").generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, eos_token_id=None, **request)
-    verified = [sum(columns) - sum(map(bool, columns)) for layers, columns in passes if layers == LAYERS]
+    verified = [sum(counted) - sum(map(bool, counted)) for layers, counted in passes if layers == LAYERS]
     assert counts.rounds == len(verified)
     assert counts.drafted == sum(verified)
     assert counts.layers == sum(layers for layers, _ in passes)
-    # A round gives each row that goes on a token of full depth's, and the drafts that were taken.
-    given = sum(sum(map(bool, columns)) for layers, columns in passes if layers == LAYERS)
+    # A round gives each running sequence one token of full depth, and the drafts that were accepted.
+    given = sum(sum(map(bool, counted)) for layers, counted in passes if layers == LAYERS)
     assert counts.taken == len(LENGTHS) * 19 - given > 0
 
 
-def test_a_row_alone_decodes_what_it_does_in_a_batch() -> None:
+def test_a_sequence_has_the_same_output_alone_and_in_a_batch() -> None:
     ids, mask = ragged_prompts(LENGTHS, 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, "eos_token_id": None}
     with drafting(3):
-        whole = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
+        batch = tiny("gemma").generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, **request)
     for row, length in enumerate(LENGTHS):
         prompt, seen = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
         alone = tiny("gemma").generate(input_ids=prompt, attention_mask=seen, max_new_tokens=16, **request)
-        assert torch.equal(alone[0, length:], whole[row, max(LENGTHS) :])
+        assert torch.equal(alone[0, length:], batch[row, max(LENGTHS) :])
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_sampled_texts_have_full_depths_distribution(name: str) -> None:
-    assert chi_square(*sampled_texts(name, SCHEDULES[0], rows=200, calls=5)) > 1e-3
+def test_sampled_output_has_full_depths_distribution(name: str) -> None:
+    assert chi_square(*sampled_counts(name, SCHEDULES[0], rows=200, calls=5)) > 1e-3
 
 
-def test_drafts_that_are_all_kept_have_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_every_draft_is_found_to_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
-    assert chi_square(*sampled_texts("llama", SCHEDULES[0], rows=200, calls=5)) < 1e-9
+    assert chi_square(*sampled_counts("llama", SCHEDULES[0], rows=200, calls=5)) < 1e-9
 
 
-def test_a_draft_from_full_depths_own_distribution_is_taken_whole(
+def test_drafts_sampled_from_full_depths_distribution_are_all_accepted(
     monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, list[int]]]
 ) -> None:
     monkeypatch.setattr(FastPath, "draft_decoder", lambda fast, decoder, layers: decoder)
-    sampled_texts("opt", FULL, rows=50, calls=1)
+    sampled_counts("opt", FULL, rows=50, calls=1)
     assert passes == [(LAYERS, [1] * 50)] * 2 + [(LAYERS, [3] * 50)]
 
 
-def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_gives_the_same_output_again_however_processors_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     def sampled(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         (_, _), (ours, _) = both("phi", SCHEDULES[0], LENGTHS, do_sample=True, temperature=2.0)
         return ours.tolist()  # type: ignore[no-any-return]
 
-    tiny("phi")  # the making of a model draws numbers, too
+    tiny("phi")  # creating a model draws random numbers, too
     once = sampled(1)
     assert once != sampled(2)
-    monkeypatch.setattr(lossless, "_OF_SCORES_ALONE", ())  # each length by itself, as other processors need it
+    monkeypatch.setattr(score_processing, "_READ_SCORES_ONLY", ())  # apply them per length, as other processors
     assert once == sampled(1)
 
 
@@ -305,28 +307,28 @@ def test_a_seed_gives_the_same_text_again(monkeypatch: pytest.MonkeyPatch) -> No
         ({"past_key_values": DynamicCache()}, "can't draft and verify: a cache was given"),
         ({"cuda_graphs": True}, "cuda_graphs is True: lossless decoding has no CUDA graphs"),
         ({"num_beams": 2}, "num_beams is 2"),
-        ({"guidance_scale": 1.5}, "guidance_scale is asked for, whose logits processor keeps what it was called with"),
+        ({"guidance_scale": 1.5}, "the logits processor of guidance_scale keeps state between its calls"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400], ngram_len=5)},
-            "a SynthID watermark is asked for, whose logits processor keeps",
+            "the logits processor of a SynthID watermark keeps state between its calls",
         ),
         (
             {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, tiny("llama"))]},
-            "guidance_scale is asked for, whose logits processor keeps",
+            "the logits processor of guidance_scale keeps state between its calls",
         ),
         ({"schedule": None}, "without a schedule or a speedup, and this model.s config names no speed"),
         ({"lossless": False, "draft_counts": DraftCounts()}, "draft_counts is given without lossless=True"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
-def test_what_it_cannot_do_is_refused_by_name(request_: dict[str, Any], message: str) -> None:
+def test_an_unsupported_lossless_call_is_refused_with_the_reason(request_: dict[str, Any], message: str) -> None:
     ids, mask = ragged_prompts([4], 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True, **request_}
     with pytest.raises(ConfigError, match=message):
         tiny("llama").generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, **request)
 
 
-def test_adapters_that_are_not_merged_are_refused() -> None:
+def test_unmerged_adapters_are_refused() -> None:
     model = get_peft_model(deepcopy(fresh_model("llama")), LoraConfig(target_modules=["q_proj"])).eval()
     ids, mask = ragged_prompts([4], 4)
     request = {"custom_generate": skip_generate, "schedule": SCHEDULES[0], "lossless": True}
@@ -334,7 +336,7 @@ def test_adapters_that_are_not_merged_are_refused() -> None:
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, **request)
 
 
-def test_all_models_are_drawn() -> None:
+def test_the_random_cases_include_every_family() -> None:
     assert set(FAMILIES) < set(MODELS)
 
 
@@ -361,6 +363,6 @@ def test_an_untrained_model_drafts_by_an_order_of_its_layers(order: tuple[int, .
         ({"order": "012345", "lossless": True}, "order is '012345': it must be a list of layer indices"),
     ],
 )
-def test_an_order_that_cannot_draft_is_refused(request_: dict[str, Any], message: str) -> None:
+def test_an_invalid_or_superfluous_order_is_refused(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fresh_model("llama").generate(torch.tensor([[5, 6]]), custom_generate=skip_generate, **request_)

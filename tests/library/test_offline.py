@@ -1,4 +1,4 @@
-"""Without a network: what is in the cache is used, and anything else is one line, soon."""
+"""Without a network, cached repositories are loaded, and others are refused, without waiting for retries."""
 
 import socket
 import threading
@@ -17,11 +17,11 @@ from skipdecode.checkpoint.offline import _answers, without_network
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An address at which a connection is taken and nothing is ever said."""
-    monkeypatch.setattr("skipdecode.checkpoint.offline._PATIENCE", 0.5)
+def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that accepts connections and never responds."""
+    monkeypatch.setattr("skipdecode.checkpoint.offline._TIMEOUT", 0.5)
     monkeypatch.setattr("skipdecode.checkpoint.offline.is_offline_mode", lambda: False)
-    _answers.cache_clear()  # a port may come back, of another test's server that answered
+    _answers.cache_clear()  # another test's server may have had the same port
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("HF_ENDPOINT", address)
@@ -29,10 +29,10 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("status", [200, 404, 502])
-def test_what_answers_is_asked_and_a_proxy_that_reaches_nobody_is_not(
-    status: int, nobody: str, monkeypatch: pytest.MonkeyPatch
+def test_a_server_counts_as_reachable_unless_its_status_is_500_or_above(
+    status: int, silent_hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Answer(BaseHTTPRequestHandler):
+    class Responder(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_response(status)
             self.end_headers()
@@ -40,7 +40,7 @@ def test_what_answers_is_asked_and_a_proxy_that_reaches_nobody_is_not(
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+    with HTTPServer(("127.0.0.1", 0), Responder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert _answers(f"http://127.0.0.1:{server.server_port}") is (status < 500)
         server.shutdown()
@@ -48,11 +48,13 @@ def test_what_answers_is_asked_and_a_proxy_that_reaches_nobody_is_not(
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("address", ["hub.example", "http://[", "http://127.0.0.1:nine"])
-def test_what_is_no_address_answers_nothing(address: str) -> None:
+def test_an_invalid_address_counts_as_unreachable(address: str) -> None:
     assert _answers(address) is False
 
 
-def test_a_repository_that_is_not_in_the_cache_is_one_line_soon(nobody: str, tmp_path: Path) -> None:
+def test_offline_a_repository_that_is_not_cached_is_refused_in_one_line_without_retries(
+    silent_hub: str, tmp_path: Path
+) -> None:
     began = time.monotonic()
     for load in (skipdecode.load, load_tokenizer):
         with pytest.raises(ConfigError, match=r"the Hub can't be reached \(http://127") as caught:
@@ -61,7 +63,7 @@ def test_a_repository_that_is_not_in_the_cache_is_one_line_soon(nobody: str, tmp
     assert time.monotonic() - began < 5
 
 
-def test_a_repository_that_is_in_the_cache_is_loaded_soon(nobody: str, tmp_path: Path) -> None:
+def test_offline_a_cached_repository_is_loaded_without_retries(silent_hub: str, tmp_path: Path) -> None:
     repository, commit = tmp_path / "models--me--tiny", "a" * 40
     save_checkpoint(repository / "snapshots" / commit, 2)
     (repository / "refs").mkdir()
@@ -73,6 +75,6 @@ def test_a_repository_that_is_in_the_cache_is_loaded_soon(nobody: str, tmp_path:
     assert tokenizer.eos_token == "</s>"
 
 
-def test_a_folder_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_loading_a_folder_does_not_contact_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: pytest.fail("asked"))
     assert without_network(str(tmp_path)) == {}

@@ -1,4 +1,4 @@
-"""A lean prefill is the model's own: its logits, and every key and value that decoding will read."""
+"""A prefill of the fast path gives the model's own logits, and every key and value that decoding will read."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from decoding_cases import LAYERS, MODELS, fresh_model
 from tiny_models import ragged_prompts
 
 from skipdecode import PlannedCache, SkipSchedule, skip_layers
-from skipdecode.fastpath import prompt_inputs as prefill
-from skipdecode.fastpath.layer import LeanBlock
-from skipdecode.fastpath.model import LeanDecoder
+from skipdecode.fastpath import layer
+from skipdecode.fastpath.layer import FastLayer
+from skipdecode.fastpath.model import FastDecoder
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.kernels.linear import Weights
 
@@ -21,27 +21,27 @@ STEPS = 6
 
 
 def masks(name: str) -> torch.Tensor:
-    """What is shown of prompts of 12 columns."""
+    """Attention masks of three prompts of 12 tokens."""
     mask = torch.ones(3, 12, dtype=torch.long)
     if name == "padded":
         mask[0, :9] = mask[1, :4] = 0
-    elif name == "holes":  # also in the last column
+    elif name == "holes":  # also at the last position
         mask[0, 3:5] = mask[1, -1] = mask[2, 0] = 0
     return mask
 
 
-def run_lean(
+def run_fast_path(
     model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor, weights: Weights = "model"
 ) -> tuple[torch.Tensor, PlannedCache]:
     cache = PlannedCache(schedule, STEPS)
-    decoder = LeanDecoder(model, weights)
+    decoder = FastDecoder(model, weights)
     logits = decoder.prefill(ids, schedule.prompt_layers, cache, mask, stop=schedule.prompt_stop)
     return logits, cache
 
 
 @torch.no_grad()
-def assert_prefills_alike(model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor) -> None:
-    logits, cache = run_lean(model, schedule, ids, mask)
+def assert_prefills_equal(model: Any, schedule: SkipSchedule, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    logits, cache = run_fast_path(model, schedule, ids, mask)
     own_cache = PlannedCache(schedule, STEPS)
     positions = {"position_ids": (mask.cumsum(-1) - 1) * mask} if model.config.model_type != "bloom" else {}
     with skip_layers(model, schedule, prompt_columns=ids.shape[1]):
@@ -61,61 +61,59 @@ def assert_prefills_alike(model: Any, schedule: SkipSchedule, ids: torch.Tensor,
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", [FULL, AS_MAX, STOPPED], ids=["full", "max", "stopped"])
-def test_logits_keys_and_values_are_the_models_own(name: str, schedule: SkipSchedule) -> None:
+def test_prefill_logits_keys_and_values_equal_the_models_own(name: str, schedule: SkipSchedule) -> None:
     model = fresh_model(name)
     assert fast_path(model).why_not() is None
     ids, _ = ragged_prompts([12, 12, 12], 3)
     for shown in ("all", "padded", "holes"):
-        assert_prefills_alike(model, schedule, ids, masks(shown))
-    assert_prefills_alike(model, schedule, ids[:, :1], torch.ones(3, 1, dtype=torch.long))
+        assert_prefills_equal(model, schedule, ids, masks(shown))
+    assert_prefills_equal(model, schedule, ids[:, :1], torch.ones(3, 1, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "mistral", "phi"])
-def test_many_rows_are_computed_a_few_at_a_time_and_come_out_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill, "ROWS_TOGETHER", 5)
+def test_computing_a_few_rows_at_a_time_gives_the_same_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "ROWS_TOGETHER", 5)
     ids, mask = ragged_prompts([12, 3, 7], 3)
-    assert_prefills_alike(fresh_model(name), FULL, ids, mask)
+    assert_prefills_equal(fresh_model(name), FULL, ids, mask)
 
 
-def test_padding_is_not_computed_and_the_topmost_layer_finishes_the_last_column_alone(
+def test_padding_is_not_computed_and_the_last_layer_finishes_only_the_last_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finished: list[int] = []
-    finish = LeanBlock.finish
+    finish = FastLayer.finish
 
-    def counting(self: LeanBlock, hidden: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def counting(self: FastLayer, hidden: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         finished.append(len(hidden))
         return finish(self, hidden, *rest)
 
-    monkeypatch.setattr(LeanBlock, "finish", counting)
+    monkeypatch.setattr(FastLayer, "finish", counting)
     ids, mask = ragged_prompts([12, 3, 7], 3)
     with torch.no_grad():
-        run_lean(fresh_model("opt"), AS_MAX, ids, mask)
+        run_fast_path(fresh_model("opt"), AS_MAX, ids, mask)
     assert finished == [22, 22, 22, 3]
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "mistral", "llama"])
-def test_a_row_that_shows_nothing_spoils_no_other(name: str) -> None:
+def test_a_row_of_padding_only_changes_no_other_row(name: str) -> None:
     ids, mask = ragged_prompts([12, 7], 3)
     model = fresh_model(name)
     with torch.no_grad():
-        alone, _ = run_lean(model, FULL, ids[1:], mask[1:])
+        alone, _ = run_fast_path(model, FULL, ids[1:], mask[1:])
         mask[0] = 0
-        both, _ = run_lean(model, FULL, ids, mask)
+        both, _ = run_fast_path(model, FULL, ids, mask)
     assert bool(both.isfinite().all())
     torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS[::3])
 @pytest.mark.parametrize("weights", ["packed", "int8"])
-def test_copies_of_the_weights_are_prefilled_with(name: str, weights: Weights) -> None:
+def test_a_prefill_with_copied_weights_is_close_to_the_models_own(name: str, weights: Weights) -> None:
     model = fresh_model(name)
     ids, mask = ragged_prompts([12, 3, 7], 3)
     with torch.no_grad():
-        own, cache = run_lean(model, FULL, ids, mask)
-        copied, copied_cache = run_lean(model, FULL, ids, mask, weights)
+        own, cache = run_fast_path(model, FULL, ids, mask)
+        copied, copied_cache = run_fast_path(model, FULL, ids, mask, weights)
     near = 1e-5 if weights == "packed" else 0.1
     pairs = [(own, copied)] + [
         (ours.keys[:, :, :12], theirs.keys[:, :, :12])  # type: ignore[index]

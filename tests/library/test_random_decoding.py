@@ -1,4 +1,4 @@
-"""Law 5 for whatever is asked for: family, schedule, batch, padding, cache, weights, sampling, and updates between."""
+"""Law 5 for random families, schedules, batches, padding, caches, weights, sampling, and weight updates between."""
 
 from dataclasses import replace
 
@@ -17,21 +17,21 @@ from skipdecode import SkipSchedule
 CASE = Case("opt", FAST, (5, 3), 0, 12, (END,), True, False, "planned", None, None, None, None)
 
 
-# 400 cases, the same in each run: 100 of them with a new transformers, the others with an old one (make test-oldest).
-# Those of tests/release are others each time.
+# 400 cases, the same in each run: 100 with a new transformers, the others with an old one (make test-oldest).
+# tests/release draws new ones each time.
 OLD = version.parse(transformers.__version__) < version.parse("5.18")
 
 
 @seed(18 if OLD else 23)
 @settings(max_examples=300 if OLD else 100, database=None)
 @given(cases())
-def test_every_case_decodes_what_the_reference_chooses(case: Case) -> None:
+def test_every_case_decodes_the_tokens_of_the_reference(case: Case) -> None:
     event(f"near ties: {run_case(case)}")
 
 
 @pytest.mark.parametrize("kind", sorted(OPT_KINDS))
 @pytest.mark.parametrize("prompt", ["full", "max"])
-def test_the_reference_is_the_masked_model(kind: str, prompt: str) -> None:
+def test_the_reference_equals_the_model_with_masked_layers(kind: str, prompt: str) -> None:
     schedule = SkipSchedule(LAYERS, 4, 2, horizon=5, prompt=prompt)  # type: ignore[arg-type]
     ids, mask = ragged_prompts([14], 3)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_the_reference_is_the_masked_model(kind: str, prompt: str) -> None:
     )
 
 
-def test_a_text_of_another_schedule_or_of_other_weights_is_noticed() -> None:
+def test_the_check_rejects_the_output_of_another_schedule_or_of_other_weights() -> None:
     prompts = draw_prompts(CASE)
     texts = decode(CASE, fresh_model("opt"), prompts)
     check(CASE, fresh_model("opt"), prompts, texts)
@@ -52,5 +52,5 @@ def test_a_text_of_another_schedule_or_of_other_weights_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3, slides first"])
-def test_threads_that_decode_with_one_model_get_their_own_texts(name: str) -> None:
+def test_threads_that_decode_with_one_model_get_independent_outputs(name: str) -> None:
     decode_side_by_side(name, 60, 0, [FAST, SLOW, None])

@@ -1,4 +1,4 @@
-"""The laws of a schedule, for all schedules."""
+"""Invariants of schedules, for all schedules."""
 
 import json
 import subprocess
@@ -17,10 +17,10 @@ DECAYS = ["linear", "constant", "power", "exponential", "cosine", "step"]
 @st.composite
 def schedules(draw: st.DrawFn) -> SkipSchedule:
     depth = draw(st.integers(1, 40))
-    most = draw(st.integers(1, depth))
-    least = draw(st.integers(1, most))
+    max_layers = draw(st.integers(1, depth))
+    min_layers = draw(st.integers(1, max_layers))
     decay = draw(st.sampled_from(DECAYS))
-    warmup = draw(st.integers(1, least))
+    warmup = draw(st.integers(1, min_layers))
     rate = None
     if decay == "step":
         rate = draw(st.none() | st.integers(2, 9))
@@ -28,12 +28,12 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
         rate = draw(st.none() | st.floats(0.05, 20, allow_nan=False))
     return SkipSchedule(
         num_layers=depth,
-        max_layers=most,
-        min_layers=least,
+        max_layers=max_layers,
+        min_layers=min_layers,
         warmup_layers=warmup,
         horizon=draw(st.integers(1, 80)),
         decay=decay,
-        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, depth)),
+        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(max_layers, depth)),
         decay_rate=rate,
         prompt_stop=draw(st.none() | st.integers(warmup, depth)),
         **draw(placements(depth, warmup)),
@@ -41,7 +41,7 @@ def schedules(draw: st.DrawFn) -> SkipSchedule:
 
 
 @given(schedules())
-def test_layers_of_a_token_are_a_subset_of_those_of_the_token_before(schedule: SkipSchedule) -> None:
+def test_the_layers_of_each_token_are_a_subset_of_the_previous_tokens_layers(schedule: SkipSchedule) -> None:
     before = set(schedule.prompt_layers)
     for i in range(schedule.horizon + 3):
         layers = set(schedule.layers_at(i))
@@ -50,7 +50,7 @@ def test_layers_of_a_token_are_a_subset_of_those_of_the_token_before(schedule: S
 
 
 @given(schedules())
-def test_budgets_lie_between_min_and_max_and_count_the_layers(schedule: SkipSchedule) -> None:
+def test_a_budget_lies_between_min_and_max_layers_and_is_the_number_of_layers_that_run(schedule: SkipSchedule) -> None:
     for i in range(schedule.horizon + 3):
         layers = schedule.layers_at(i)
         assert schedule.min_layers <= schedule.budget(i) == len(layers) == len(set(layers)) <= schedule.max_layers
@@ -63,52 +63,52 @@ def test_budgets_lie_between_min_and_max_and_count_the_layers(schedule: SkipSche
 
 
 @given(schedules(), st.integers(1, 120))
-def test_cutoffs_and_mean_equal_counting(schedule: SkipSchedule, n: int) -> None:
+def test_cutoffs_and_mean_budget_equal_those_counted_step_by_step(schedule: SkipSchedule, n: int) -> None:
     ran = [schedule.layers_at(i) for i in range(n)]
     assert schedule.cutoffs(n) == tuple(sum(layer in layers for layers in ran) for layer in range(schedule.num_layers))
     assert schedule.mean_budget(n) == pytest.approx(sum(map(len, ran)) / n)
 
 
 @given(schedules(), st.integers(1, 50), st.integers(0, 80))
-def test_columns_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: int, generated: int) -> None:
-    columns = prompt + generated
-    cutoffs = schedule.column_cutoffs(prompt, columns)
+def test_the_positions_that_run_a_layer_are_a_prefix(schedule: SkipSchedule, prompt: int, generated: int) -> None:
+    positions = prompt + generated
+    cutoffs = schedule.position_cutoffs(prompt, positions)
     for layer in range(schedule.num_layers):
         runs = [layer in schedule.prompt_layers] * prompt + [layer in schedule.layers_at(i) for i in range(generated)]
-        assert runs == [True] * cutoffs[layer] + [False] * (columns - cutoffs[layer])
-    assert schedule.column_share(prompt, columns) == pytest.approx(sum(cutoffs) / (columns * schedule.num_layers))
+        assert runs == [True] * cutoffs[layer] + [False] * (positions - cutoffs[layer])
+    assert schedule.computed_share(prompt, positions) == pytest.approx(sum(cutoffs) / (positions * schedule.num_layers))
 
 
 @given(schedules(), st.integers(1, 50))
-def test_columns_that_stop_are_all_but_the_prompts_last_one(schedule: SkipSchedule, prompt: int) -> None:
+def test_stopped_positions_are_all_positions_of_the_prompt_but_its_last(schedule: SkipSchedule, prompt: int) -> None:
     ran = schedule.prompt_layers[: schedule.prompt_stop]
     assert schedule.prompt_depth == len(ran)
-    for layer, stopped in enumerate(schedule.stopped_columns(prompt)):
+    for layer, stopped in enumerate(schedule.stopped_positions(prompt)):
         assert stopped == (prompt - 1 if layer in schedule.prompt_layers and layer not in ran else 0)
 
 
-def test_a_schedule_without_a_stop_is_written_as_before_there_was_one() -> None:
+def test_a_schedule_without_prompt_stop_is_written_without_this_field() -> None:
     assert "prompt_stop" not in SkipSchedule(6, 3, 2).to_dict()
 
 
 @given(schedules())
-def test_dict_and_json_round_trips_are_exact(schedule: SkipSchedule) -> None:
+def test_a_schedule_survives_conversion_to_dict_and_json_and_back(schedule: SkipSchedule) -> None:
     again = SkipSchedule.from_json(json.dumps(json.loads(schedule.to_json())))
     assert SkipSchedule.from_dict(schedule.to_dict()) == schedule == again
     assert [again.layers_at(i) for i in range(90)] == [schedule.layers_at(i) for i in range(90)]
 
 
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 300))
-def test_linear_decay_is_the_papers_formula(least: int, extra: int, horizon: int) -> None:
-    most = least + extra
-    schedule = SkipSchedule(num_layers=most, max_layers=most, min_layers=least, horizon=horizon)
+def test_linear_decay_follows_the_papers_formula(min_layers: int, extra: int, horizon: int) -> None:
+    max_layers = min_layers + extra
+    schedule = SkipSchedule(num_layers=max_layers, max_layers=max_layers, min_layers=min_layers, horizon=horizon)
     for i in range(horizon + 2):
-        expected = least if i >= horizon - 1 else round(most - (most - least) * i / (horizon - 1))
+        expected = min_layers if i >= horizon - 1 else round(max_layers - extra * i / (horizon - 1))
         assert schedule.budget(i) == expected
 
 
 @given(schedules())
-def test_top_placement_is_the_first_w_and_the_last_k_minus_w(schedule: SkipSchedule) -> None:
+def test_top_placement_runs_the_first_w_and_the_last_k_minus_w_layers(schedule: SkipSchedule) -> None:
     top = SkipSchedule.from_dict({**schedule.to_dict(), "placement": "top", "order": None})
     depth, warmup = top.num_layers, top.warmup_layers
     for i in range(top.horizon):
@@ -116,7 +116,7 @@ def test_top_placement_is_the_first_w_and_the_last_k_minus_w(schedule: SkipSched
         assert top.layers_at(i) == (*range(warmup), *range(depth - rest, depth))
 
 
-def test_placements_of_a_budget_of_four_in_twelve() -> None:
+def test_each_placement_chooses_its_own_four_of_twelve_layers() -> None:
     def layers(placement: str) -> tuple[int, ...]:
         return SkipSchedule(12, 4, 4, horizon=5, placement=placement).layers_at(0)  # type: ignore[arg-type]
 
@@ -127,19 +127,19 @@ def test_placements_of_a_budget_of_four_in_twelve() -> None:
 
 
 @given(st.data())
-def test_a_budget_of_k_runs_the_first_k_of_an_order(data: st.DataObject) -> None:
+def test_a_budget_of_k_runs_the_first_k_layers_of_an_order(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 30))
-    least = data.draw(st.integers(1, depth))
-    warmup = data.draw(st.integers(1, least))
+    min_layers = data.draw(st.integers(1, depth))
+    warmup = data.draw(st.integers(1, min_layers))
     order = data.draw(orders(depth, warmup))
-    schedule = SkipSchedule(depth, depth, least, warmup, horizon=9, placement="order", order=order)
-    for budget in range(least, depth + 1):
+    schedule = SkipSchedule(depth, depth, min_layers, warmup, horizon=9, placement="order", order=order)
+    for budget in range(min_layers, depth + 1):
         assert set(schedule.layers_for(budget)) == set(order[:budget])
     assert SkipSchedule.from_json(schedule.to_json()) == schedule
     assert json.loads(schedule.to_json())["order"] == list(order)
 
 
-def test_decays_start_at_max_and_differ_in_between() -> None:
+def test_every_decay_starts_at_max_layers_ends_at_min_layers_and_differs_in_between() -> None:
     def budgets(decay: str) -> list[int]:
         schedule = SkipSchedule(24, 24, 4, horizon=21, decay=decay)  # type: ignore[arg-type]
         return [schedule.budget(i) for i in (0, 5, 10, 15, 20)]
@@ -169,14 +169,14 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"prompt": 99}, "prompt is 99: it must lie between max_layers"),
         ({"prompt": True}, "prompt is True: it must be 'full', 'max', or a number"),
         ({"prompt": 9.0}, "prompt is 9.0: it must be 'full', 'max', or a number"),
-        ({"decay_rate": 2.0}, "decay 'linear' takes none"),
+        ({"decay_rate": 2.0}, "decay 'linear' takes no rate"),
         ({"decay": "power", "decay_rate": 0}, "decay_rate is 0"),
         ({"decay": "power", "decay_rate": float("nan")}, "decay_rate is nan"),
         ({"decay": "step", "decay_rate": 2.5}, "whole number of plateaus"),
         ({"decay": "power", "decay_rate": 10**400}, "at most 1000000"),
         ({"horizon": 10**9}, "horizon is 1000000000: it must be at most 1000000"),
         ({"num_layers": 10**9}, "num_layers is 1000000000: it must be at most 1000"),
-        ({"placement": "order"}, "placement is 'order': it needs order"),
+        ({"placement": "order"}, "placement is 'order': it needs the field order"),
         ({"order": range(12)}, "order is given with placement 'top'"),
         ({"placement": "order", "order": range(11)}, "order has 11 layers: it must have each of the model's 12 once"),
         ({"placement": "order", "order": [0, *range(11)]}, "order lacks layer 11"),
@@ -191,7 +191,7 @@ def test_decays_start_at_max_and_differ_in_between() -> None:
         ({"placement": "order", "order": 7}, "order is 7: it must be a list of layer indices"),
     ],
 )
-def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object], message: str) -> None:
+def test_an_invalid_field_is_refused_by_its_name(change: dict[str, object], message: str) -> None:
     fields = {"num_layers": 12, "max_layers": 8, "min_layers": 3, **change}
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         SkipSchedule(**fields)  # type: ignore[arg-type]
@@ -206,16 +206,16 @@ def test_a_setting_outside_the_laws_is_refused_by_name(change: dict[str, object]
         ("{", "not a schedule"),
         ("[" * 100_000, "nested too deeply"),
         ('{"horizon": ' + "9" * 5_000 + "}", "not a schedule"),
-        ('{"decay": "power", "decay_rate": NaN}', "NaN is no number of JSON"),
-        ('{"num_layers": 4, "max_layers": 4, "min_layers": 1, "max_layers": 2}', "'max_layers' stands twice"),
+        ('{"decay": "power", "decay_rate": NaN}', "NaN is not a JSON number"),
+        ('{"num_layers": 4, "max_layers": 4, "min_layers": 1, "max_layers": 2}', "'max_layers' occurs twice"),
     ],
 )
-def test_text_that_is_no_schedule_is_refused(text: str, message: str) -> None:
+def test_json_that_is_not_a_schedule_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SkipSchedule.from_json(text)
 
 
-def test_schedule_module_imports_neither_torch_nor_transformers() -> None:
+def test_the_schedule_module_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, skipdecode.schedule.schedule; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )

@@ -1,4 +1,4 @@
-"""A server process, asked by OpenAI's own client and by clients that are none."""
+"""A server process, called by OpenAI's client and by plain HTTP clients."""
 
 import json
 import os
@@ -24,7 +24,7 @@ import skipdecode
 from skipdecode import ConfigError, Engine, SkipSchedule
 from skipdecode.checkpoint.skip_config import CONFIG_KEY, SkipConfig
 from skipdecode.serve.app import make_app
-from skipdecode.serve.responses import _event
+from skipdecode.serve.responses import server_sent_event
 from skipdecode.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def started(folder: Path, *more: str) -> Iterator[Server]:
-    """A server of a checkpoint, until the block ends."""
+    """A server process that serves a checkpoint until the block ends."""
     script = ROOT / "tests" / "support" / "slow_server.py"
     options = ["--speedup", "2", "--port", "0", "--rows", "4", "--queue", "6", "--max-new-tokens", str(NEW), *more]
     process = subprocess.Popen(
@@ -86,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def alone(server: Server, prompt: str, speedup: float, **settings: Any) -> list[int]:
-    """The new tokens of `skip_generate`."""
+    """The new tokens that `skip_generate` gives for this prompt."""
     model, tokenizer = skipdecode.load(str(server.folder))
     inputs = tokenizer([prompt], return_tensors="pt")
     settings = {"max_new_tokens": NEW, "do_sample": False, **settings}
@@ -100,33 +100,34 @@ def text_of(server: Server, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def test_each_request_of_a_batch_has_a_speed_of_its_own(server: Server) -> None:
-    asked = [(prompt, speedup) for prompt in PROMPTS for speedup in (1, 2, 3)]
+def test_each_request_of_a_batch_decodes_at_its_own_speedup(server: Server) -> None:
+    requests = [(prompt, speedup) for prompt in PROMPTS for speedup in (1, 2, 3)]
 
-    def ask(pair: tuple[str, float]) -> Any:
-        extra = {"speedup": pair[1], "details": True}
-        return server.client.completions.create(model="tiny", prompt=pair[0], extra_body=extra)
+    def send(request: tuple[str, float]) -> Any:
+        prompt, speedup = request
+        extra = {"speedup": speedup, "details": True}
+        return server.client.completions.create(model="tiny", prompt=prompt, extra_body=extra)
 
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(ask, asked))
-    for (prompt, speedup), answer in zip(asked, found, strict=True):
+        found = list(pool.map(send, requests))
+    for (prompt, speedup), answer in zip(requests, found, strict=True):
         tokens = alone(server, prompt, speedup)
         assert answer.choices[0].text == text_of(server, tokens)
         assert answer.usage.completion_tokens == len(tokens)
         assert answer.choices[0].finish_reason == ("length" if len(tokens) == NEW else "stop")
-    assert len({answer.choices[0].text for answer in found[:3]}) > 1  # random weights: speeds say different things
+    assert len({answer.choices[0].text for answer in found[:3]}) > 1, "all speedups gave the same output"
     layers = [answer.skipdecode["layers_per_token"] for answer in found[:3]]
     assert layers[0] == 6 > layers[1] > layers[2]
 
 
 @pytest.mark.parametrize("speed", [{}, {"speedup": 3}])
-def test_a_lossless_text_is_that_of_full_depth(server: Server, speed: dict[str, float]) -> None:
+def test_lossless_output_is_that_of_full_depth(server: Server, speed: dict[str, float]) -> None:
     extra = {"lossless": True, **speed}
     found = [server.client.completions.create(model="tiny", prompt=prompt, extra_body=extra) for prompt in PROMPTS]
     assert [each.choices[0].text for each in found] == [text_of(server, alone(server, prompt, 1)) for prompt in PROMPTS]
 
 
-def test_without_a_speed_it_is_the_servers_own_and_a_request_may_have_several_prompts(server: Server) -> None:
+def test_the_servers_speedup_is_the_default_and_a_request_may_have_several_prompts(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt=PROMPTS)
     assert [c.text for c in answer.choices] == [text_of(server, alone(server, prompt, 2)) for prompt in PROMPTS]
     tokens = skipdecode.load(str(server.folder))[1](PROMPTS[0])["input_ids"]
@@ -135,7 +136,7 @@ def test_without_a_speed_it_is_the_servers_own_and_a_request_may_have_several_pr
     assert server.client.models.list().data[0].id == "tiny"
 
 
-def test_a_stream_gives_the_same_text_and_usage_at_its_end(server: Server) -> None:
+def test_a_stream_gives_the_same_text_as_a_full_response_and_ends_with_the_usage(server: Server) -> None:
     whole = server.client.completions.create(model="tiny", prompt=PROMPTS[0])
     stream = server.client.completions.create(
         model="tiny", prompt=PROMPTS[0], stream=True, stream_options={"include_usage": True}
@@ -148,14 +149,14 @@ def test_a_stream_gives_the_same_text_and_usage_at_its_end(server: Server) -> No
     assert last.usage == whole.usage
 
 
-def test_an_event_is_one_line_for_whoever_splits_lines() -> None:
+def test_an_event_is_one_line_for_clients_that_split_at_unicode_line_ends() -> None:
     body = {"text": "\u2028, \u2029 and \x85"}
-    line, *rest = _event(body).splitlines()
+    line, *rest = server_sent_event(body).splitlines()
     assert json.loads(line.removeprefix("data: ")) == body
     assert rest == [""]
 
 
-def test_a_chat_is_its_templates_text(server: Server) -> None:
+def test_a_chat_decodes_the_text_of_its_template(server: Server) -> None:
     messages: Any = [{"role": "user", "content": "vehicle: tram"}]
     plain = server.client.completions.create(
         model="tiny",
@@ -168,7 +169,7 @@ def test_a_chat_is_its_templates_text(server: Server) -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts) == plain.choices[0].text
 
 
-def test_a_seed_gives_the_texts_of_skip_generate_behind_it_and_n_of_them_differ(server: Server) -> None:
+def test_a_seed_gives_the_samples_of_skip_generate_and_the_n_samples_differ(server: Server) -> None:
     how: Any = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 1.3, "seed": 11, "n": 3}
     answer = server.client.completions.create(**how)
     expected = []
@@ -185,7 +186,7 @@ def test_a_seed_gives_the_texts_of_skip_generate_behind_it_and_n_of_them_differ(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_ends_before_a_stop(server: Server, stream: bool) -> None:
+def test_the_text_ends_before_a_stop_string(server: Server, stream: bool) -> None:
     whole = text_of(server, alone(server, PROMPTS[0], 2))
     stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
     answer: Any = server.client.completions.create(model="tiny", prompt=PROMPTS[0], stop=["never", stop], stream=stream)
@@ -196,7 +197,7 @@ def test_a_text_ends_before_a_stop(server: Server, stream: bool) -> None:
 
 @contextmanager
 def here(server: Server, **generation_config: Any) -> Iterator[tuple[TestClient, Engine]]:
-    """A server of the same checkpoint in this process, with these settings of its own."""
+    """A server in this process with the same checkpoint and these generation settings."""
     model, tokenizer = skipdecode.load(str(server.folder))
     for name, value in generation_config.items():
         setattr(model.generation_config, name, value)
@@ -205,7 +206,7 @@ def here(server: Server, **generation_config: Any) -> Iterator[tuple[TestClient,
         yield client, engine
 
 
-def test_the_checkpoints_own_stop_strings_end_texts(server: Server) -> None:
+def test_the_checkpoints_own_stop_strings_end_a_sequence(server: Server) -> None:
     tokens = alone(server, PROMPTS[0], 1)
     stop = text_of(server, tokens[3:5])
     with here(server, stop_strings=[stop]) as (client, _):
@@ -218,7 +219,7 @@ def test_the_checkpoints_own_stop_strings_end_texts(server: Server) -> None:
     assert "token_healing is True" in answer.json()["error"]["message"]
 
 
-def test_a_server_whose_engine_has_ended_is_unavailable(server: Server) -> None:
+def test_a_server_whose_engine_has_stopped_is_unavailable(server: Server) -> None:
     with here(server) as (client, engine):
         engine.close()
         answers = [client.get("/health"), client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})]
@@ -226,7 +227,7 @@ def test_a_server_whose_engine_has_ended_is_unavailable(server: Server) -> None:
     assert answers[1].json()["error"]["code"] == "shutting_down"
 
 
-def test_probabilities_come_with_the_tokens(server: Server) -> None:
+def test_logprobs_are_reported_for_every_token(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0], logprobs=2)
     found = answer.choices[0].logprobs
     assert found is not None
@@ -243,9 +244,9 @@ def test_probabilities_come_with_the_tokens(server: Server) -> None:
     assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in content)
 
 
-def test_tokens_stand_in_a_stream_where_they_do_in_the_whole_text(server: Server) -> None:
+def test_logprobs_in_a_stream_are_those_of_the_full_response(server: Server) -> None:
     text = text_of(server, alone(server, PROMPTS[0], 2))
-    stop = [text[:8] + "never", text[9:11]]  # the first holds back what a stream shows
+    stop = [text[:8] + "never", text[9:11]]  # text that may begin the first one is held back
     how: Any = {"model": "tiny", "prompt": PROMPTS[0], "logprobs": 2, "stop": stop}
     found = server.client.completions.create(**how).choices[0].logprobs
     parts = [part.choices[0].logprobs for part in server.client.completions.create(**how, stream=True)]
@@ -254,17 +255,17 @@ def test_tokens_stand_in_a_stream_where_they_do_in_the_whole_text(server: Server
         assert [each for part in parts for each in getattr(part, name)] == getattr(found, name)
 
 
-def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
+def test_the_bytes_of_all_tokens_together_are_the_text(server: Server) -> None:
     answer = server.client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=0
     )
     raw = b"".join(bytes(each.bytes) for each in answer.choices[0].logprobs.content)  # type: ignore[union-attr,arg-type]
-    assert b"\xab" in raw  # random weights: most of it is no character
+    assert b"\xab" in raw  # random weights: most bytes form no valid character
     assert raw.decode(errors="replace") == answer.choices[0].message.content
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"model": "other"}, "the model 'other' is not served here"),
         ({"prompt": ""}, "the prompt is empty|at least one token"),
@@ -272,12 +273,12 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"prompt": [99999]}, "the prompt holds token 99999"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": "a " * 400}, "positions are needed and the model has 128"),
-        ({"max_tokens": 5000}, "this server gives 1024 at most"),
+        ({"max_tokens": 5000}, "the maximum on this server is 1024"),
         ({"max_tokens": 0}, "max_tokens is 0: it must be greater than or equal to 1"),
-        ({"n": 7}, "1 prompts with n = 7 are 7 texts: a request may have 6"),
+        ({"n": 7}, "1 prompts with n = 7 are 7 sequences: a request may have at most 6"),
         ({"temperature": 9}, "temperature"),
-        ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model knows those from 0 to 319"),
-        ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model knows those from 0 to 319"),
+        ({"logit_bias": {"999999": 5}}, "logit_bias names token 999999: the model's token ids go from 0 to 319"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias names token -1: the model's token ids go from 0 to 319"),
         ({"extra_body": {"repetition_penalty": 1e-45}, "temperature": 1}, "repetition_penalty"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options is given without stream"),
@@ -285,16 +286,14 @@ def test_the_bytes_of_tokens_are_those_of_the_text(server: Server) -> None:
         ({"extra_body": {"speedup": 90}}, "reaches at most"),
         ({"extra_body": {"speedup": 0.5}}, "speedup is 0.5"),
         ({"extra_body": {"speedup": "fast"}}, 'speedup is "fast": it must be a number'),
-        ({"extra_body": {"sped_up": 3}}, "sped_up is no field that this server knows: did you mean speedup"),
+        ({"extra_body": {"sped_up": 3}}, "sped_up is not a known field: did you mean speedup"),
         ({"stop": ["a" * 257]}, "stop"),
     ],
 )
-def test_what_cannot_be_answered_is_an_error_of_openais_form(
-    server: Server, asked: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_request_gets_an_error_in_openais_form(server: Server, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.APIStatusError, match=message) as found:
-        server.client.completions.create(**{"model": "tiny", "prompt": PROMPTS[0], **asked})
-    assert isinstance(found.value, openai.NotFoundError if "model" in asked else openai.BadRequestError)
+        server.client.completions.create(**{"model": "tiny", "prompt": PROMPTS[0], **fields})
+    assert isinstance(found.value, openai.NotFoundError if "model" in fields else openai.BadRequestError)
     assert isinstance(found.value.body, dict)
     assert {"message", "type", "param", "code"} <= found.value.body.keys()
 
@@ -311,7 +310,7 @@ def test_what_cannot_be_answered_is_an_error_of_openais_form(
         (b'{"model": "tiny", "prompt": "' + b"a" * 2**20 + b'"}', 413),
     ],
 )
-def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
+def test_a_body_that_is_no_request_is_refused(server: Server, body: bytes, status: int) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for content in (body, iter([body])):  # with a length, and in chunks without one
         answer = httpx.post(f"{server.address}/v1/completions", content=content, headers=headers)
@@ -321,15 +320,15 @@ def test_rubbish_is_refused(server: Server, body: bytes, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("fields", "message"),
     [
         ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 beside max_completion_tokens 4"),
-        ({"top_logprobs": 0, "max_tokens": 3, "max_completion_tokens": 3}, None),  # what clients send by default
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3, and max_completion_tokens is 4"),
+        ({"top_logprobs": 0, "max_tokens": 3, "max_completion_tokens": 3}, None),  # some clients send this by default
     ],
 )
-def test_fields_of_chats_without_effect_are_refused(server: Server, asked: dict[str, Any], message: str | None) -> None:
-    chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **asked}
+def test_chat_fields_without_effect_are_refused(server: Server, fields: dict[str, Any], message: str | None) -> None:
+    chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], **fields}
     if message is None:
         assert server.client.chat.completions.create(**chat).choices
     else:
@@ -338,28 +337,28 @@ def test_fields_of_chats_without_effect_are_refused(server: Server, asked: dict[
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_asks_for_nothing_is_as_if_it_were_not_there(server: Server, chat: bool) -> None:
+def test_null_and_default_fields_change_nothing(server: Server, chat: bool) -> None:
     fields = ["n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "logprobs", "user"]
     fields += ["speedup", "over", "lossless", "details", "frequency_penalty", "tools", "response_format", "metadata"]
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}]}
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[0]}]}
     if not chat:
-        asked = {"model": "tiny", "prompt": PROMPTS[0]}
+        body = {"model": "tiny", "prompt": PROMPTS[0]}
     url = f"{server.address}/v1/{'chat/completions' if chat else 'completions'}"
     bare = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False} if chat else {}
     texts = []
     for given in ({}, dict.fromkeys(fields), bare, {"top_p": 0}):
-        answer = httpx.post(url, json={**asked, **given}, headers={"Authorization": f"Bearer {KEY}"})
+        answer = httpx.post(url, json={**body, **given}, headers={"Authorization": f"Bearer {KEY}"})
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         texts.append(choice["message"]["content"] if chat else choice["text"])
     assert len(set(texts)) == 1
     if chat:
         for refused in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}):
-            answer = httpx.post(url, json={**asked, **refused}, headers={"Authorization": f"Bearer {KEY}"})
+            answer = httpx.post(url, json={**body, **refused}, headers={"Authorization": f"Bearer {KEY}"})
             assert answer.status_code == 400
 
 
-def test_who_names_no_length_gets_what_positions_are_left(server: Server) -> None:
+def test_without_max_tokens_a_sequence_may_fill_the_remaining_positions(server: Server) -> None:
     prompt = [5] * 120  # of 128
     answer = server.client.completions.create(model="tiny", prompt=prompt)
     assert answer.usage is not None
@@ -369,7 +368,7 @@ def test_who_names_no_length_gets_what_positions_are_left(server: Server) -> Non
 
 
 @pytest.mark.parametrize("message", [{"role": "user", "content": "\ud800"}, {"role": "\ud800", "content": "a"}])
-def test_messages_that_are_no_text_are_refused(server: Server, message: dict[str, str]) -> None:
+def test_messages_with_invalid_unicode_are_refused(server: Server, message: dict[str, str]) -> None:
     body = json.dumps({"model": "tiny", "messages": [message]}).encode()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     answer = httpx.post(f"{server.address}/v1/chat/completions", content=body, headers=headers)
@@ -377,12 +376,12 @@ def test_messages_that_are_no_text_are_refused(server: Server, message: dict[str
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-6])
-def test_tiny_temperatures_are_greedy(server: Server, temperature: float) -> None:
+def test_tiny_temperatures_decode_greedily(server: Server, temperature: float) -> None:
     answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=temperature)
     assert answer.choices[0].text == text_of(server, alone(server, PROMPTS[0], 2))
 
 
-def test_without_the_key_there_are_no_answers(server: Server) -> None:
+def test_requests_without_the_api_key_are_refused(server: Server) -> None:
     for key in ("wrong", KEY[:-1], KEY + "a", "é"):
         headers = {"Authorization": f"Bearer {key}".encode()}
         for path in ("/v1/models", "/metrics", "/v1/completions"):
@@ -392,18 +391,18 @@ def test_without_the_key_there_are_no_answers(server: Server) -> None:
         openai.OpenAI(base_url=f"{server.address}/v1", api_key="other", max_retries=0).models.list()
 
 
-def test_more_than_may_wait_get_429_and_nothing_of_theirs_stays(server: Server) -> None:
+def test_requests_beyond_the_queue_get_429_and_leave_nothing_behind(server: Server) -> None:
     how: Any = {"n": 6, "temperature": 1, "max_tokens": 40, "logit_bias": {"2": -100}}
 
-    def ask(_: int) -> openai.RateLimitError | None:
+    def send(_: int) -> openai.RateLimitError | None:
         try:
             server.client.completions.create(model="tiny", prompt=PROMPTS[0], **how)
         except openai.RateLimitError as error:
             return error
         return None
 
-    with ThreadPoolExecutor(4) as pool:  # 24 texts, of which 10 decode or wait
-        refused = [error for error in pool.map(ask, range(4)) if error is not None]
+    with ThreadPoolExecutor(4) as pool:  # 24 sequences, of which 10 decode or wait
+        refused = [error for error in pool.map(send, range(4)) if error is not None]
     assert refused
     assert "the server is busy" in str(refused[0])
     assert refused[0].response.headers["Retry-After"] == "1"
@@ -412,7 +411,7 @@ def test_more_than_may_wait_get_429_and_nothing_of_theirs_stays(server: Server) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_rows(server: Server, stream: bool) -> None:
+def test_the_sequences_of_a_client_that_disconnects_are_cancelled(server: Server, stream: bool) -> None:
     body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 100, "n": 3, "stream": stream}
     body |= {"logit_bias": {"2": -100}}  # no end token
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as client:
@@ -422,7 +421,7 @@ def test_a_client_that_goes_away_frees_its_rows(server: Server, stream: bool) ->
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post(f"{server.address}/v1/completions", json=body, timeout=0.2)
-    assert _wait_until_idle(server) < 0.6  # the texts would take a second
+    assert _wait_until_idle(server) < 0.6  # the sequences would take a second
 
 
 def _wait_until_idle(server: Server) -> float:
@@ -433,7 +432,7 @@ def _wait_until_idle(server: Server) -> float:
     return time.monotonic() - start
 
 
-def test_the_page_asks_for_nothing_of_anybody_else(server: Server) -> None:
+def test_the_page_loads_nothing_from_other_hosts(server: Server) -> None:
     answer = httpx.get(server.address)
     assert answer.status_code == 200
     assert not re.search(r"https?://|src=|@import|url\(", answer.text)
@@ -443,7 +442,7 @@ def test_the_page_asks_for_nothing_of_anybody_else(server: Server) -> None:
     assert json.loads(known[1])["model"] == "tiny"
 
 
-def test_the_page_offers_no_speed_that_is_out_of_reach(server: Server) -> None:
+def test_the_page_offers_only_speedups_that_can_be_reached(server: Server) -> None:
     model, tokenizer = skipdecode.load(str(server.folder))
     trained = {1.0: SkipSchedule.full_depth(6), 40.0: SkipSchedule(6, 1, 1)}
     task = {"name": "departures", "example": PROMPTS[1]}
@@ -462,30 +461,30 @@ def test_the_page_offers_no_speed_that_is_out_of_reach(server: Server) -> None:
         engine.submit(prompt, speedup=fastest + 0.25, over="all", strict=True, max_new_tokens=4)
 
 
-def test_figures_count_what_was_done(server: Server) -> None:
+def test_metrics_count_requests_and_tokens(server: Server) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
 
-    def figures() -> dict[str, float]:
+    def metrics() -> dict[str, float]:
         page = httpx.get(f"{server.address}/metrics", headers=headers).text
         return {name: float(value) for name, value in re.findall(r"^(\S+) ([-+\d.e]+)$", page, re.M)}
 
-    before = figures()
+    before = metrics()
     answer = server.client.completions.create(model="tiny", prompt=PROMPTS[0])
-    after = figures()
+    after = metrics()
     assert answer.usage is not None
 
-    def grown(name: str) -> float:
+    def increase(name: str) -> float:
         return after[name] - before[name]
 
-    assert grown("skipdecode_tokens_total") == answer.usage.completion_tokens
-    assert grown("skipdecode_prompt_tokens_total") == answer.usage.prompt_tokens
-    assert grown("skipdecode_first_token_seconds_count") == 1
-    assert grown("skipdecode_between_tokens_seconds_count") == answer.usage.completion_tokens - 1
-    assert grown('skipdecode_requests_total{path="/v1/completions",status="200"}') == 1
+    assert increase("skipdecode_tokens_total") == answer.usage.completion_tokens
+    assert increase("skipdecode_prompt_tokens_total") == answer.usage.prompt_tokens
+    assert increase("skipdecode_first_token_seconds_count") == 1
+    assert increase("skipdecode_between_tokens_seconds_count") == answer.usage.completion_tokens - 1
+    assert increase('skipdecode_requests_total{path="/v1/completions",status="200"}') == 1
     assert after["skipdecode_cache_columns"] == after["skipdecode_cache_columns_free"]
 
 
-def test_sigterm_lets_a_stream_end_and_takes_nothing_more(server: Server) -> None:
+def test_after_sigterm_streams_end_normally_and_no_connection_is_accepted(server: Server) -> None:
     stream = server.client.completions.create(
         model="tiny", prompt=PROMPTS[0], max_tokens=60, stream=True, logit_bias={"2": -100}
     )
@@ -499,11 +498,11 @@ def test_sigterm_lets_a_stream_end_and_takes_nothing_more(server: Server) -> Non
     assert server.process.wait(10) == 0
 
 
-def test_what_takes_longer_than_the_drain_is_told_so(server: Server) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 110, "logit_bias": {"2": -100}}
+def test_requests_that_take_longer_than_the_drain_time_get_an_error(server: Server) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 110, "logit_bias": {"2": -100}}
     with started(server.folder, "--drain", "0.3") as ending, ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(lambda: ending.client.completions.create(**asked))
-        stream = iter(ending.client.completions.create(stream=True, **asked))
+        full = pool.submit(lambda: ending.client.completions.create(**body))
+        stream = iter(ending.client.completions.create(stream=True, **body))
         next(stream)
         while ending.running() < 2:
             time.sleep(0.01)
@@ -511,14 +510,14 @@ def test_what_takes_longer_than_the_drain_is_told_so(server: Server) -> None:
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
         with pytest.raises(openai.InternalServerError, match="the server is shutting down") as failed:
-            whole.result()
+            full.result()
         assert failed.value.status_code == 503
         assert ending.process.wait(10) == 0
         assert ending.process.stderr is not None
         assert "Traceback" not in ending.process.stderr.read()
 
 
-def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
+def test_serving_without_the_extra_packages_names_what_is_missing(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "tiny", 6)
     code = (
         "import sys\nsys.modules['fastapi'] = None\nfrom skipdecode.cli.options import main\n"

@@ -1,4 +1,4 @@
-"""The forms of requests: those of OpenAI's client, vLLM's users, browsers and curl, and those that are wrong."""
+"""Requests as OpenAI's client, vLLM's users, browsers and curl send them, and invalid ones."""
 
 import json
 import socket
@@ -26,11 +26,11 @@ import skipdecode
 from skipdecode import ConfigError, Engine
 from skipdecode.serve.app import make_app
 from skipdecode.serve.ignored_fields import NEUTRAL, UNUSED
-from skipdecode.serve.protocol import ChatAsked, CompletionAsked
+from skipdecode.serve.protocol import ChatRequest, CompletionRequest
 from skipdecode.serve.settings import ServeSettings
 
 PROMPT = "vehicle: ferry | to: Saltfern\n"
-# As templates of models that call tools have it: they ask whether there are calls, and take arguments as objects.
+# Like the templates of models with tool calls: it tests for the key tool_calls and takes arguments as objects.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}"
@@ -49,24 +49,25 @@ class Server(NamedTuple):
     tokenizer: Any
 
     def post(self, chat: bool, body: Any) -> httpx.Response:
-        # Not by `json=`: what is no text in UTF-8 goes as an escape, and NaN as it is.
+        # Not by `json=`, which refuses NaN and lone surrogates.
         return self.http.post(CHAT if chat else COMPLETIONS, content=json.dumps(body).encode(), headers=JSON_TYPE)
 
     def text(self, chat: bool, body: Any) -> str:
+        """The text of the response to a valid request."""
         answer = self.post(chat, body)
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
         return str(choice["message"]["content"] if chat else choice["text"])
 
     def text_of(self, prompt: str) -> str:
-        """What the model says after a text that has been through the chat template."""
+        """The text that follows the output of a chat template."""
         tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return self.text(False, {"model": "tiny", "prompt": tokens})
 
 
 @contextmanager
 def started(folder: Path, **more: Any) -> Iterator[Server]:
-    """A server in a thread of this process."""
+    """A server in a thread of this process, until the block ends."""
     model, tokenizer = skipdecode.load(str(folder))
     tokenizer.chat_template = TEMPLATE
     app = make_app(Engine(model, tokenizer), tokenizer, ServeSettings("tiny", new_tokens=4, **more))
@@ -97,13 +98,13 @@ def server(checkpoint: Path) -> Iterator[Server]:
         yield found
 
 
-def asked(chat: bool, **fields: Any) -> dict[str, Any]:
-    """A request that is right, with these fields."""
+def request(chat: bool, **fields: Any) -> dict[str, Any]:
+    """A valid request with these fields in addition."""
     return {"model": "tiny", **({"messages": [USER]} if chat else {"prompt": PROMPT}), **fields}
 
 
-def problem(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer of 400, which has OpenAI's form."""
+def refusal(answer: httpx.Response) -> dict[str, Any]:
+    """The error of a response with status 400, checked to have OpenAI's form."""
     assert answer.status_code == 400, answer.text
     error: dict[str, Any] = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -113,11 +114,8 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-# Assistant turns
-
-
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
-def test_an_assistant_that_called_a_tool_may_have_said_nothing(server: Server, content: Any) -> None:
+def test_an_assistant_message_with_tool_calls_needs_no_content(server: Server, content: Any) -> None:
     turn = {"role": "assistant", "tool_calls": [CALL], **content}
     result = {"role": "tool", "tool_call_id": "1", "content": "9.40"}
     answer = server.client.chat.completions.create(model="tiny", messages=[USER, turn, result])  # type: ignore[list-item]
@@ -125,7 +123,7 @@ def test_an_assistant_that_called_a_tool_may_have_said_nothing(server: Server, c
     assert answer.choices[0].message.content == server.text_of(rendered)
 
 
-def test_an_answer_can_be_sent_back_as_the_client_dumps_it(server: Server) -> None:
+def test_a_response_can_be_sent_back_as_the_client_dumps_it(server: Server) -> None:
     message = server.client.chat.completions.create(model="tiny", messages=[USER]).choices[0].message  # type: ignore[list-item]
     dumped = message.model_dump()
     assert dumped["tool_calls"] is None
@@ -148,7 +146,7 @@ def test_an_answer_can_be_sent_back_as_the_client_dumps_it(server: Server) -> No
         ),
         (
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "to:"}}]},
-            'assistant: [f "to:"]\n',  # a model may write what is no JSON
+            'assistant: [f "to:"]\n',  # a model may write invalid JSON
         ),
         (
             {
@@ -159,7 +157,7 @@ def test_an_answer_can_be_sent_back_as_the_client_dumps_it(server: Server) -> No
         ),
     ],
 )
-def test_a_message_reaches_the_template_as_it_was_meant(server: Server, message: Any, rendered: str) -> None:
+def test_the_chat_template_gets_the_content_of_each_message(server: Server, message: Any, rendered: str) -> None:
     assert server.text(True, {"model": "tiny", "messages": [USER, message]}) == server.text_of(
         f"user: vehicle: tram\n{rendered}"
     )
@@ -182,7 +180,7 @@ def test_a_message_reaches_the_template_as_it_was_meant(server: Server, message:
         (
             [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
             "messages.1.content.0",
-            'its type is "image_url", and the model reads parts of type text alone',
+            'its type is "image_url": the only supported type is text',
         ),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages.0.content.0", "input_audio"),
         ([{"role": "assistant", "audio": {"id": "a"}, "content": ""}], "messages.0.audio", "doesn't support"),
@@ -191,41 +189,38 @@ def test_a_message_reaches_the_template_as_it_was_meant(server: Server, message:
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages.0.tool_calls.0.function.name", "missing"),
     ],
 )
-def test_a_message_that_cannot_be_read_is_named(server: Server, messages: Any, field: str, says: str) -> None:
+def test_an_invalid_message_is_refused_and_named(server: Server, messages: Any, field: str, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as found:
         server.client.chat.completions.create(model="tiny", messages=messages)
     assert found.value.param == field
     assert "more" not in found.value.message
 
 
-def test_the_length_of_a_chat_is_named_as_it_was_given(server: Server) -> None:
-    error = problem(server.post(True, asked(True, max_completion_tokens=5000)))
-    assert error["message"] == "max_completion_tokens is 5000: this server gives 1024 at most"
+def test_an_error_about_the_length_names_the_field_that_the_request_used(server: Server) -> None:
+    error = refusal(server.post(True, request(True, max_completion_tokens=5000)))
+    assert error["message"] == "max_completion_tokens is 5000: the maximum on this server is 1024"
     assert error["param"] == "max_completion_tokens"
 
 
-def test_messages_nested_as_deep_as_json_goes_are_refused(server: Server) -> None:
+def test_deeply_nested_messages_do_not_crash_the_server(server: Server) -> None:
     deep: Any = "a"
     for _ in range(900):
         deep = [deep]
     call = {**CALL, "function": {"name": "f", "arguments": {"a": deep}}}
     for message in ({**USER, "extra": deep}, {"role": "assistant", "tool_calls": [call]}):
-        assert server.post(True, asked(True, messages=[message])).status_code in (200, 400)
-
-
-# Streams
+        assert server.post(True, request(True, messages=[message])).status_code in (200, 400)
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"details": True}, {"n": 2, "temperature": 1}])
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_part_of_a_stream_has_usage_and_only_the_last_its_figures(
+def test_with_include_usage_every_chunk_has_the_field_and_only_the_last_has_counts(
     server: Server, chat: bool, fields: dict[str, Any]
 ) -> None:
     if "logprobs" in fields and not chat:
         fields = {"logprobs": 1}
-    whole = server.post(chat, asked(chat, seed=3, **fields)).json()
+    whole = server.post(chat, request(chat, seed=3, **fields)).json()
     for options in ({"include_usage": True}, {"include_usage": False}, {}, None):
-        answer = server.post(chat, asked(chat, seed=3, **fields, stream=True, stream_options=options))
+        answer = server.post(chat, request(chat, seed=3, **fields, stream=True, stream_options=options))
         *events, done, rest = answer.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         parts = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -240,11 +235,8 @@ def test_every_part_of_a_stream_has_usage_and_only_the_last_its_figures(
         assert len(ends) == fields.get("n", 1)
 
 
-# Fields that ask for nothing, and those that ask for something
-
-
 def neutral_fields(chat: bool) -> list[tuple[str, Any]]:
-    table = (ChatAsked if chat else CompletionAsked).neutral
+    table = (ChatRequest if chat else CompletionRequest).neutral
     examples = {str: "a", dict: {"mode": "implicit", "ttl": "30m"}}
     fields = [(name, value) for name, values in table.items() for value in values]
     return [
@@ -261,16 +253,16 @@ def neutral_fields(chat: bool) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_field_that_asks_for_nothing_changes_nothing(server: Server, chat: bool) -> None:
-    plain = server.text(chat, asked(chat))
+def test_a_field_with_a_value_without_effect_changes_nothing(server: Server, chat: bool) -> None:
+    plain = server.text(chat, request(chat))
     for name, value in neutral_fields(chat):
-        assert server.text(chat, asked(chat, **{name: value})) == plain, name
-    fields = [*ChatAsked.model_fields, *CompletionAsked.model_fields, *NEUTRAL, *UNUSED, "anything"]
+        assert server.text(chat, request(chat, **{name: value})) == plain, name
+    fields = [*ChatRequest.model_fields, *CompletionRequest.model_fields, *NEUTRAL, *UNUSED, "anything"]
     nulls = {name: None for name in fields if name not in ("model", "messages", "prompt")}
-    assert server.text(chat, asked(chat, **nulls)) == plain
+    assert server.text(chat, request(chat, **nulls)) == plain
 
 
-def test_a_metadata_of_the_issue_goes_through_openais_client(server: Server) -> None:
+def test_fields_with_values_without_effect_can_be_sent_by_openais_client(server: Server) -> None:
     answer = server.client.chat.completions.create(
         model="tiny",
         messages=[USER],  # type: ignore[list-item]
@@ -281,7 +273,7 @@ def test_a_metadata_of_the_issue_goes_through_openais_client(server: Server) -> 
         reasoning_effort="none",
         extra_body={"top_k": -1, "min_p": 0, "ignore_eos": False},
     )
-    assert answer.choices[0].message.content == server.text(True, asked(True))
+    assert answer.choices[0].message.content == server.text(True, request(True))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +281,7 @@ def test_a_metadata_of_the_issue_goes_through_openais_client(server: Server) -> 
     [
         ("metadata", {"a": "b"}, r"metadata is an object: this server doesn't support it, and accepts only \{\}"),
         ("modalities", ["text", "audio"], "modalities is a list"),
-        ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which asks for nothing"),
+        ("min_p", 0.1, "min_p is 0.1: this server doesn't support it, and accepts only 0, which has no effect"),
         ("min_p", False, "min_p is false"),
         ("ignore_eos", True, "ignore_eos is true"),
         ("ignore_eos", 0, "ignore_eos is 0"),
@@ -309,40 +301,40 @@ def test_a_metadata_of_the_issue_goes_through_openais_client(server: Server) -> 
         ("stream", "yes", 'stream is "yes": it must be true or false'),
         ("stream_options", True, "stream_options is true: it must be an object"),
         ("stream_options", {"include_usage": True}, "stream_options is given without stream"),
-        ("stream_options", {"usage": True}, "stream_options.usage is no field that this server knows"),
+        ("stream_options", {"usage": True}, "stream_options.usage is not a known field"),
         ("seed", 2**70, "seed is 1180591620717411303424"),
-        ("max_tokens", 5000, "max_tokens is 5000: this server gives 1024 at most"),
+        ("max_tokens", 5000, "max_tokens is 5000: the maximum on this server is 1024"),
         ("logit_bias", {"a\n": 1}, r'logit_bias.a\\n is "a\\n": it must be an integer'),
         ("top_k", -2, "top_k is -2: it must be greater than or equal to -1"),
         ("stop", 5, "stop: it is 5, and must be a string or a list of strings"),
         ("stop", ["a", 5], "stop: an entry is 5, and must be a string"),
         ("stop", [""], "stop: a string has 0 characters, and must have 1 to 256"),
-        ("stop", ["a"] * 17, "stop: it has 17 entries, and may have 16"),
+        ("stop", ["a"] * 17, "stop: it has 17 entries: the maximum is 16"),
         ("logit_bias", [5], "logit_bias is a list: it must be an object"),
         ("logit_bias", {"a": 1}, 'logit_bias.a is "a": it must be an integer'),
         ("logit_bias", {"5": "much"}, 'logit_bias.5 is "much": it must be a number'),
         ("over", "decoding", "over is \"decoding\": it must be 'decode' or 'all'"),
         ("speedup", "3x", 'speedup is "3x": it must be a number'),
-        ("sped_up", 3, "sped_up is no field that this server knows: did you mean speedup"),
+        ("sped_up", 3, "sped_up is not a known field: did you mean speedup"),
         ("model", 5, "model is 5: it must be a string"),
         ("model", None, "model is missing"),
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_field_that_cannot_be_had_is_named_with_its_value(
+def test_an_invalid_or_unsupported_field_is_named_with_its_value(
     server: Server, chat: bool, field: str, value: Any, says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as found:
         (server.client.chat.completions if chat else server.client.completions).create(  # type: ignore[call-overload]
-            **asked(chat), extra_body={field: value}
+            **request(chat), extra_body={field: value}
         )
     assert str(found.value.param).split(".")[0] == field
 
 
-def test_a_field_of_the_other_address_is_named_with_it(server: Server) -> None:
-    error = problem(server.post(False, {"model": "tiny", "messages": [USER]}))
-    assert error["message"] == "messages is no field that this server knows: /v1/chat/completions has it"
-    assert problem(server.post(True, {"model": "tiny", "prompt": "a"}))["param"] == "prompt"
+def test_a_field_of_the_other_endpoint_is_named_with_that_endpoint(server: Server) -> None:
+    error = refusal(server.post(False, {"model": "tiny", "messages": [USER]}))
+    assert error["message"] == "messages is not a known field: it belongs to /v1/chat/completions"
+    assert refusal(server.post(True, {"model": "tiny", "prompt": "a"}))["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -352,10 +344,10 @@ def test_a_field_of_the_other_address_is_named_with_it(server: Server) -> None:
         (5, "prompt: it is 5, and must be a string, a list of strings, a list of token ids, or a list of such lists"),
         ({"a": 1}, "prompt: it is an object"),
         ([], "prompt: it is empty"),
-        (["a", 5], 'prompt: entry 1 is 5 beside "a" in entry 0'),
-        ([5, "a"], 'prompt: entry 1 is "a" beside 5 in entry 0'),
-        ([[5], "a"], 'prompt: entry 1 is "a" beside a list in entry 0'),
-        ([5, True], "prompt: entry 1 is true beside 5"),
+        (["a", 5], 'prompt: entry 1 is 5, but entry 0 is "a"'),
+        ([5, "a"], 'prompt: entry 1 is "a", but entry 0 is 5'),
+        ([[5], "a"], 'prompt: entry 1 is "a", but entry 0 is a list'),
+        ([5, True], "prompt: entry 1 is true, but entry 0 is 5"),
         ([True], "prompt: entry 0 is true"),
         ([None], "prompt: entry 0 is null"),
         ([5, -1], "prompt: entry 1 is -1, and a token id is an integer of at least 0"),
@@ -365,17 +357,14 @@ def test_a_field_of_the_other_address_is_named_with_it(server: Server) -> None:
         ("a " * 400, "lower max_tokens"),
     ],
 )
-def test_a_prompt_that_is_none_says_what_is_wrong_with_it(server: Server, prompt: Any, says: str) -> None:
-    error = problem(server.post(False, {"model": "tiny", "prompt": prompt, "max_tokens": 4}))
+def test_an_invalid_prompt_gets_an_error_that_says_what_is_wrong(server: Server, prompt: Any, says: str) -> None:
+    error = refusal(server.post(False, {"model": "tiny", "prompt": prompt, "max_tokens": 4}))
     assert says in error["message"]
     assert error["param"] == "prompt"
 
 
-# Any request
-
-
 def drawn(kind: Any) -> st.SearchStrategy[Any]:
-    """JSON that is of one of the openai package's types."""
+    """JSON values of one of the openai package's types."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing_extensions.Required, typing_extensions.NotRequired):
         return drawn(arguments[0])
@@ -403,8 +392,8 @@ def drawn(kind: Any) -> st.SearchStrategy[Any]:
     return simple[kind]
 
 
-def requests(chat: bool) -> st.SearchStrategy[dict[str, Any]]:
-    """Requests with up to three of the fields that needn't be there."""
+def drawn_requests(chat: bool) -> st.SearchStrategy[dict[str, Any]]:
+    """Requests with up to three of the optional fields."""
     module = chat_create_params if chat else completion_create_params
     hints = typing_extensions.get_type_hints(module.CompletionCreateParamsBase)
     required = {"messages" if chat else "prompt"}
@@ -421,7 +410,7 @@ def requests(chat: bool) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def check_answer(body: dict[str, Any], answer: httpx.Response) -> None:
-    """It is an answer, or one error that names a field."""
+    """Check that a request got a response, or an error that names one of its fields."""
     if answer.status_code == 200:
         if body.get("stream"):
             *events, done, _ = answer.text.split("\n\n")
@@ -430,16 +419,18 @@ def check_answer(body: dict[str, Any], answer: httpx.Response) -> None:
         else:
             assert answer.json()["choices"]
         return
-    error = problem(answer)
+    error = refusal(answer)
     field = str(error["param"]).split(".")[0]
     assert field in body, error
     assert field in error["message"] or field == "messages", error
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_any_request_of_openais_types_is_answered_or_one_of_its_fields_is_named(server: Server, chat: bool) -> None:
+def test_any_request_of_openais_types_gets_a_response_or_an_error_that_names_a_field(
+    server: Server, chat: bool
+) -> None:
     @settings(max_examples=100, deadline=None)
-    @given(requests(chat))
+    @given(drawn_requests(chat))
     def check(body: dict[str, Any]) -> None:
         check_answer(body, server.post(chat, body))
 
@@ -454,15 +445,15 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_any_json_in_any_field_is_answered_or_named(server: Server, chat: bool) -> None:
-    names = sorted({*(ChatAsked if chat else CompletionAsked).model_fields, *NEUTRAL, *UNUSED})
+def test_any_json_in_any_field_gets_a_response_or_an_error_that_names_it(server: Server, chat: bool) -> None:
+    names = sorted({*(ChatRequest if chat else CompletionRequest).model_fields, *NEUTRAL, *UNUSED})
 
     @settings(max_examples=100, deadline=None)
     @example("model", "\ud800")
     @example("\ud800", 1)
     @given(st.one_of(st.sampled_from(names), st.text(max_size=3)), JSON)
     def check(name: str, value: Any) -> None:
-        body = asked(chat, **{name: value})
+        body = request(chat, **{name: value})
         answer = server.post(chat, body)
         if name == "model" and isinstance(value, str):
             assert answer.status_code == 404
@@ -474,26 +465,23 @@ def test_any_json_in_any_field_is_answered_or_named(server: Server, chat: bool) 
     check()
 
 
-def test_every_field_of_openais_requests_has_been_decided_on() -> None:
-    for chat, model in ((True, ChatAsked), (False, CompletionAsked)):
+def test_every_field_of_openais_requests_is_implemented_or_listed_as_unsupported() -> None:
+    for chat, model in ((True, ChatRequest), (False, CompletionRequest)):
         module = chat_create_params if chat else completion_create_params
         hints = typing_extensions.get_type_hints(module.CompletionCreateParamsBase)
         assert hints.keys() <= {*model.model_fields, *model.neutral, *UNUSED}
 
 
-# Bodies and addresses
-
-
 @pytest.mark.parametrize(
     "kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/json", "nonsense"]
 )
-def test_a_body_of_json_is_read_whatever_it_is_called(server: Server, kind: str | None) -> None:
+def test_a_json_body_is_read_whatever_its_content_type(server: Server, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
-    body = json.dumps(asked(False)).encode()
+    body = json.dumps(request(False)).encode()
     answer = server.http.post(COMPLETIONS, content=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    page = server.http.post(COMPLETIONS, content=body, headers={**headers, "Origin": "https://elsewhere.example"})
-    # Browsers send other kinds to other servers without asking these first.
+    page = server.http.post(COMPLETIONS, content=body, headers={**headers, "Fingerprint": "https://elsewhere.example"})
+    # Browsers send other content types to other servers without asking for permission first.
     assert page.status_code == (200 if kind == "application/json" else 415)
 
 
@@ -516,17 +504,19 @@ def test_a_body_of_json_is_read_whatever_it_is_called(server: Server, kind: str 
         (b'{"model": "tiny", "prompt": "a", "speedup": Infinity}', "speedup is inf"),
     ],
 )
-def test_a_body_that_is_none_says_why(server: Server, body: bytes, says: str, kind: str | None) -> None:
+def test_a_body_that_is_no_json_object_gets_an_error_that_says_why(
+    server: Server, body: bytes, says: str, kind: str | None
+) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
     answer = server.http.post(COMPLETIONS, content=body, headers=headers)
-    assert says in problem(answer)["message"]
+    assert says in refusal(answer)["message"]
 
 
-def test_an_address_that_is_not_there_says_which_are(server: Server) -> None:
+def test_an_unknown_endpoint_gets_an_error_that_names_the_endpoints(server: Server) -> None:
     answer = server.http.post("/v1/responses", json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
-        "POST /v1/responses is not served here: there are /v1/models, /v1/completions and /v1/chat/completions"
+        "POST /v1/responses doesn't exist: there are /v1/models, /v1/completions and /v1/chat/completions"
     )
     answer = server.http.get("/v1/completions")
     assert answer.status_code == 405
@@ -534,44 +524,46 @@ def test_an_address_that_is_not_there_says_which_are(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/models/tiny"])
-def test_what_can_be_read_can_be_asked_for_its_head(server: Server, path: str) -> None:
+def test_everything_that_get_serves_is_served_to_head_too(server: Server, path: str) -> None:
     answer = server.http.head(path)
     assert (answer.status_code, answer.content) == (200, b"")
     assert answer.headers["Content-Type"] == server.http.get(path).headers["Content-Type"]
 
 
-def test_a_page_of_an_allowed_origin_may_ask_and_others_may_not(checkpoint: Path, server: Server) -> None:
+def test_only_web_pages_of_allowed_origins_may_use_the_server(checkpoint: Path, server: Server) -> None:
     origin, other = "https://example.org", "https://elsewhere.example"
     asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
     with started(checkpoint, allow_origins=(origin,), api_key="secret") as found:
-        permitted = found.http.options(COMPLETIONS, headers={"Origin": origin, **asking})  # browsers show no key here
+        permitted = found.http.options(
+            COMPLETIONS, headers={"Fingerprint": origin, **asking}
+        )  # browsers send no key here
         assert permitted.status_code == 200
-        assert permitted.headers["Access-Control-Allow-Origin"] == origin
+        assert permitted.headers["Access-Control-Allow-Fingerprint"] == origin
         assert permitted.headers["Access-Control-Allow-Headers"] == asking["Access-Control-Request-Headers"]
         assert (
-            "Access-Control-Allow-Origin"
-            not in found.http.options(COMPLETIONS, headers={"Origin": other, **asking}).headers
+            "Access-Control-Allow-Fingerprint"
+            not in found.http.options(COMPLETIONS, headers={"Fingerprint": other, **asking}).headers
         )
         key = {"Authorization": "Bearer secret"}
         for headers, status in ((key, 200), ({}, 401)):
-            answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": origin, **headers})
-            assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin)
-        answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": other, **key})
-        assert "Access-Control-Allow-Origin" not in answer.headers
+            answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": origin, **headers})
+            assert (answer.status_code, answer.headers["Access-Control-Allow-Fingerprint"]) == (status, origin)
+        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": other, **key})
+        assert "Access-Control-Allow-Fingerprint" not in answer.headers
     with started(checkpoint, allow_origins=("*",)) as found:
-        answer = found.http.post(COMPLETIONS, json=asked(False), headers={"Origin": other})
-        assert answer.headers["Access-Control-Allow-Origin"] == "*"
-    assert server.http.options(COMPLETIONS, headers={"Origin": origin, **asking}).status_code == 405
-    assert "Access-Control-Allow-Origin" not in server.http.get("/health", headers={"Origin": origin}).headers
+        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": other})
+        assert answer.headers["Access-Control-Allow-Fingerprint"] == "*"
+    assert server.http.options(COMPLETIONS, headers={"Fingerprint": origin, **asking}).status_code == 405
+    assert "Access-Control-Allow-Fingerprint" not in server.http.get("/health", headers={"Fingerprint": origin}).headers
 
 
 @pytest.mark.parametrize("origin", ["", "example.org", "https://example.org/", "https://*.example.org", "null"])
-def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_an_origin_that_no_browser_sends_is_refused_as_a_setting(origin: str) -> None:
     with pytest.raises(ConfigError, match=r"--allow-origin is .* an origin as browsers send it"):
         ServeSettings("tiny", allow_origins=(origin,))
 
 
-def test_the_description_of_the_interface_can_be_read(server: Server) -> None:
+def test_the_openapi_description_lists_the_fields_of_requests(server: Server) -> None:
     schema = server.http.get("/openapi.json").json()
-    fields = schema["components"]["schemas"]["CompletionAsked"]["properties"]
+    fields = schema["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "stop", "speedup"} <= fields.keys()

@@ -43,7 +43,7 @@ def test_each_step_runs_the_layers_of_its_budget_alone() -> None:
                 ran.append([])
             ran[-1].append(index)
 
-        # In the attention, which a layer that is passed by never reaches.
+        # Hooked on the attention, which a skipped layer never reaches.
         hooks.append(layer.self_attn.q_proj.register_forward_pre_hook(note))
     try:
         generate(eos_token_id=None, max_new_tokens=10)
@@ -73,7 +73,7 @@ def test_a_streamer_gets_every_token_in_order() -> None:
     assert torch.equal(torch.stack(streamer.pieces[1:], dim=1), output[:, 7:])
 
 
-def test_a_stopping_criterion_stops() -> None:
+def test_a_stopping_criterion_ends_decoding() -> None:
     class AfterThree(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 10)
@@ -82,17 +82,17 @@ def test_a_stopping_criterion_stops() -> None:
     assert output.shape[1] == 10
 
 
-def test_several_sequences_for_a_prompt_and_a_static_cache() -> None:
+def test_several_sequences_per_prompt_and_a_static_cache_are_supported() -> None:
     torch.manual_seed(0)
     assert generate(do_sample=True, num_return_sequences=2, lengths=(4,)).shape[0] == 2
     assert torch.equal(generate(cache_implementation="static"), generate())
 
 
-def test_the_result_holds_scores_and_cache_when_asked() -> None:
+def test_the_result_contains_scores_and_cache_if_requested() -> None:
     output = generate(return_dict_in_generate=True, output_scores=True, eos_token_id=None)
     assert len(output.scores) == 12
     assert torch.equal(output.sequences, generate(eos_token_id=None))
-    # Law 6: layer l holds the prompt and c(l) more tokens, or nothing; the last new token is never an input.
+    # Law 6: layer l holds the prompt and c(l) new tokens, or nothing; the last new token is never an input.
     held = [output.past_key_values.get_seq_length(layer) for layer in range(6)]
     assert held == [7 + count if count else 0 for count in SCHEDULE.cutoffs(11)]
 
@@ -114,11 +114,11 @@ def test_a_request_that_cannot_be_met_is_refused(change: dict[str, Any], message
         generate(**change)
 
 
-def test_the_models_last_position_can_be_used() -> None:
+def test_all_positions_of_the_model_can_be_used() -> None:
     assert generate(lengths=(90,), max_new_tokens=7, eos_token_id=None).shape[1] == 97  # 96 positions are inputs
 
 
-def test_layers_that_hold_more_than_keys_and_values_keep_the_models_own_cache() -> None:
+def test_a_model_whose_layers_cache_more_than_keys_and_values_keeps_its_own_cache() -> None:
     model = tiny_opt.__wrapped__("opt", 6)
     model.config.layer_types = ["full_attention"] * 5 + ["linear_attention"]
     ids, mask = ragged_prompts([4, 4], 1)

@@ -1,4 +1,4 @@
-"""The cost model counts what a step touches, and the solver meets its target by it."""
+"""The cost model counts everything that a step touches, and the solver reaches its target by this count."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ from skipdecode import (
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.schedule.cost import Cost
 from skipdecode.schedule.lengths import LengthsByPrompt
-from skipdecode.schedule.solver import LONGEST_STRETCH, MOST_DECODING, TOLERANCE
+from skipdecode.schedule.solver import MAX_DECODE_RATIO, MAX_HORIZON_RATIO, TOLERANCE
 
 OPT_1_3B = CostModel(
     num_layers=24,
@@ -38,7 +38,7 @@ OPT_1_3B = CostModel(
 )
 
 
-def test_sizes_of_opt_1_3b_are_read_from_its_config() -> None:
+def test_the_sizes_of_opt_1_3b_are_computed_from_its_config() -> None:
     config = AutoConfig.for_model(
         "opt",
         hidden_size=2048,
@@ -49,14 +49,14 @@ def test_sizes_of_opt_1_3b_are_read_from_its_config() -> None:
         dtype=torch.bfloat16,
     )
     cost = CostModel.of(config)
-    # By hand: four projections and two feed-forward matrices with biases, two layer norms; the tied head.
+    # Counted by hand: four projections and two feed-forward matrices with biases, two layer norms; the tied head.
     hidden, inner = 2048, 8192
     assert cost.layer_parameters == 4 * (hidden * hidden + hidden) + 2 * hidden * inner + inner + hidden + 4 * hidden
     assert cost.head_parameters == 50272 * hidden
-    assert cost == OPT_1_3B  # keys and values are two of those projections, without their biases
+    assert cost == OPT_1_3B  # stopped_share: keys and values are two of the projections, without their biases
 
 
-def test_a_step_reads_layers_and_head_each_in_their_bits() -> None:
+def test_a_step_reads_layers_and_head_in_their_own_data_types() -> None:
     def read(weights: str) -> float:
         return OPT_1_3B.stored_as(weights).step_bytes(3, 64)
 
@@ -67,7 +67,7 @@ def test_a_step_reads_layers_and_head_each_in_their_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["opt", "opt-350m"])
-def test_a_model_and_its_config_cost_the_same_and_all_parameters_are_counted(kind: str) -> None:
+def test_a_model_and_its_config_have_the_same_cost_which_counts_all_parameters(kind: str) -> None:
     model = tiny_opt(kind, 5)
     cost = CostModel.of(model)
     assert cost == CostModel.of(model.config)
@@ -83,7 +83,7 @@ def test_a_model_and_its_config_cost_the_same_and_all_parameters_are_counted(kin
     batch=st.integers(1, 64),
     prompt=st.integers(1, 1000),
 )
-def test_a_solved_schedule_is_never_predicted_slower_than_its_target(
+def test_a_solved_schedule_reaches_its_target_and_one_layer_more_does_not(
     speedup: float, horizon: int, spread: float, batch: int, prompt: int
 ) -> None:
     settings = {"horizon": horizon, "prompt_length": prompt, "batch_size": batch}
@@ -96,13 +96,13 @@ def test_a_solved_schedule_is_never_predicted_slower_than_its_target(
     schedule = solve_schedule(OPT_1_3B, speedup, spread=spread, **settings)
     predicted = OPT_1_3B.at(prompt_length=prompt, batch_size=batch).speedup(schedule)
     assert predicted >= speedup
-    # The target can't be had with a whole layer more.
+    # One more layer misses the target.
     if schedule.max_layers < 24:
         slower = SkipSchedule(24, schedule.max_layers + 1, schedule.min_layers + 1, horizon=horizon)
         assert OPT_1_3B.at(prompt_length=prompt, batch_size=batch).speedup(slower) < speedup
 
 
-def test_the_prediction_equals_adding_up_every_step() -> None:
+def test_the_predicted_speedup_equals_the_sum_over_all_steps() -> None:
     schedule = SkipSchedule(24, 12, 4, horizon=10)
     machine = Machine(bytes_per_second=1e11, operations_per_second=1e13)
     batch, prompt = 4, 30
@@ -120,45 +120,45 @@ def test_the_prediction_equals_adding_up_every_step() -> None:
     assert predicted == pytest.approx(full / skipped)
 
 
-TEXTS = st.lists(st.integers(2, 80), min_size=1, max_size=30)
+LENGTHS = st.lists(st.integers(2, 80), min_size=1, max_size=30)
 
 
 @given(
     speedup=st.floats(1.01, 4),
-    texts=TEXTS,
+    lengths=LENGTHS,
     batch=st.integers(1, 64),
     horizon=st.integers(1, 90),
     decay=st.sampled_from(["linear", "cosine", "power", "constant"]),
 )
-def test_a_budget_falls_as_slowly_as_the_target_of_whole_texts_allows(
-    speedup: float, texts: list[int], batch: int, horizon: int, decay: Any
+def test_with_known_lengths_the_horizon_is_as_long_as_the_target_allows(
+    speedup: float, lengths: list[int], batch: int, horizon: int, decay: Any
 ) -> None:
-    cost = OPT_1_3B.at(lengths=texts, batch_size=batch)
+    cost = OPT_1_3B.at(lengths=lengths, batch_size=batch)
     try:
         schedule = solve_schedule(cost, speedup, horizon=horizon, decay=decay)
     except ConfigError:
         assume(False)
     assert cost.speedup(schedule) >= speedup
-    assert horizon <= schedule.horizon <= LONGEST_STRETCH * horizon
-    if schedule.max_layers > schedule.min_layers and schedule.horizon < LONGEST_STRETCH * horizon:
+    assert horizon <= schedule.horizon <= MAX_HORIZON_RATIO * horizon
+    if schedule.max_layers > schedule.min_layers and schedule.horizon < MAX_HORIZON_RATIO * horizon:
         assert cost.speedup(replace(schedule, horizon=schedule.horizon + 1)) < speedup
 
 
 @given(
     speedup=st.floats(1.01, 5),
-    texts=TEXTS,
+    lengths=LENGTHS,
     prompts=st.integers(1, 1000),
     batch=st.integers(1, 64),
     prompt=st.sampled_from(["full", "max"]) | st.integers(1, 24),
     over=st.sampled_from(["decode", "all"]),
 )
-def test_a_target_of_whole_texts_is_met_and_not_by_more_than_layers_allow(
-    speedup: float, texts: list[int], prompts: int, batch: int, prompt: Any, over: Any
+def test_with_known_lengths_the_target_is_reached_and_one_layer_more_misses_it(
+    speedup: float, lengths: list[int], prompts: int, batch: int, prompt: Any, over: Any
 ) -> None:
-    conditions = {"lengths": texts, "prompt_length": prompts, "batch_size": batch}
+    conditions = {"lengths": lengths, "prompt_length": prompts, "batch_size": batch}
     cost = OPT_1_3B.at(**conditions)
-    least = SkipSchedule(24, 1, 1, prompt="max" if over == "all" else "full")
-    reachable = cost.speedup(least, over=over)
+    fastest = SkipSchedule(24, 1, 1, prompt="max" if over == "all" else "full")
+    reachable = cost.speedup(fastest, over=over)
     settings: Any = {"prompt": prompt, "over": over, "spread": 0.0}
     if speedup > reachable:
         with pytest.raises(ConfigError, match="reaches at most"):
@@ -166,29 +166,31 @@ def test_a_target_of_whole_texts_is_met_and_not_by_more_than_layers_allow(
         return
     schedule = solve_schedule(OPT_1_3B, speedup, **settings, **conditions)
     assert cost.speedup(schedule, over=over) >= speedup
-    most = {"full": 24, "max": schedule.max_layers}.get(prompt, prompt)
-    assert schedule.prompt_budget <= max(most, schedule.max_layers)
+    prompt_layers = {"full": 24, "max": schedule.max_layers}.get(prompt, prompt)
+    assert schedule.prompt_budget <= max(prompt_layers, schedule.max_layers)
     if over == "decode":
-        assert schedule.prompt_budget == max(most, schedule.max_layers)
-    # A layer more, for tokens and where they must have it for prompts, misses the target.
+        assert schedule.prompt_budget == max(prompt_layers, schedule.max_layers)
+    # One more layer for generated tokens, and for prompts where max_layers requires it, misses the target.
     if schedule.max_layers < 24:
         more = schedule.max_layers + 1, schedule.min_layers + 1
         wider = schedule.prompt if schedule.prompt == "full" else max(schedule.prompt_budget, more[0])
         assert cost.speedup(SkipSchedule(24, *more, prompt=wider), over=over) < speedup * (1 + TOLERANCE)
-    # Prompts keep what they may while decoding isn't too fast for it.
+    # Prompts keep their layers unless decoding alone would have to be too fast.
     if over == "all" and schedule.prompt_budget > schedule.max_layers:
-        assert schedule.prompt_budget == most or cost.speedup(schedule) <= MOST_DECODING * speedup
+        assert schedule.prompt_budget == prompt_layers or cost.speedup(schedule) <= MAX_DECODE_RATIO * speedup
         wider = solve_schedule(OPT_1_3B, speedup, **{**settings, "prompt": schedule.prompt_budget}, **conditions)
         assert wider.prompt_budget == schedule.prompt_budget
 
 
 @pytest.mark.parametrize(("batch", "prompt", "layers"), [(1, 64, 24), (8, 64, 24), (8, 400, 15), (32, 1500, 9)])
-def test_long_prompts_give_up_layers_and_short_ones_keep_them(batch: int, prompt: int, layers: int) -> None:
+def test_for_an_end_to_end_target_long_prompts_run_fewer_layers_and_short_ones_all(
+    batch: int, prompt: int, layers: int
+) -> None:
     schedule = solve_schedule(OPT_1_3B, 3, over="all", prompt_length=prompt, batch_size=batch, lengths=[48])
     assert schedule.prompt_budget == layers
 
 
-def test_the_time_of_prompts_is_counted_by_hand() -> None:
+def test_the_predicted_prefill_time_equals_a_count_by_hand() -> None:
     machine = Machine(bytes_per_second=1e11, operations_per_second=1e12)
     cost = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=machine)
     weights = 10 * 50_358_272
@@ -209,8 +211,8 @@ def test_the_time_of_prompts_is_counted_by_hand() -> None:
     assert cost.speedup(schedule, over="all") == pytest.approx(whole)
 
 
-def test_the_time_of_prompts_that_stop_is_counted_by_hand() -> None:
-    """Above the stop keys and values alone are made of all tokens, and the last one of each text runs."""
+def test_the_predicted_prefill_time_with_prompt_stop_equals_a_count_by_hand() -> None:
+    """Above prompt_stop, all tokens compute keys and values only, and the last token of each prompt runs fully."""
     cost = OPT_1_3B.at(prompt_length=30, batch_size=4, machine=Machine(1e11, 1e12))
     schedule = SkipSchedule(24, 6, 2, horizon=9, prompt_stop=10)
     share = 2 * 2048 * 2048 / 50_358_272
@@ -222,11 +224,13 @@ def test_the_time_of_prompts_that_stop_is_counted_by_hand() -> None:
     assert cost.speedup(schedule, over="all") == pytest.approx(
         whole / (cost.prompt_seconds(schedule) + cost.decode_seconds(schedule))
     )
-    assert cost.prompt_seconds(replace(schedule, prompt="max")) == cost.prefill_seconds(6), "which end before"
+    assert cost.prompt_seconds(replace(schedule, prompt="max")) == cost.prefill_seconds(6), (
+        "prompts that run fewer layers than prompt_stop"
+    )
 
 
 @pytest.mark.parametrize("speedup", [1.2, 1.5, 2, 4])
-def test_prompts_that_stop_leave_new_tokens_more_layers_at_the_same_speed(speedup: float) -> None:
+def test_prompt_stop_leaves_more_layers_to_generated_tokens_at_the_same_speedup(speedup: float) -> None:
     long: Any = {"over": "all", "prompt_length": 1500, "batch_size": 8, "horizon": 48}
     stopped = solve_schedule(OPT_1_3B, speedup, prompt_stop=6, **long)
     whole = solve_schedule(OPT_1_3B, speedup, **long)
@@ -237,7 +241,7 @@ def test_prompts_that_stop_leave_new_tokens_more_layers_at_the_same_speed(speedu
     assert speedup == 4 or stopped.mean_budget(48) > whole.mean_budget(48)
 
 
-def test_full_depth_has_no_stop_and_a_stop_lies_between_warmup_and_depth() -> None:
+def test_full_depth_ignores_prompt_stop_which_must_lie_between_warmup_layers_and_num_layers() -> None:
     assert solve_schedule(OPT_1_3B, 1, prompt_stop=6).prompt_stop is None
     with pytest.raises(ConfigError, match=r"prompt_stop is 25: it must lie between warmup_layers \(1\) and num_layers"):
         solve_schedule(OPT_1_3B, 2, prompt_stop=25)
@@ -247,115 +251,107 @@ def test_full_depth_has_no_stop_and_a_stop_lies_between_warmup_and_depth() -> No
         SkipSchedule(6, 3, 2, prompt_stop=True)
 
 
-def test_a_cost_that_knows_no_prompts_has_no_whole() -> None:
-    with pytest.raises(ConfigError, match="over is 'all': this cost doesn't know what prompts take"):
+def test_a_cost_without_prefill_times_refuses_end_to_end_targets() -> None:
+    with pytest.raises(ConfigError, match="over is 'all': this cost doesn't include the time of the prefill"):
         solve_schedule(MeasuredCost(24, {1: 2.0, 24: 25.0}), 2, over="all")
     with pytest.raises(ConfigError, match="unknown over 'whole'"):
         solve_schedule(OPT_1_3B, 2, over="whole")  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_that_knows_its_texts_is_solved_for_the_batch_at_hand() -> None:
+def test_a_checkpoint_with_sequence_lengths_solves_its_schedule_for_the_given_batch() -> None:
     texts, prompts = [[12, 5], [30, 5], [60, 1]], [[40, 9]]
     solver = {"horizon": 40, "batch_size": 8, "lengths": texts, "prompt_lengths": prompts}
     trained = solve_schedule(OPT_1_3B, 3, **solver)
     both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
     config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver).to_dict())
-    assert config.schedule_for(OPT_1_3B, 3) == trained
-    assert config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 8]) == trained
-    alone = config.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1])
+    assert config.plan_for(OPT_1_3B, 3).schedule == trained
+    assert config.plan_for(OPT_1_3B, 3, prompts=[[70] * 8]).schedule == trained
+    alone = config.plan_for(OPT_1_3B, 3, prompts=[[70] * 1]).schedule
     assert alone == solve_schedule(OPT_1_3B, 3, **{**solver, "batch_size": 1})
-    behind = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8])
+    behind = config.plan_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]).schedule
     assert behind == solve_schedule(OPT_1_3B, 3, over="all", **solver, prompt_length=1024)
-    whole = config.schedule_for(OPT_1_3B, 3, over="all", prompts=[[40] * 8])
+    whole = config.plan_for(OPT_1_3B, 3, over="all", prompts=[[40] * 8]).schedule
     assert whole == solve_schedule(OPT_1_3B, 3, **solver, over="all")
     assert len({trained, alone, behind}) == 3, "the conditions matter here"
-    # One of before doesn't know how long its texts are: it decodes as it was trained.
-    before = SkipConfig(schedules=both, solver={"horizon": 40, "batch_size": 8})
-    assert before.schedule_for(OPT_1_3B, 3, prompts=[[1100] * 1]) == trained
-    # What learnt one schedule alone, beside full depth, knows no other; a speed of another kind is still solved.
+    # Checkpoints of earlier versions have no sequence lengths: they decode as they were trained.
+    earlier = SkipConfig(schedules=both, solver={"horizon": 40, "batch_size": 8})
+    assert earlier.plan_for(OPT_1_3B, 3, prompts=[[1100] * 1]).schedule == trained
+    # A model trained with a single schedule besides full depth always decodes with it, except for another `over`.
     full = SkipSchedule.full_depth(24)
     for schedules in ({3.0: trained}, {1.0: full, 3.0: trained}):
         single = SkipConfig(schedules=schedules, solver=solver)
-        assert single.schedule_for(OPT_1_3B, 3, prompts=[[70] * 1]) == trained
-        assert single.schedule_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]) == behind
+        assert single.plan_for(OPT_1_3B, 3, prompts=[[70] * 1]).schedule == trained
+        assert single.plan_for(OPT_1_3B, 3, over="all", prompts=[[1000] * 8]).schedule == behind
 
 
-def test_a_checkpoint_that_knows_the_texts_of_its_prompts_is_solved_for_the_prompts_at_hand() -> None:
+def test_a_checkpoint_with_lengths_by_prompt_solves_its_schedule_for_the_given_prompts() -> None:
     solver = {"horizon": 40, "lengths": [[30, 1]], "prompt_lengths": [[40, 1]]}
     texts = LengthsByPrompt.of([(n, n) for n in range(20, 61)])
     trained = solve_schedule(OPT_1_3B, 3, **solver)
     both = {3.0: trained, 4.0: solve_schedule(OPT_1_3B, 4, **solver)}
-    config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver, texts=texts).to_dict())
-    assert config.schedule_for(OPT_1_3B, 3) == trained
+    config = SkipConfig.from_dict(SkipConfig(schedules=both, solver=solver, lengths_by_prompt=texts).to_dict())
+    assert config.plan_for(OPT_1_3B, 3).schedule == trained
     found = {}
     for batches in ([[20]], [[60]], [[20, 60]], [[60, 20]], [[20, 20]], [[20], [60]]):
         steps = texts.expected_steps(batches)
         cost = OPT_1_3B.at(prompt_length=40, batch_size=len(batches[0]), expected_steps=steps)
-        found[str(batches)] = config.schedule_for(OPT_1_3B, 3, prompts=batches)
+        found[str(batches)] = config.plan_for(OPT_1_3B, 3, prompts=batches).schedule
         assert found[str(batches)] == solve_schedule(cost, 3, horizon=40)
     assert found["[[20, 60]]"] == found["[[60, 20]]"]
-    assert found["[[20]]"].mean_budget(20) < found["[[60]]"].mean_budget(20), "short texts have to skip sooner"
-    # Prompts whose texts are one token long have no decode step: the training's lengths stand in for theirs.
-    at_once = SkipConfig(solver=solver, texts=LengthsByPrompt.of([(20, 1), (60, 9)], groups=2))
-    assert at_once.schedule_for(OPT_1_3B, 3, prompts=[[20]]) == trained
-    with pytest.raises(ConfigError, match="groups of prompts are of"):
-        SkipConfig.from_dict({**config.to_dict(), "texts": [[9, [[3, 1]]], [4, [[3, 1]]]]})
+    assert found["[[20]]"].mean_budget(20) < found["[[60]]"].mean_budget(20), (
+        "short sequences have to skip layers earlier"
+    )
+    # Prompts with completions of one token have no decode step: the lengths of training are used instead.
+    at_once = SkipConfig(solver=solver, lengths_by_prompt=LengthsByPrompt.of([(20, 1), (60, 9)], groups=2))
+    assert at_once.plan_for(OPT_1_3B, 3, prompts=[[20]]).schedule == trained
 
 
-def test_a_checkpoint_keeps_every_digit_of_its_speeds() -> None:
+def test_a_checkpoint_stores_every_digit_of_its_speedups() -> None:
     schedule = SkipSchedule(24, 12, 3)
     schedules = dict.fromkeys((1.0, 1.0000001, 4 / 3, 1234567.0), schedule)
     values = SkipConfig(schedules).to_dict()
     assert SkipConfig.from_dict(values).schedules == schedules
     assert next(iter(values["schedules"])) == "1"
-    rounded = {**values, "schedules": {"1.33333": schedule.to_dict()}}  # as earlier versions wrote it
+    rounded = {**values, "schedules": {"1.33333": schedule.to_dict()}}  # as earlier versions wrote them
     assert SkipConfig.from_dict(rounded).schedules == {1.33333: schedule}
-
-
-@pytest.mark.parametrize("speedup", ["nan", "inf", "0.5", "-3"])
-def test_a_speed_that_is_none_is_named(speedup: str) -> None:
-    values = {**SkipConfig().to_dict(), "schedules": {speedup: SkipSchedule(24, 12, 3).to_dict()}}
-    with pytest.raises(ConfigError, match=r"skipdecode: speedup is .*: it must be a number of at least 1"):
-        SkipConfig.from_dict(values)
-
-
-def test_a_damaged_distribution_of_lengths_is_named() -> None:
-    values = SkipConfig(solver={"lengths": [[3, 1], [2, 1]]}).to_dict()
-    with pytest.raises(ConfigError, match="skipdecode: lengths are"):
-        SkipConfig.from_dict(values)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": None}, "task is 'None': expected names and values"),
-        ({"solver": []}, "solver is '.*': expected names and values"),
+        ({"task": None}, "task is 'None': expected a mapping of names to values"),
+        ({"solver": []}, "solver is '.*': expected a mapping of names to values"),
         ({"solver": {"horizont": 3}}, "unknown solver setting 'horizont': did you mean 'horizon'"),
         ({"solver": {"engine": None}}, "unknown solver setting 'engine'"),
         ({"solver": {"machine": "abacus"}}, "unknown machine 'abacus'"),
         ({"solver": {"horizon": "x"}}, "horizon is 'x': it must be an integer of at least 1"),
         ({"solver": {"prompt_length": None}}, "prompt_length is None: it must be"),
         ({"solver": {"batch_size": 0}}, "batch_size is 0: it must be"),
+        ({"solver": {"lengths": [[3, 1], [2, 1]]}}, "lengths are"),
+        ({"texts": [[9, [[3, 1]]], [4, [[3, 1]]]]}, "prompt groups have lengths of"),
         ({"schedules": []}, "is damaged"),
+        *(
+            ({"schedules": {speedup: SkipSchedule(24, 12, 3).to_dict()}}, "speedup is .*: it must be a number of at")
+            for speedup in ("nan", "inf", "0.5", "-3")
+        ),
     ],
 )
-def test_a_damaged_section_of_a_checkpoint_is_named(change: dict[str, Any], message: str) -> None:
+def test_an_invalid_section_of_a_checkpoints_config_is_named(change: dict[str, Any], message: str) -> None:
     values = SkipConfig(solver={"horizon": 8, "prompt_length": 16, "batch_size": 2}).to_dict()
     assert SkipConfig.from_dict(values).horizon == 8
     with pytest.raises(ConfigError, match=f"skipdecode.* {message}"):
         SkipConfig.from_dict({**values, **change})
 
 
-def test_the_head_makes_a_target_dearer_than_layers_alone() -> None:
+def test_because_of_the_lm_head_a_speedup_of_five_leaves_fewer_than_a_fifth_of_the_layers() -> None:
     schedule = solve_schedule(OPT_1_3B, 5, horizon=64)
     assert schedule.mean_budget(64) < 24 / 5 - 1
 
 
 @given(speedup=st.floats(1.01, 8.5), horizon=st.integers(1, 128), spread=st.floats(0, 1))
-def test_a_constant_budget_is_one_number_and_the_largest_that_is_fast_enough(
+def test_constant_decay_keeps_one_budget_the_largest_that_reaches_the_target(
     speedup: float, horizon: int, spread: float
 ) -> None:
-    """Else it would fall at the end of the horizon, for all that comes after it."""
     schedule = solve_schedule(OPT_1_3B, speedup, horizon=horizon, spread=spread, decay="constant")
     layers = schedule.max_layers
     assert schedule.min_layers == layers
@@ -364,7 +360,7 @@ def test_a_constant_budget_is_one_number_and_the_largest_that_is_fast_enough(
         assert OPT_1_3B.at().speedup(SkipSchedule(24, layers + 1, layers + 1, horizon=horizon)) < speedup
 
 
-def test_no_steps_take_no_time_and_have_no_speed() -> None:
+def test_zero_decode_steps_take_no_time_and_have_no_decoding_speedup() -> None:
     cost, schedule = OPT_1_3B.at(), SkipSchedule(24, 8, 4, prompt="max")
     assert cost.decode_seconds(schedule, 0) == 0
     with pytest.raises(ConfigError, match="steps is 0: there is no decode step"):
@@ -373,11 +369,11 @@ def test_no_steps_take_no_time_and_have_no_speed() -> None:
     assert cost.speedup(schedule, 0, over="all") == pytest.approx(full / fast)
 
 
-def test_a_target_of_one_is_full_depth() -> None:
+def test_a_target_of_one_gives_full_depth() -> None:
     assert solve_schedule(OPT_1_3B, 1, horizon=9) == SkipSchedule.full_depth(24, horizon=9)
 
 
-def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
+def test_the_refusal_of_an_unreachable_target_names_the_largest_reachable_one() -> None:
     with pytest.raises(ConfigError) as caught:
         solve_schedule(OPT_1_3B, 50)
     found = re.search(r"reaches at most ([\d.]+)", str(caught.value))
@@ -406,12 +402,12 @@ def test_a_target_out_of_reach_names_the_largest_that_is_reached() -> None:
         ({"speedup": 2, "warmup_layers": 0}, "warmup_layers is 0"),
     ],
 )
-def test_a_bad_target_is_refused_by_name(change: dict[str, object], message: str) -> None:
+def test_an_invalid_argument_of_solve_schedule_is_refused_by_its_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         solve_schedule(OPT_1_3B, **change)  # type: ignore[arg-type]
 
 
-# Sizes of a GPT-2 of 12 layers in float32, and of a Llama of 16 with shared keys and values in bfloat16.
+# The sizes of a GPT-2 of 12 layers in float32, and of a Llama of 16 layers with grouped-query attention in bfloat16.
 GPT2 = CostModel(12, 111_840, 76_800, 192, 192, 192, 4)
 LLAMA = CostModel(16, 173_312, 128_000, 128, 128, 64, 2)
 CURVED = {"horizon": 34, "warmup_layers": 2, "decay": "cosine", "spread": 0.2, "prompt_length": 300, "batch_size": 1}
@@ -436,40 +432,40 @@ LATE = {"horizon": 128, "decay": "power", "decay_rate": 4.0, "spread": 0.9, "pro
         (LLAMA, LATE, [(13, 2), (8, 1), (4, 3)]),
     ],
 )
-def test_a_checkpoints_solver_section_means_what_it_meant_when_it_was_written(
+def test_stored_solver_settings_give_the_same_schedules_as_in_earlier_versions(
     cost: CostModel, solver: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
-    """The layers expected were solved by the version before costs were bound to their conditions."""
+    """The expected layers were solved by an earlier version."""
     config = SkipConfig.from_dict(SkipConfig(solver=solver).to_dict())
-    for speedup, (most, least) in zip((1.5, 2.4, 4), expected, strict=True):
-        schedule = config.schedule_for(cost, speedup)
-        assert (schedule.max_layers, schedule.min_layers) == (most, least)
+    for speedup, (max_layers, min_layers) in zip((1.5, 2.4, 4), expected, strict=True):
+        schedule = config.plan_for(cost, speedup).schedule
+        assert (schedule.max_layers, schedule.min_layers) == (max_layers, min_layers)
         assert (
             schedule
             == solve_schedule(cost, speedup, **solver)
-            == config.schedule_for(cost.at(**config.conditions), speedup)
+            == config.plan_for(cost.at(**config.conditions), speedup).schedule
         )
         kept = ("horizon", "warmup_layers", "decay", "decay_rate", "placement")
         assert all(getattr(schedule, name) == solver[name] for name in kept if name in solver)
 
 
-def test_a_measured_cost_stands_in_for_the_conditions_of_a_checkpoint() -> None:
+def test_a_measured_cost_replaces_the_conditions_of_a_checkpoint() -> None:
     cost = MeasuredCost(24, {1: 2.0, 24: 25.0})
     settings = {"horizon": 20, "spread": 0.1}
     config = SkipConfig(solver={**settings, "prompt_length": 300, "batch_size": 8})
-    assert config.schedule_for(cost, 3) == solve_schedule(cost, 3, **settings)
+    assert config.plan_for(cost, 3).schedule == solve_schedule(cost, 3, **settings)
 
 
 @pytest.mark.parametrize(
     ("cost", "change", "message"),
     [
-        (OPT_1_3B.at(batch_size=8), {"batch_size": 8}, "batch_size is 8 beside a PredictedCost, which has its own"),
-        (OPT_1_3B.at(), {"machine": Machine()}, "machine is Machine.* beside a PredictedCost"),
-        (MeasuredCost(2, {1: 1.0, 2: 2.0}), {"prompt_length": 9}, "prompt_length is 9 beside a MeasuredCost"),
-        (OPT_1_3B, {"dtype": torch.float32}, "dtype is torch.float32 beside a CostModel"),
+        (OPT_1_3B.at(batch_size=8), {"batch_size": 8}, "batch_size is 8, but the given PredictedCost has its own"),
+        (OPT_1_3B.at(), {"machine": Machine()}, "machine is Machine.*, but the given PredictedCost"),
+        (MeasuredCost(2, {1: 1.0, 2: 2.0}), {"prompt_length": 9}, "prompt_length is 9, but the given MeasuredCost"),
+        (OPT_1_3B, {"dtype": torch.float32}, "dtype is torch.float32, but the given CostModel"),
     ],
 )
-def test_a_condition_beside_a_cost_that_has_its_own_is_refused(
+def test_a_condition_given_together_with_a_cost_that_has_its_own_is_refused(
     cost: Cost | CostModel, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -478,12 +474,12 @@ def test_a_condition_beside_a_cost_that_has_its_own_is_refused(
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 0}, {"prompt_length": -1}, {"repeats": True}])
-def test_a_calibration_refuses_counts_below_one(change: dict[str, int]) -> None:
+def test_measure_cost_refuses_counts_below_one(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(change))} is .*: it must be an integer of at least 1"):
         measure_cost(tiny_opt("opt", 2), **change)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_without_a_name_is_refused() -> None:
+def test_load_refuses_an_empty_name() -> None:
     for name in (None, "", 5):
         with pytest.raises(ConfigError, match="the checkpoint's name is"):
             load(name)  # type: ignore[arg-type]

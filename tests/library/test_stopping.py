@@ -1,4 +1,4 @@
-"""What ends texts, told without asking the criteria, is what the criteria say, one column after another."""
+"""`Endings` ends sequences exactly where the stopping criteria do when they are called at each position."""
 
 from typing import Any
 from unittest import mock
@@ -31,34 +31,34 @@ def criteria(draw: st.DrawFn, batch: int) -> StoppingCriteriaList:
 
 @settings(max_examples=200, derandomize=True, database=None)
 @given(st.data())
-def test_several_columns_end_the_rows_that_the_criteria_end_one_by_one(data: st.DataObject) -> None:
-    batch, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    asked: Any = data.draw(criteria(batch))
-    texts: Any = torch.tensor(
+def test_several_positions_at_once_end_the_sequences_that_criteria_end_one_by_one(data: st.DataObject) -> None:
+    batch, positions = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    given_criteria: Any = data.draw(criteria(batch))
+    ids: Any = torch.tensor(
         data.draw(st.lists(st.lists(st.integers(0, 9), min_size=11, max_size=11), min_size=batch, max_size=batch))
     )
-    ends, clock = Endings(asked, batch), StepClock(torch.device("cpu"))
+    ends, clock = Endings(given_criteria, batch), StepClock(torch.device("cpu"))
     assert ends.known
-    watched = Endings(StoppingCriteriaList([*asked, clock]), batch)
+    watched = Endings(StoppingCriteriaList([*given_criteria, clock]), batch)
     at = PROMPT
-    while at < PROMPT + columns:
-        new = data.draw(st.integers(1, PROMPT + columns - at))
+    while at < PROMPT + positions:
+        new = data.draw(st.integers(1, PROMPT + positions - at))
         expected = [False] * batch
-        for width in range(at + 1, at + new + 1):
-            column = asked(texts[:, :width], None).tolist()
-            expected = [before or now for before, now in zip(expected, column, strict=True)]
+        for length in range(at + 1, at + new + 1):
+            ended = given_criteria(ids[:, :length], None).tolist()
+            expected = [before or now for before, now in zip(expected, ended, strict=True)]
         at += new
         for each in (ends, watched):
-            assert each(texts[:, :at], None, new) == expected
+            assert each(ids[:, :at], None, new) == expected
     assert len(clock.step_seconds) == clock.steps
     for row in range(batch):  # with a token that ends nothing
-        text: Any = torch.full((batch, PROMPT), 9)
-        while not asked(text, None)[row] and text.shape[1] < 20:
-            text = torch.cat([text, text[:, :1]], dim=1)
-        assert min(ends.room(row, PROMPT), 18) == text.shape[1] - PROMPT
+        grown: Any = torch.full((batch, PROMPT), 9)
+        while not given_criteria(grown, None)[row] and grown.shape[1] < 20:
+            grown = torch.cat([grown, grown[:, :1]], dim=1)
+        assert min(ends.room(row, PROMPT), 18) == grown.shape[1] - PROMPT
 
 
-def test_a_criterion_that_has_to_see_every_token_is_asked_and_not_guessed() -> None:
+def test_a_criterion_of_an_unknown_kind_is_called_at_every_position() -> None:
     for other in (MaxTimeCriteria(1e9), type("Own", (MaxLengthCriteria,), {})(5)):
         ends = Endings(StoppingCriteriaList([EosTokenCriteria(torch.tensor([3])), other]), 2)
         assert not ends.known
@@ -66,7 +66,7 @@ def test_a_criterion_that_has_to_see_every_token_is_asked_and_not_guessed() -> N
         assert ends(torch.tensor([[1, 3], [1, 2]]), None) == [True, False]
 
 
-def test_a_text_that_outgrows_the_models_positions_is_warned_of_as_ever() -> None:
+def test_a_sequence_longer_than_the_models_positions_gives_transformers_warning_once() -> None:
     ends = Endings(StoppingCriteriaList([MaxLengthCriteria(9, max_position_embeddings=4)]), 1)
     with mock.patch("transformers.generation.stopping_criteria.logger.warning_once") as warning:
         assert ends(torch.zeros(1, 3, dtype=torch.long), None) == [False]

@@ -1,4 +1,4 @@
-"""A target is what is aimed for: one that a machine can't reach runs at the fastest schedule that was trained."""
+"""Targets that a machine can't reach are decoded with the fastest trained schedule, or refused if strict."""
 
 import json
 import logging
@@ -14,21 +14,21 @@ from small_checkpoints import save_checkpoint
 from tiny_models import tiny_opt
 
 import skipdecode
-from skipdecode import ConfigError, CostModel, Engine, MeasuredCost, SkipSchedule, skip_generate
+from skipdecode import ConfigError, CostModel, Engine, MeasuredCost, SkipSchedule, skip_generate, solve_schedule
 from skipdecode.checkpoint.remote_code import write_custom_generate
 from skipdecode.checkpoint.skip_config import SkipConfig, save_default_speedup
 from skipdecode.cli.options import main
 from skipdecode.generate import remote_entry as hub
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.skip_generate import resolve_plan
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from skipdecode.schedule.plan import PLANNED_HEADER, rounded_down
 from skipdecode.schedule.solver import OutOfReachError
 from skipdecode.timing import calibrate
 from skipdecode.timing.calibrate import measure_profile
 
 DEPTH = 6
-CLOCK = "this machine's clock, measured 2026-01-02"
+PROFILE = "the calibrated profile of 2026-01-02"
 TRAINED = {
     1.0: SkipSchedule.full_depth(DEPTH, horizon=8),
     2.0: SkipSchedule(DEPTH, 4, 2, horizon=8),
@@ -37,20 +37,20 @@ TRAINED = {
 }
 FASTEST = TRAINED[4.0]
 PROMPT = "vehicle: ferry | to: Saltfern\n"
-REACH = 1.93  # of one layer alone, by the clock below
+REACH = 1.93  # the speedup of a single layer, by the profile below
 
 
 def profile_of(model: Any, reach: float = REACH) -> Profile:
-    """A clock on which a step of one layer is so many times as fast as one of all, and nothing else takes time."""
+    """A profile in which a step of one layer is `reach` times as fast as one of all, and nothing else takes time."""
     times, nothing = {1: 1.0, DEPTH: reach}, {1: 0.0, DEPTH: 0.0}
     batch = TimedBatch(1, 64, 72, times, {1: 1e-9, DEPTH: 1e-9}, nothing)
     return Profile(
-        setting_of(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, (batch,), "2026-01-02"
+        profile_setting(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, (batch,), "2026-01-02"
     )
 
 
 def planned(reach: float = REACH) -> float:
-    """What the fastest trained schedule reaches on that clock, over its horizon."""
+    """The speedup of the fastest trained schedule by that profile, over its horizon."""
     step = 1 + (reach - 1) / (DEPTH - 1) * (sum(FASTEST.budget(i) for i in range(8)) / 8 - 1)
     return rounded_down(reach / step)
 
@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow_machine(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Profile]:
-    """A profile is kept for the checkpoint, by which nothing beyond 1.93x can be reached; nothing was warned of yet."""
+    """Save a profile of the checkpoint by which at most 1.93x can be reached, and forget earlier warnings."""
     monkeypatch.setattr("skipdecode.generate.skip_generate._WARNED", set())
     found = profile_of(skipdecode.load(str(trained))[0])
     path = found.save()
@@ -102,12 +102,12 @@ def inputs_of(tokenizer: Any) -> dict[str, Any]:
     st.integers(1, 3),
     st.booleans(),
 )
-def test_what_a_target_is_decoded_with_follows_from_the_solver_or_is_the_fastest_that_was_trained(
+def test_a_plan_has_the_trained_or_solved_schedule_or_for_an_unreachable_target_the_fastest_trained(
     budgets: dict[float, int], target: float, fixed: float, warmup: int, measured: bool
 ) -> None:
     schedules = {
-        speedup: SkipSchedule(12, 12 if speedup == 1 else max(warmup, most), warmup, warmup, horizon=8)
-        for speedup, most in budgets.items()
+        speedup: SkipSchedule(12, 12 if speedup == 1 else max(warmup, budget), warmup, warmup, horizon=8)
+        for speedup, budget in budgets.items()
     }
     config = SkipConfig(schedules, {"horizon": 8, "warmup_layers": warmup})
     cost = MeasuredCost(12, {1: fixed + 1, 12: fixed + 12})
@@ -115,18 +115,21 @@ def test_what_a_target_is_decoded_with_follows_from_the_solver_or_is_the_fastest
     profile = Profile({}, 12, (batch,), "2026-01-02") if measured else None
     how: Any = {"over": "decode", "profile": profile}
     plan = config.plan_for(cost, target, **how)
-    found, most = None, 0.0
-    try:
-        found = config.schedule_for(cost, target, **how)
-    except OutOfReachError as error:
-        most = error.most
+    found, limit = None, 0.0
+    if target in schedules and (profile is None or target == 1 or set(schedules) - {1.0} == {target}):
+        found = schedules[target]
+    else:
+        try:
+            found = solve_schedule(cost, target, horizon=8, warmup_layers=warmup)
+        except OutOfReachError as error:
+            limit = error.limit
     if found is None:
         assert not plan.reached
-        assert plan.schedule in schedules.values(), "which it was trained for"
+        assert plan.schedule in schedules.values()
         speeds = [cost.speedup(each) for each in schedules.values()]
         assert plan.speedup == cost.speedup(plan.schedule) == max(speeds) < target
-        assert plan.limit == max(most, rounded_down(max(speeds))) <= target
-        with pytest.raises(ConfigError, match=f"speedup is {target:g}: this checkpoint reaches .* at most by "):
+        assert plan.limit == max(limit, rounded_down(max(speeds))) <= target
+        with pytest.raises(ConfigError, match=f"speedup is {target:g}: this checkpoint reaches at most .* by "):
             config.plan_for(cost, target, strict=True, **how)
         return
     assert plan.schedule == found
@@ -135,19 +138,19 @@ def test_what_a_target_is_decoded_with_follows_from_the_solver_or_is_the_fastest
         assert plan.planned is not None
         assert plan.planned >= rounded_down(target) - 1e-9
         assert config.plan_for(cost, target, strict=True, **how) == plan
-    else:  # of a checkpoint that learnt one schedule alone, which misses its target on this clock
+    else:  # a checkpoint with a single trained schedule, which misses its target by the profile
         assert profile is not None
         assert found == config.schedules[target]
         assert plan.speedup == cost.speedup(found) < target
 
 
-def test_a_checkpoint_that_names_no_schedule_has_nothing_to_decode_in_place_of_a_target() -> None:
+def test_a_checkpoint_without_trained_schedules_refuses_an_unreachable_target() -> None:
     cost = MeasuredCost(DEPTH, {1: 1.0, DEPTH: REACH})
     with pytest.raises(OutOfReachError, match=r"this model reaches at most 1\.93"):
         SkipConfig(solver={"horizon": 8}).plan_for(cost, 3.0)
 
 
-def test_generate_decodes_what_cannot_be_reached_at_the_fastest_trained_schedule_and_warns_once(
+def test_generate_uses_the_fastest_trained_schedule_for_an_unreachable_target_and_warns_once(
     trained: Path, slow_machine: Profile, warned: list[str]
 ) -> None:
     model, tokenizer = skipdecode.load(str(trained))
@@ -159,12 +162,14 @@ def test_generate_decodes_what_cannot_be_reached_at_the_fastest_trained_schedule
     longer = {**inputs, **tokenizer(PROMPT * 2, return_tensors="pt")}
     model.generate(**longer, custom_generate=skip_generate, speedup=3)
     assert warned == [
-        "speedup 3 can't be reached: the fastest schedule that this checkpoint was trained for decodes in its place, "
-        f"at {planned():.2f}x by {CLOCK}"
+        "speedup 3 can't be reached: the fastest schedule that this checkpoint was trained for is used instead, "
+        f"{planned():.2f}x by {PROFILE}"
     ]
     model.generate(**inputs, custom_generate=skip_generate, speedup=40)
-    assert len(warned) == 2, "and not that it lies outside of what was trained for"
-    with pytest.raises(ConfigError, match=rf"speedup is 3: this checkpoint reaches 1\.93 at most by {CLOCK}; ask for"):
+    assert len(warned) == 2, "no second warning that 40x lies outside of the trained range"
+    with pytest.raises(
+        ConfigError, match=rf"speedup is 3: this checkpoint reaches at most 1\.93 by {PROFILE}; choose a lower"
+    ):
         model.generate(**inputs, custom_generate=skip_generate, speedup=3, strict=True)
     model.generate(**inputs, custom_generate=skip_generate, speedup=1.5, strict=True)
     with pytest.raises(ConfigError, match="strict is 'yes': it must be True or False"):
@@ -172,7 +177,7 @@ def test_generate_decodes_what_cannot_be_reached_at_the_fastest_trained_schedule
     assert len(warned) == 2
 
 
-def test_lossless_texts_are_drafted_at_the_fastest_trained_schedule_where_the_target_cannot_be_reached(
+def test_lossless_decoding_drafts_with_the_fastest_trained_schedule_for_an_unreachable_target(
     trained: Path, slow_machine: Profile, warned: list[str]
 ) -> None:
     model, tokenizer = skipdecode.load(str(trained))
@@ -180,12 +185,12 @@ def test_lossless_texts_are_drafted_at_the_fastest_trained_schedule_where_the_ta
     found = model.generate(**inputs, custom_generate=skip_generate, speedup=3, lossless=True)
     assert torch.equal(found, model.generate(**inputs))
     assert len(warned) == 1
-    with pytest.raises(ConfigError, match=r"reaches 1\.93 at most"):
+    with pytest.raises(ConfigError, match=r"reaches at most 1\.93"):
         model.generate(**inputs, custom_generate=skip_generate, speedup=3, lossless=True, strict=True)
 
 
 @pytest.mark.parametrize("carried", [False, True])
-def test_the_code_that_a_checkpoint_carries_does_the_same_at_its_own_speed_too(
+def test_a_checkpoints_own_code_does_the_same_also_at_its_default_speedup(
     trained: Path, slow_machine: Profile, warned: list[str], carried: bool
 ) -> None:
     model, tokenizer = skipdecode.load(str(trained))
@@ -198,16 +203,16 @@ def test_the_code_that_a_checkpoint_carries_does_the_same_at_its_own_speed_too(
         return found
 
     expected = model.generate(**inputs, custom_generate=skip_generate, schedule=FASTEST)
-    for how in ({}, {"speedup": 3}, {"speedup": 3}):  # its own is 3x
+    for how in ({}, {"speedup": 3}, {"speedup": 3}):  # its default speedup is 3x
         assert torch.equal(decoded(**how), expected)
     assert len(warned) == 1
-    with pytest.raises(ValueError, match=r"reaches 1\.93 at most.*\(at the checkpoint's own speed, 3x"):
+    with pytest.raises(ValueError, match=r"reaches at most 1\.93.*\(at the checkpoint's own speed, 3x"):
         decoded(strict=True)
     model.generation_config.default_speedup = None
     assert torch.equal(decoded(strict=True), model.generate(**inputs))
 
 
-def test_an_engine_says_what_it_planned(trained: Path, slow_machine: Profile) -> None:
+def test_an_engines_answers_have_their_plans(trained: Path, slow_machine: Profile) -> None:
     model, tokenizer = skipdecode.load(str(trained))
     prompt = tokenizer(PROMPT)["input_ids"]
     with Engine(model) as engine:
@@ -219,24 +224,24 @@ def test_an_engine_says_what_it_planned(trained: Path, slow_machine: Profile) ->
         assert (plans[0].target, plans[0].shortfall) == (3.0, planned())
         expected = model.generate(**inputs_of(tokenizer), custom_generate=skip_generate, schedule=FASTEST)
         assert [each.token for each in answers[0]] == expected[0, len(prompt) :].tolist()
-        with pytest.raises(ConfigError, match=r"reaches 1\.93 at most"):
+        with pytest.raises(ConfigError, match=r"reaches at most 1\.93"):
             engine.submit(prompt, speedup=3, strict=True, max_new_tokens=8)
         lossless = engine.submit(prompt, speedup=3, lossless=True, max_new_tokens=8)
         assert lossless.plan is None
 
 
-def test_a_checkpoint_that_learnt_one_schedule_says_where_the_clock_is_short_of_it(
+def test_a_checkpoint_with_a_single_trained_schedule_plans_the_speedup_that_the_profile_predicts(
     trained: Path, slow_machine: Profile
 ) -> None:
     model, _ = skipdecode.load(str(trained))
     model.config.skipdecode = SkipConfig({1.0: TRAINED[1.0], 3.0: FASTEST}, {"horizon": 8}).to_dict()
     plan = resolve_plan(model, None, 3.0)
     assert (plan.schedule, plan.reached, plan.planned) == (FASTEST, False, planned())
-    model.config.skipdecode = SkipConfig({3.0: FASTEST}).to_dict()  # an export, which knows no other full depth
+    model.config.skipdecode = SkipConfig({3.0: FASTEST}).to_dict()  # an export, which doesn't know the complete depth
     assert resolve_plan(model, None, 3.0).planned == 3.0
 
 
-def test_the_command_decodes_shows_and_refuses_likewise(
+def test_commands_decode_show_and_refuse_unreachable_targets_likewise(
     trained: Path, slow_machine: Profile, warned: list[str], capsys: Any
 ) -> None:
     name, words = str(trained), [PROMPT.replace("\n", "\\n"), "--max-new-tokens", "8"]
@@ -250,7 +255,7 @@ def test_the_command_decodes_shows_and_refuses_likewise(
     assert main(["compare", name, *words, "--speedup", "1.5", "3", "--repeats", "1"]) == 0
     out = capsys.readouterr().out
     assert f"3x (planned {planned():.2f}x)" in out
-    assert out.splitlines()[-1].startswith("planned: the target can't be reached by that clock")
+    assert out.splitlines()[-1].startswith("planned: this target can't be reached")
     assert main(["info", name]) == 0
     out = capsys.readouterr().out
     for target in (2, 3, 4):
@@ -260,10 +265,10 @@ def test_the_command_decodes_shows_and_refuses_likewise(
         assert main([*command, "--speedup", "3", "--strict"]) == 2
         captured = capsys.readouterr()
         assert not captured.out or command[0] == "info"
-        assert captured.err.splitlines()[-1].startswith("error: speedup is 3: this checkpoint reaches 1.93")
+        assert captured.err.splitlines()[-1].startswith("error: speedup is 3: this checkpoint reaches at most 1.93")
 
 
-def test_a_strict_command_refuses_a_later_batch_before_it_writes_an_earlier_ones_texts(
+def test_a_strict_command_refuses_a_later_batch_before_it_prints_the_output_of_an_earlier_one(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     model, tokenizer = skipdecode.load(str(trained))
@@ -275,7 +280,7 @@ def test_a_strict_command_refuses_a_later_batch_before_it_writes_an_earlier_ones
         for columns, reach in zip(ends, (5.0, 1.2), strict=True)
     )
     found = Profile(
-        setting_of(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, batches, "2026-01-02"
+        profile_setting(model, CostModel.of(model), fast_path(model).usual_weights()), DEPTH, batches, "2026-01-02"
     )
     path = found.save()
     try:
@@ -291,7 +296,7 @@ def test_a_strict_command_refuses_a_later_batch_before_it_writes_an_earlier_ones
         path.unlink()
 
 
-def test_an_export_for_a_target_that_cannot_be_reached_is_of_the_fastest_trained_schedule(
+def test_an_export_for_an_unreachable_target_has_the_fastest_trained_schedule(
     trained: Path, tmp_path: Path, capsys: Any
 ) -> None:
     folder = save_checkpoint(tmp_path / "tiny", DEPTH)
@@ -301,11 +306,11 @@ def test_an_export_for_a_target_that_cannot_be_reached_is_of_the_fastest_trained
     path = profile_of(skipdecode.load(str(folder))[0]).save()
     try:
         assert main(["export", str(folder), str(tmp_path / "strict"), "--speedup", "3", "--strict"]) == 2
-        assert "reaches 1.93 at most" in capsys.readouterr().err
+        assert "reaches at most 1.93" in capsys.readouterr().err
         assert not (tmp_path / "strict").exists()
         assert main(["export", str(folder), str(tmp_path / "small"), "--speedup", "3"]) == 0
         assert "2 of 6 layers, " in (out := capsys.readouterr().out)
-        assert f"made for 3x (planned {planned():.2f}x) alone" in out
+        assert f"for 3x (planned {planned():.2f}x) only" in out
     finally:
         path.unlink()
 
@@ -324,13 +329,13 @@ def client(trained: Path, slow_machine: Profile) -> Iterator[Any]:
         yield found
 
 
-def test_a_server_answers_what_cannot_be_reached_and_says_what_was_planned(client: Any, trained: Path) -> None:
+def test_a_server_decodes_unreachable_targets_and_reports_the_planned_speedup(client: Any, trained: Path) -> None:
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["speedup"], model["planned_speedup"]) == (3.0, planned())
     assert client.get("/v1/models/tiny").json() == model
     page = client.get("/").text
     known = json.loads(page.partition('id="known">')[2].partition("</script>")[0])
-    assert (known["speedup"], known["fastest"]) == (1.75, 1.75), "the largest quarters that can be asked for"
+    assert (known["speedup"], known["fastest"]) == (1.75, 1.75), "the largest multiple of 0.25 that can be reached"
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8}
     for more, target in (({}, 3.0), ({"speedup": 4}, 4.0)):
         answer = client.post("/v1/completions", json={**asked, **more})
@@ -355,7 +360,7 @@ def test_a_server_answers_what_cannot_be_reached_and_says_what_was_planned(clien
     assert lossless.json()["skipdecode"]["planned_speedup"] is None
 
 
-def test_a_strict_server_refuses_requests_and_does_not_start_at_a_target_that_cannot_be_reached(
+def test_a_strict_server_refuses_unreachable_targets_in_requests_and_at_its_start(
     trained: Path, slow_machine: Profile, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     pytest.importorskip("fastapi")
@@ -372,44 +377,44 @@ def test_a_strict_server_refuses_requests_and_does_not_start_at_a_target_that_ca
         refused = client.post("/v1/completions", json={**asked, "speedup": 3})
         assert refused.status_code == 400
         message = refused.json()["error"]["message"]
-        assert message.startswith(f"speedup is 3: this checkpoint reaches 1.93 at most by {CLOCK}")
+        assert message.startswith(f"speedup is 3: this checkpoint reaches at most 1.93 by {PROFILE}")
         assert client.post("/v1/completions", json={**asked, "speedup": 1.5}).status_code == 200
     assert main(["serve", str(trained), "--speedup", "3", "--strict", "--port", "0"]) == 2
     assert "error: speedup is 3" in capsys.readouterr().err
     monkeypatch.setattr(run._Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     assert main(["serve", str(trained), "--speedup", "3", "--port", "0"]) == 0
-    assert f"at 3x (planned {planned():.2f}x by {CLOCK}: 2 to 1 of 6 layers a token" in capsys.readouterr().err
+    assert f"at 3x (planned {planned():.2f}x by {PROFILE}: 2 to 1 of 6 layers per token" in capsys.readouterr().err
 
 
 def rounds_of(factors: list[float], monkeypatch: pytest.MonkeyPatch) -> calibrate.Calibration:
-    """What is found where every step takes a second a layer, and each round so many times as long."""
+    """The calibration where a step takes a second per layer, multiplied in each round by its factor."""
     calls = 0
     model: Any = tiny_opt("opt", DEPTH)
     in_a_round = len({1, *(max(1, round(share * DEPTH)) for share in calibrate.DEPTHS)})
 
     def timed(_: object, depth: int, rows: int, columns: int, ___: object, steps: int, **____: object) -> Any:
         nonlocal calls
-        factor = [1.0, *factors][min(calls // (2 * in_a_round + 3), len(factors))]  # the first warms up
+        factor = [1.0, *factors][min(calls // (2 * in_a_round + 3), len(factors))]  # the first round is a warm-up
         calls += 1
         return 1.0, factor * steps * depth
 
-    monkeypatch.setattr(calibrate, "_time_text", timed)
+    monkeypatch.setattr(calibrate, "_time_call", timed)
     return measure_profile(model, batch_sizes=[1], prompt_lengths=[8], weights="model", repeats=len(factors))
 
 
-def test_calibrate_warns_where_its_rounds_disagree_and_not_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_warns_only_where_its_rounds_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = rounds_of([1.0, 1.02, 0.99, 1.01, 1.0, 3.0, 1.0, 1.01], monkeypatch)
-    assert quiet.spreads[0].share < 0.05, "one busy round of eight is an outlier"
+    assert quiet.spreads[0].share < 0.05, "one slow round of eight is an outlier"
     assert quiet.warning() is None
     busy = rounds_of([1.0, 1.4, 1.1, 1.6, 1.0, 1.5, 1.2, 1.3], monkeypatch)
     assert busy.spreads[0].share > 0.2
     assert str(busy.warning()).startswith("the rounds disagree by up to ")
-    assert "(batch 1 behind 8 tokens)" in str(busy.warning())
+    assert "(batch size 1, prompt length 8)" in str(busy.warning())
     assert rounds_of([1.0], monkeypatch).warning() is None
 
 
-def test_the_command_shows_the_spread_and_warns(
+def test_skipdecode_calibrate_shows_the_spread_and_warns(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -422,4 +427,4 @@ def test_the_command_shows_the_spread_and_warns(
     assert quiet.out.splitlines()[1].split()[-1] == "4%"
     assert "warning" not in quiet.err
     assert main(command) == 0
-    assert "warning: the rounds disagree by up to 40% (batch 1 behind 7 tokens)" in capsys.readouterr().err
+    assert "warning: the rounds disagree by up to 40% (batch size 1, prompt length 7)" in capsys.readouterr().err

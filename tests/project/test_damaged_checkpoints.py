@@ -1,4 +1,4 @@
-"""A checkpoint that isn't what was written, or that lacks weights, is refused wherever one is opened."""
+"""Damaged checkpoints, and those that lack weights, are refused by everything that opens one."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from small_runs import train_small
 
 import skipdecode
 from skipdecode import ConfigError
-from skipdecode.checkpoint.checksums import SEAL, check_seal, seal
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
 from skipdecode.checkpoint.loading import load_model, load_tokenizer
 from train.publish.parcel import pack
 
@@ -24,23 +24,23 @@ FC1 = "model.decoder.layers.1.fc1.weight"
 
 
 @pytest.fixture(scope="module")
-def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(tmp_path_factory.mktemp("sealed") / "sealed", 3)
-    seal(folder)
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("original") / "original", 3)
+    write_checksums(folder)
     return folder
 
 
 @pytest.fixture
-def checkpoint(sealed: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(sealed, tmp_path / "checkpoint")
+def checkpoint(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "checkpoint")
 
 
 def change(folder: Path, edit: Callable[[Weights], Any]) -> None:
-    """Other weights, in a folder that has no seal."""
+    """Change the weights of a folder, and remove its checksums."""
     weights = load_file(folder / "model.safetensors")
     edit(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / SEAL).unlink(missing_ok=True)
+    (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
 
 
 def rename_all(weights: Weights) -> None:
@@ -48,13 +48,13 @@ def rename_all(weights: Weights) -> None:
         weights[f"module.{name}"] = weights.pop(name)
 
 
-def test_a_sealed_checkpoint_loads(checkpoint: Path) -> None:
+def test_a_checkpoint_loads_also_after_its_readme_and_generation_config_changed(checkpoint: Path) -> None:
     model, tokenizer = skipdecode.load(str(checkpoint))
     assert len(model.model.decoder.layers) == 3
     assert tokenizer.padding_side == "left"
     (checkpoint / "README.md").write_text("mine")
     (checkpoint / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    check_seal(checkpoint)
+    verify_checksums(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -65,42 +65,42 @@ def test_a_sealed_checkpoint_loads(checkpoint: Path) -> None:
         (lambda c: (c / "config.json").write_text((c / "config.json").read_text() + " "), "config.json has"),
         (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda c: (c / "added_tokens.json").write_text("{}"), "added_tokens.json was added"),
-        (lambda c: (c / SEAL).write_text('{"config.json": 1}'), f"its {SEAL} can't be read"),
+        (lambda c: (c / CHECKSUMS_FILE).write_text('{"config.json": 1}'), f"its {CHECKSUMS_FILE} can't be read"),
     ],
 )
-def test_what_changed_since_it_was_written_is_named(checkpoint: Path, damage: Any, reason: str) -> None:
+def test_a_file_that_changed_since_it_was_written_is_named(checkpoint: Path, damage: Any, reason: str) -> None:
     load_tokenizer(str(checkpoint))
     damage(checkpoint)
     for read in (load_model, load_tokenizer, skipdecode.load):
-        with pytest.raises(ConfigError, match=f"is damaged: {reason}.*remove .*{SEAL}"):
+        with pytest.raises(ConfigError, match=f"is damaged: {reason}.*remove .*{CHECKSUMS_FILE}"):
             read(str(checkpoint))
 
 
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda w: w.pop(FC1), f"lacks 1 of its weights, such as {FC1}: take a good copy"),
-        (rename_all, "lacks [0-9]+ of its weights, such as .*, and holds module.*"),
-        (lambda w: w[FC1][0].fill_(float("nan")), f"numbers in {FC1} that are infinite or none at all"),
-        (lambda w: w[FC1][0, 0].fill_(-float("inf")), f"numbers in {FC1} that are infinite or none at all"),
+        (lambda w: w.pop(FC1), f"lacks 1 of its weights, such as {FC1}: use an intact copy"),
+        (rename_all, "lacks [0-9]+ of its weights, such as .*, and contains module.*"),
+        (lambda w: w[FC1][0].fill_(float("nan")), f"values in {FC1} that aren't finite"),
+        (lambda w: w[FC1][0, 0].fill_(-float("inf")), f"values in {FC1} that aren't finite"),
         (
             lambda w: w.update({FC1: w[FC1].T.contiguous()}),
-            rf"{FC1} of shape \(32, 48\) where its config.json says \(48, 32\)",
+            rf"{FC1} of shape \(32, 48\), but its config.json implies \(48, 32\)",
         ),
         (
             lambda w: w.update({FC1.replace(".1.", ".3."): w[FC1].clone()}),
-            "holds layers that its config",
+            "contains layers beyond those of its config",
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_without_a_seal_too(
+def test_weights_that_do_not_fit_the_config_are_refused_also_without_checksums(
     checkpoint: Path, edit: Any, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(checkpoint, edit)
     with pytest.raises(ConfigError, match=reason) as caught:
         load_model(str(checkpoint))
     assert "\n" not in str(caught.value)
-    assert "MISSING" not in capsys.readouterr().err  # the table of transformers
+    assert "MISSING" not in capsys.readouterr().err  # from transformers' own table of weights
 
 
 def test_every_command_refuses_a_damaged_checkpoint(
@@ -121,19 +121,19 @@ def test_every_command_refuses_a_damaged_checkpoint(
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 
-def test_shards_lie_in_the_folder_itself(checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / SEAL).unlink()
+def test_an_index_of_shards_outside_the_folder_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / CHECKSUMS_FILE).unlink()
     shutil.move(checkpoint / "model.safetensors", tmp_path / "outside.safetensors")
     names = load_file(tmp_path / "outside.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"names '../outside.safetensors': weights lie in the folder itself"):
+    with pytest.raises(ConfigError, match=r"names '../outside.safetensors': weights must be in the folder itself"):
         load_model(str(checkpoint))
 
 
-def test_a_download_of_a_sealed_checkpoint_is_checked(sealed: Path, tmp_path: Path) -> None:
-    """In the layout of the Hub's cache, which holds what has been asked for alone."""
-    snapshot = in_hub_cache(sealed, tmp_path, "me/small")
+def test_the_checksums_of_a_download_are_verified_for_the_files_that_are_there(original: Path, tmp_path: Path) -> None:
+    """The Hub's cache contains only the files that were used so far."""
+    snapshot = in_hub_cache(original, tmp_path, "me/small")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
     (snapshot / "tokenizer.json").rename(tmp_path / "later")
     load_model("me/small", **where)
@@ -143,11 +143,11 @@ def test_a_download_of_a_sealed_checkpoint_is_checked(sealed: Path, tmp_path: Pa
         skipdecode.load("me/small", **where)
 
 
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint: Path) -> None:
+def test_pickled_weights_are_refused_with_instructions_to_convert_them(checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
-    for name in (SEAL, "model.safetensors"):
+    for name in (CHECKSUMS_FILE, "model.safetensors"):
         (checkpoint / name).unlink()
     with pytest.raises(ConfigError, match=r"pickles \(.bin\), .*from_pretrained\(NAME\).save_pretrained\(FOLDER\)"):
         load_model(str(checkpoint))

@@ -1,4 +1,4 @@
-"""What is in a command's way is one line and the right status: Ctrl-C, a full disk, a file that can't be written."""
+"""Ctrl-C, a full disk, and files that can't be written end a command with one line and the right exit status."""
 
 import errno
 import subprocess
@@ -42,7 +42,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl
         (OSError("Can't reach the Hub\nor anything"), 2, "error: Can't reach the Hub or anything"),
         (FULL, 1, "stopped: No space left on device: 'somewhere/metrics.jsonl': go on"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, "stopped: Disk quota exceeded: go on"),
-        # as tokenizers and safetensors say it
+        # as tokenizers and safetensors report it
         (
             Exception("No space left on device (os error 28)"),
             1,
@@ -52,7 +52,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere/metrics.jsonl
         (BrokenPipeError(), 141, ""),
     ],
 )
-def test_what_ends_a_command_is_one_line_and_a_status(
+def test_an_error_ends_a_command_with_one_line_and_a_status(
     error: BaseException, status: int, line: str, capsys: Any
 ) -> None:
     def fail() -> int:
@@ -62,12 +62,12 @@ def test_what_ends_a_command_is_one_line_and_a_status(
     assert capsys.readouterr().err == (f"{line}\n" if line else "")
 
 
-def test_a_fault_of_the_code_is_not_hidden() -> None:
+def test_an_unexpected_exception_is_not_caught() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
 
 
-def test_output_that_can_not_be_written_is_one_line() -> None:
+def test_output_that_cannot_be_written_gets_a_one_line_error() -> None:
     code = "import sys; from skipdecode.cli.process import run_command; sys.exit(run_command(lambda: print('text')))"
     with open("/dev/full", "w") as full:
         result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -125,7 +125,7 @@ def train_in_process(folder: Path, *overrides: str) -> int:
     return train.cli.main(["--recipe", "quickstart", *SMALL, f"output.dir={folder}", *overrides])
 
 
-def test_a_disk_that_fills_beside_the_checkpoints_stops_the_run_with_the_last_one(
+def test_a_full_disk_stops_a_run_and_names_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     original = train.tracking.MetricsFile.on_log
@@ -142,7 +142,7 @@ def test_a_disk_that_fills_beside_the_checkpoints_stops_the_run_with_the_last_on
     assert line.endswith(f"{tmp_path / 'run' / 'checkpoint-3'}; the same command continues from it")
 
 
-def test_a_finished_checkpoint_that_can_not_be_written_leaves_the_last_one(
+def test_if_the_final_checkpoint_cannot_be_written_the_last_good_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Experiments train, evaluate and show their variants; every rival is a change of a recipe that trains and decodes."""
+"""Experiments train, evaluate and show their variants; every baseline trains and decodes."""
 
 import concurrent.futures
 import json
@@ -28,9 +28,9 @@ import eval.output
 import train.run
 from data.departures import Departures
 from eval.output import only_writer
-from scripts.experiments import from_trained, long_prompts, objectives, rivals, runner, settings
-from scripts.experiments.from_trained import Way
-from scripts.experiments.rivals import RIVALS, Rival
+from scripts.experiments import baselines, from_trained, long_prompts, objectives, runner, settings
+from scripts.experiments.baselines import BASELINES, Baseline
+from scripts.experiments.from_trained import Method
 from scripts.experiments.runner import SPEEDS, Experiment, resolve, run_unfinished
 from scripts.experiments.variants import Variants
 from skipdecode import ConfigError, CostModel, SkipSchedule, skip_generate
@@ -38,7 +38,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from train.recipe import load_recipe
 from train.run import run
 
-# As e2e-tiny trains, on a shape that has room for three layers that always run.
+# The objective of e2e-tiny, on a shape with enough layers for three warm-up layers.
 SETTINGS = [*SMALL, "schedule.sampling=sandwich", "optim.distillation=1.0", "schedule.speedups=[1,2]"]
 SETTINGS += ["data.options={train_size: 12, validation_size: 4, test_size: 4}", "train.max_steps=2"]
 SPREADS = ["--settings", "schedule.spread=0", "schedule.spread=0.5", "--seeds", "0", "1", "--over", "all"]
@@ -51,19 +51,22 @@ def variants() -> Variants:
     return Variants("quickstart", tuple(SETTINGS))
 
 
-# Before a release: those that differ from another one by a number, or by a decay that test_schedule.py tests.
+# Tested before a release: baselines that differ from another one by a number, or by a decay that test_schedule.py
+# tests.
 LONG = ("skipdecode-power", "skipdecode-exponential", "skipdecode-cosine", "skipdecode-step", "warmup-3", "shallow-3x")
 LONG += ("shallow-4x",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.release if name in LONG else ()) for name in RIVALS]
+    "name", [pytest.param(name, marks=pytest.mark.release if name in LONG else ()) for name in BASELINES]
 )
-def test_a_rival_trains_and_its_checkpoint_decodes(
+def test_a_baseline_trains_and_its_checkpoint_decodes(
     name: str, variants: Variants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.run, "draw_schedules", lambda path, schedules: path.touch())  # half of the test's time
-    overrides = RIVALS[name].resolve(variants)
+    monkeypatch.setattr(
+        train.run, "draw_schedules", lambda path, schedules: path.touch()
+    )  # drawing takes half of the time
+    overrides = BASELINES[name].resolve(variants)
     sampler = variants.sampler(overrides)
     run(variants.recipe([*overrides, f"output.dir={tmp_path / name}"]), name)
     assert [line["step"] for line in metrics(tmp_path / name)] == [1, 2]
@@ -72,24 +75,24 @@ def test_a_rival_trains_and_its_checkpoint_decodes(
     assert config is not None
     assert dict(config.schedules) == dict(zip(sampler.speedups, sampler.schedules, strict=True))
     target = 1.0 if name.startswith("shallow") else 2.0
-    schedule = config.schedule_for(CostModel.of(model), target)
+    schedule = config.plan_for(CostModel.of(model), target).schedule
     ids, mask = ragged_prompts([4, 6], seed=0)
     made = {"custom_generate": skip_generate, "schedule": schedule, "max_new_tokens": 3, "do_sample": False}
     assert model.generate(ids, attention_mask=mask, **made).shape[1] > 6
 
 
-def test_their_names_and_settings_are_those_of_the_documentation() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8")
-    for name, rival in RIVALS.items():
+def test_the_documentation_lists_the_baselines_and_their_settings() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "research" / "baselines.md").read_text(encoding="utf-8")
+    for name, baseline in BASELINES.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-        for override in rival.overrides:
-            if override not in rivals.FULL_DEPTH:
+        for override in baseline.overrides:
+            if override not in baselines.FULL_DEPTH:
                 assert f"`{override}`" in line, override
 
 
 @pytest.mark.parametrize("over", ["all", "decode"])
-def test_a_shallow_model_has_the_layers_whose_own_cost_is_nearest_to_the_target(over: str) -> None:
-    """Not those of a token under a falling budget: a batch runs on, at small ones, until its longest text has ended."""
+def test_a_shallow_model_has_the_number_of_layers_whose_cost_is_nearest_to_the_target(over: str) -> None:
+    """The cost is that of whole batches, which run until their longest sequence has ended."""
     falling = ("schedule.decay=linear", "schedule.batch_size=32")
     variants = Variants("quickstart", (*SETTINGS, f"schedule.over={over}", *falling))
     config = variants.prepared.skip_config
@@ -102,33 +105,33 @@ def test_a_shallow_model_has_the_layers_whose_own_cost_is_nearest_to_the_target(
     whole = seconds(variants.layers())
     for target in (1.0, 1.3, 1.6, 2.0, 3.0, 4.0):
         found = [abs(math.log(whole / seconds(layers) / target)) for layers in range(1, variants.layers() + 1)]
-        assert Rival("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
+        assert Baseline("", as_fast_as=target).resolve(variants) == (f"model.layers={found.index(min(found)) + 1}",)
 
 
-def test_a_target_out_of_reach_is_refused_before_anything_runs(variants: Variants) -> None:
+def test_an_unreachable_target_is_refused_before_anything_runs(variants: Variants) -> None:
     with pytest.raises(ConfigError, match="reaches at most"):
-        Rival("", as_fast_as=50).resolve(variants)
+        Baseline("", as_fast_as=50).resolve(variants)
 
 
-def test_work_counts_the_layers_that_columns_pass(variants: Variants) -> None:
-    full = variants.work(RIVALS["full-depth"].overrides)
-    shallow = [*RIVALS["full-depth"].overrides, "model.layers=2"]
+def test_work_counts_the_layers_run_at_each_position(variants: Variants) -> None:
+    full = variants.work(BASELINES["full-depth"].overrides)
+    shallow = [*BASELINES["full-depth"].overrides, "model.layers=2"]
     assert variants.work(shallow) == pytest.approx(full * 2 / 8)
-    assert variants.work([*RIVALS["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
+    assert variants.work([*BASELINES["full-depth"].overrides, "model.config.num_hidden_layers=2"]) == variants.work(
         shallow
     )
-    assert variants.work(RIVALS["early-exit"].overrides) == pytest.approx(full)
+    assert variants.work(BASELINES["early-exit"].overrides) == pytest.approx(full)
     # A sandwich of full depth and one schedule that skips.
     assert full < variants.work() < 2 * full
 
 
 def commands(folder: Path, **statuses: int) -> dict[Path, list[str]]:
-    """Commands that make their folder, which must not be there, and end with a status."""
+    """Commands that create their folder, which must not exist, and exit with a given status."""
     code = "import os, sys; os.mkdir(sys.argv[1]); sys.exit(int(sys.argv[2]))"
     return {folder / name: ["-c", code, str(folder / name), str(status)] for name, status in statuses.items()}
 
 
-def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_no_further_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(started: Any) -> None:
         raise KeyboardInterrupt
 
@@ -138,8 +141,10 @@ def test_after_ctrl_c_nothing_more_is_started(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "third").exists()
 
 
-def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that is asked to end leaves a checkpoint: it must neither go on alone nor be killed."""
+def test_sigterm_stops_the_running_command_and_starts_no_further_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training saves a checkpoint on SIGTERM, so it must neither continue alone nor be killed."""
     code = "import pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
     code += "def end(*_): (folder / 'ended').touch(); sys.exit(143)\n"
     code += "signal.signal(signal.SIGTERM, end); folder.mkdir(); time.sleep(300)"
@@ -161,8 +166,8 @@ def test_sigterm_ends_what_runs_and_starts_nothing_more(tmp_path: Path, monkeypa
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one's process starts after the first one's has been told."""
+def test_sigterm_also_stops_a_command_that_is_just_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process starts after the first one got SIGTERM."""
     code = "import os, sys, time; os.mkdir(sys.argv[1]); time.sleep(20); os.mkdir(sys.argv[1] + '.end')"
     folders = [tmp_path / name for name in ("first", "second")]
     terminate, told = subprocess.Popen.terminate, threading.Event()
@@ -171,7 +176,7 @@ def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monke
         terminate(process)
         told.set()
 
-    def write_whole(path: Path, text: str) -> None:
+    def write_atomically(path: Path, text: str) -> None:
         if path.name.startswith("second"):
             told.wait(20)
 
@@ -182,7 +187,7 @@ def test_sigterm_also_ends_what_is_only_just_being_started(tmp_path: Path, monke
         yield from concurrent.futures.as_completed(started)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", terminated)
-    monkeypatch.setattr(runner, "write_whole", write_whole)
+    monkeypatch.setattr(runner, "write_atomically", write_atomically)
     monkeypatch.setattr(runner, "as_completed", ask)
     with pytest.raises(SystemExit):
         run_unfinished({folder: ["-c", code, str(folder)] for folder in folders}, "mark", 2)
@@ -195,7 +200,9 @@ def start(experiment: ModuleType, *words: str) -> int:
         return int(experiment.main())
 
 
-def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_was_finished_with_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_python(command: list[str], log: Path, seconds: Path) -> int:
         folder = Path(command[-1].removeprefix("output.dir="))
         if command[0] == "train.py":
@@ -216,11 +223,11 @@ def test_what_is_finished_with_other_settings_is_refused(tmp_path: Path, monkeyp
         start(settings, *words, str(moved), "train.max_steps=1")
     with pytest.raises(ConfigError, match=r"other settings \(--limit was None, is 3\)"):
         start(settings, *words, str(moved), "--limit", "3")
-    (moved / "evaluated" / "data.options.test_size=4-seed-0.command.json").unlink()  # as of an earlier version
+    (moved / "evaluated" / "data.options.test_size=4-seed-0.command.json").unlink()  # earlier versions wrote none
     assert start(settings, *words, str(moved), "--limit", "3") == 0
 
 
-def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_is_trained_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[str]] = []
 
     def run_python(command: list[str], log: Path, seconds: Path) -> int:
@@ -233,14 +240,14 @@ def test_settings_and_overrides_get_the_seed(tmp_path: Path, monkeypatch: pytest
     assert [[word.rpartition("=")[2] for word in words[-2:]] for words in found] == [["1", "1"], ["2", "2"]]
 
 
-def test_overrides_that_a_setting_takes_for_its_own_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_overrides_after_the_option_settings_are_refused_before_training(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path), "--seeds", "0", "--settings", "optim.warmup_steps=1", "schedule.speedups=null"]
     with pytest.raises(ConfigError, match="needs exactly one of speedups"):
         start(settings, *words)
     assert not list(tmp_path.iterdir())
 
 
-def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> None:
+def test_the_table_lists_all_schedules_that_differ_between_seeds(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 2.0))
     other = SkipSchedule(8, 5, 3, horizon=16, prompt="max").to_dict()
     beside = replace(report, rows=[report.rows[0], replace(report.rows[1], schedule=other)])
@@ -248,7 +255,7 @@ def test_schedules_that_differ_between_seeds_are_all_named(tmp_path: Path) -> No
     assert [line[:3] for line in lines] == [["1x", "8", "8 to 8"], ["2x", "8, 5", "4 to 4, 5 to 3"]]
 
 
-def test_where_one_start_fails_what_does_not_need_it_is_trained(
+def test_if_one_start_fails_variants_that_do_not_need_it_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: list[str] = []
@@ -258,21 +265,21 @@ def test_where_one_start_fails_what_does_not_need_it_is_trained(
         return int(names[-1] == "full-depth-seed-0")
 
     monkeypatch.setattr(runner, "run_python", run_python)
-    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # those of this task
+    monkeypatch.setattr(from_trained, "METRICS", ("bleu",))  # metrics of this task
     assert start(from_trained, *FROM_TRAINED, "--output", str(tmp_path), "--train-only") == 1
     assert "linear-0.5-seed-1" in names
 
 
-def test_a_task_without_the_metrics_of_the_table_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no slot_error_rate"):
+def test_a_task_without_the_tables_metrics_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.task is 'departures', which has no metric slot_error_rate"):
         start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="--rate is 0: it must be above 0"):
         start(from_trained, *FROM_TRAINED, "--output", str(tmp_path / "out"), "--rate", "0")
     assert not (tmp_path / "out").exists()
 
 
-def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """36 rows: five steps of 8 in an epoch, and in objectives 3 epochs of two parts a step."""
+def test_steps_of_an_experiment_agree_with_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 36 rows, in five steps of 8; objectives trains 3 epochs with two accumulated batches per step."""
     epochs = ("train.max_steps=null", "train.epochs=1.5")
     assert Variants("quickstart", (*SETTINGS, *epochs)).prepared.steps == 8
     found: list[str] = []
@@ -287,12 +294,12 @@ def test_steps_are_those_of_the_trainer(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[-1] == f"train.max_steps={round(3 * 36 / 16)}"
 
 
-def test_a_target_between_two_has_its_place_in_one_table(tmp_path: Path) -> None:
+def test_a_target_between_two_tables_is_listed_in_exactly_one(tmp_path: Path) -> None:
     report = write_run(tmp_path / "run", speedups=(1.0, 3.5))
-    assert "\n".join(rivals.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
+    assert "\n".join(baselines.tables(Mock(), {"d3": report})).count("d3 (3.5x)") == 1
 
 
-def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_others_go_on(
+def test_finished_variants_are_not_run_again_and_failed_ones_are_named_while_others_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "finished").mkdir()
@@ -301,13 +308,13 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
     assert not run_unfinished(commands(tmp_path, broken=2, last=0), "mark", 1)
     assert (tmp_path / "first").exists()
     assert (tmp_path / "last").exists()
-    assert "broken failed with status 2: broken.log says why" in capsys.readouterr().err
+    assert "broken failed with status 2: see broken.log" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("experiment", "words", "labels"),
     [
-        (rivals, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
+        (baselines, ["--only", "d3", "shallow-2x", "early-exit", "full-depth"], ["early-exit, calm", "shallow-2x"]),
         pytest.param(objectives, ["--epochs", "1"], list(objectives.OBJECTIVES), marks=pytest.mark.release),
         (
             settings,
@@ -321,7 +328,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_is_named_while_the_oth
         ),
     ],
 )
-def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and_a_picture(
+def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_a_picture(
     experiment: ModuleType, words: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[str] = []
@@ -339,7 +346,7 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
 
     monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
     metrics_of_task = (*Departures.metrics, "slot_error_rate")
-    monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # as the reports have them
+    monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # the metrics in the reports
     given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
     monkeypatch.setattr(sys, "argv", ["script", *given])
     assert experiment.main() == 0
@@ -347,15 +354,15 @@ def test_an_experiment_trains_its_variants_evaluates_them_and_leaves_a_table_and
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
     assert (tmp_path / "out" / f"{name}.png").stat().st_size > 10_000
-    assert len(trained) == {"rivals": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
+    assert len(trained) == {"baselines": 4, "objectives": 10, "settings": 4, "from_trained": 5}[name]
     assert not (tmp_path / "out" / ".lock").exists()
 
 
-def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_layers(
+def test_variants_that_start_from_a_trained_model_have_their_share_of_steps_and_their_layers(
     variants: Variants, tmp_path: Path
 ) -> None:
     run(variants.recipe([*from_trained.FULL_DEPTH, f"output.dir={tmp_path / 'base'}"]), "base")
-    for way in (Way("shallow-top", 1.0, 2.0), Way("early-termination", 0.5)):
+    for way in (Method("shallow-top", 1.0, 2.0), Method("early-termination", 0.5)):
         overrides = way.overrides(tmp_path / "base", None, variants)
         recipe = variants.recipe([*overrides, f"output.dir={tmp_path / way.name}"])
         run(recipe, way.name)
@@ -365,13 +372,13 @@ def test_what_starts_from_a_trained_model_has_its_share_of_the_steps_and_its_lay
         model = AutoModelForCausalLM.from_pretrained(tmp_path / way.name)
         layers = variants.layers_as_fast(2.0) if way.speed is not None else 8
         assert model.config.num_hidden_layers == layers < 9
-    # One step at a low rate leaves weights near those that it started from; random ones would be elsewhere.
+    # One step at a low learning rate leaves the weights near the initial ones; random weights would differ.
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     for name, weight in model.state_dict().items():
         assert (weight - start[name]).abs().max() < 0.01
 
 
-def test_the_time_of_an_experiment_is_that_of_its_commands_cut_off_ones_too(tmp_path: Path) -> None:
+def test_the_time_of_an_experiment_includes_interrupted_commands(tmp_path: Path) -> None:
     code = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nsys.exit(1)"
     for _ in range(2):
         assert not run_unfinished({tmp_path / "run": ["-c", code]}, "mark", 1)
@@ -379,7 +386,7 @@ def test_the_time_of_an_experiment_is_that_of_its_commands_cut_off_ones_too(tmp_
     assert 0.6 <= core <= clock + 0.1
 
 
-def test_a_variant_whose_name_is_an_override_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_accepts_a_variant_whose_name_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
     monkeypatch.setattr(
         runner, "run_unfinished", lambda commands, *_: not trained.extend(each.name for each in commands)
@@ -391,19 +398,19 @@ def test_a_variant_whose_name_is_an_override_can_be_named(tmp_path: Path, monkey
     assert trained == ["schedule.spread=0-seed-1"]
 
 
-def test_what_cannot_be_trained_is_left_out_unless_it_is_named(
+def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
     variants: Variants, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"small": lambda _: ["model.layers=6"], "large": lambda _: ["model.layers=99"]}
     experiment = Experiment("sizes", "sizes", sizes, lambda variants, reports: [])
     assert list(resolve(experiment, variants, [])) == ["small"]
-    assert "large is left out: model.layers is 99" in capsys.readouterr().err
+    assert "large is skipped: model.layers is 99" in capsys.readouterr().err
     for name, message in (("large", "model.layers is 99"), ("smal", "did you mean 'small'")):
         with pytest.raises(ConfigError, match=message):
             resolve(experiment, variants, [name])
 
 
-def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_experiments_cannot_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.output, "PATIENCE", 0.1)
     monkeypatch.setattr(
         sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS]
@@ -412,7 +419,7 @@ def test_two_experiments_do_not_write_into_one_folder(tmp_path: Path, monkeypatc
         settings.main()
 
 
-def test_data_that_only_trainings_would_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_path_as_an_override_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--recipe", "e2e-tiny", "--output", str(tmp_path / "out"), *SPREADS, "data.path=somewhere"]
     monkeypatch.setattr(sys, "argv", ["script", *given])
     with pytest.raises(ConfigError, match="--data-dir"):
@@ -420,14 +427,14 @@ def test_data_that_only_trainings_would_read_is_refused(tmp_path: Path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_losses_of_a_run_are_those_of_its_last_validation(tmp_path: Path) -> None:
+def test_the_losses_of_a_run_come_from_its_last_validation(tmp_path: Path) -> None:
     assert settings.last_losses(tmp_path) == {}
     lines = [{"step": 1, "eval_loss": 3.0, "eval_loss_1x": 2.5}, {"step": 2, "eval_loss_1x": 1.25, "eval_loss_4x": 1.5}]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert settings.last_losses(tmp_path) == {"1x": "1.250", "4x": "1.500"}
 
 
-def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
+def test_a_long_prompt_ends_with_the_record_to_describe() -> None:
     pairs = [(f"name[{n}]", f"text {n}") for n in range(9)]
     prompt = long_prompts.with_records("name[new]", pairs, 3, random.Random(0)).splitlines()
     assert prompt[-1] == "name[new]"
@@ -437,22 +444,18 @@ def test_a_long_prompt_ends_with_the_record_that_is_to_be_told() -> None:
     assert long_prompts.one_of_each([("a", "1"), ("b", "2"), ("a", "3")]) == [("a", "1"), ("b", "2")]
 
 
-def test_long_prompts_of_more_records_than_there_are_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_need_enough_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in long_prompts.SPLITS.values():
         (tmp_path / name).write_text("mr,ref\nname[a],A place.\nname[b],Another.\n")
     output = tmp_path / "long"
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path), "--records", "3", "--output", str(output)])
-    with pytest.raises(ConfigError, match=r"--records is 3: expected 1 to 2"):
+    with pytest.raises(ConfigError, match=r"--records is 3: it must lie between 1 and 2"):
         long_prompts.main()
     assert not output.exists()
 
 
-def test_a_trained_model_of_each_seed_takes_the_place_of_the_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe itself needs a model as well: there is none where every override with a seed is left out of it."""
+def test_each_seeds_trained_model_replaces_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe itself also needs a model, which must come from an override with a seed."""
     found: list[list[str]] = []
     monkeypatch.setattr(runner, "run_python", lambda command, *_: found.append(list(command)) or 1)
     for seed in (0, 1):

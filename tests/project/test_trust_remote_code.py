@@ -52,8 +52,8 @@ def test_no_command_runs_it_unasked_whatever_standard_input_says(
     for command in opening_commands(name, tmp_path):
         assert command() == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {name!r} brings Python code that must run to load it")
-        assert "say --trust-remote-code" in error
+        assert error.startswith(f"error: {name!r} contains Python code that must run to load it")
+        assert "pass --trust-remote-code" in error
         assert error.count("\n") == 1
     start = ["model.shape=null", f"model.name_or_path={name}"]
     for config, message in (
@@ -83,7 +83,7 @@ def test_a_tokenizer_with_code_is_refused_as_a_model_is(checkpoint: Path, marker
     file = checkpoint / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"tokenizer_class": "MineTokenizer"}
     file.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": ["mine.MineTokenizer", None]}}))
-    with pytest.raises(ConfigError, match="brings Python code that must run"):
+    with pytest.raises(ConfigError, match="contains Python code that must run"):
         load_tokenizer(str(checkpoint))
     assert not marker.exists()
 
@@ -91,7 +91,7 @@ def test_a_tokenizer_with_code_is_refused_as_a_model_is(checkpoint: Path, marker
 def test_it_runs_where_the_flag_says_so(checkpoint: Path, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert skipdecode.cli.options.main(["generate", str(checkpoint), "hello", "--trust-remote-code"]) == 2
     assert marker.exists()
-    assert "model_type 'mine' is not known: name its layers" in capsys.readouterr().err
+    assert "model_type 'mine' is not known: add it with" in capsys.readouterr().err
     model, _ = skipdecode.load(str(checkpoint), trust_remote_code=True)
     assert type(model).__name__ == "Mine"
     assert model.generate.__func__ is type(model).generate  # its custom_generate is not in the place of ours

@@ -5,11 +5,11 @@ OMP_NUM_THREADS=1 python -m pytest -n 2 tests/release/test_lossless_at_length.py
 
 import pytest
 from decoding_cases import Case
+from fastpath_cases import MODELS, SCHEDULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lean_cases import MODELS, SCHEDULES
 from lossless_cases import DRAFTS, check_lossless, greedy_cases
-from lossless_sampling import chi_square, sampled_texts
+from lossless_sampling import chi_square, sampled_counts
 
 from skipdecode import SkipSchedule
 
@@ -26,4 +26,4 @@ def test_thousands_of_drafts_are_corrected_to_full_depths_text(
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["skipping", "full depth", "even placement"])
 @pytest.mark.parametrize("name", MODELS)
 def test_20000_sampled_tokens_have_full_depths_distribution(name: str, schedule: SkipSchedule) -> None:
-    assert chi_square(*sampled_texts(name, schedule, rows=500, calls=10)) > 1e-4
+    assert chi_square(*sampled_counts(name, schedule, rows=500, calls=10)) > 1e-4

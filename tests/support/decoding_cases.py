@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from drawn_orders import placements
+from fastpath_cases import WINDOWED, fresh
 from hypothesis import strategies as st
-from lean_cases import WINDOWED, fresh
 from naive_opt import tokens_by_layers
 from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised
 from torch import nn

@@ -1,18 +1,18 @@
-"""Requests of an engine, drawn at random, which come, go on and are cancelled while others decode."""
+"""Random requests to an engine: they are submitted, decoded and cancelled while others decode."""
 
 import random
 from typing import Any
 
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from tiny_models import VOCABULARY
 
 from skipdecode import Engine, SkipSchedule, skip_generate
 from skipdecode.engine.sequence import Answer
 
-DEPTH, MOST_NEW = 6, 18
-FAMILIES = ["opt", "llama", "gpt2"]  # positions looked up, rotated, and looked up beside transposed weights
-# Of several placements and warm-up bands: their sets of layers don't all nest in one another.
+DEPTH, MAX_NEW_TOKENS = 6, 18
+FAMILIES = ["opt", "llama", "gpt2"]  # learned positions, rotary positions, and transposed weights
+# Different placements and warm-up layers: their sets of layers aren't all nested in one another.
 SCHEDULES = [
     SkipSchedule.full_depth(DEPTH),
     SkipSchedule(DEPTH, 4, 2, horizon=5),
@@ -26,30 +26,41 @@ SCHEDULES = [
 
 
 def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any) -> int:
-    """Decode requests that come at random steps, and hold every text against `skip_generate` of its prompt alone.
+    """Submit requests at random steps, and compare every sequence with that of `skip_generate` for its prompt alone.
 
-    Returns how many were cancelled. Raises AssertionError for a text that differs, and for memory that stays held.
+    Args:
+        name: of the model's family.
+        dtype: of the model.
+        requests: how many to submit.
+        seed: of the random choices.
+        engine: arguments of Engine.
+
+    Returns:
+        How many requests were cancelled.
+
+    Raises:
+        AssertionError: if a sequence differs, or if memory isn't freed.
     """
     draw = random.Random(seed)
     model: Any = fresh(name).to(dtype)
-    held = Engine(model, **{"most_rows": 6, "cache_bytes": 200 * 2 * 32 * dtype.itemsize * DEPTH, **engine})
-    asked: list[tuple[list[int], dict[str, Any], Answer]] = []
-    most_running = 0
+    tested = Engine(model, **{"most_rows": 6, "cache_bytes": 200 * 2 * 32 * dtype.itemsize * DEPTH, **engine})
+    submitted: list[tuple[list[int], dict[str, Any], Answer]] = []
+    max_running = 0
     for number in range(requests):
         prompt, request = _request(draw, number)
-        asked.append((prompt, request, held.submit(prompt, **request)))
+        submitted.append((prompt, request, tested.submit(prompt, **request)))
         for _ in range(draw.randrange(4)):
-            held.step()
-            most_running = max(most_running, held.state.running)
+            tested.step()
+            max_running = max(max_running, tested.state.running)
             if draw.random() < 0.1:
-                draw.choice(asked[-6:])[2].cancel()
-    assert held.drain()
-    state = held.state
-    assert most_running > 2, "texts decoded one after another: nothing was tried"
-    assert (state.running, state.waiting, state.free_columns) == (0, 0, state.columns)
-    assert held.gaps == 1, "what was given back is in pieces"
+                draw.choice(submitted[-6:])[2].cancel()
+    assert tested.drain()
+    state = tested.state
+    assert max_running > 2, "sequences decoded one after another, so batching wasn't tested"
+    assert (state.running, state.waiting, state.free_slots) == (0, 0, state.slots)
+    assert state.free_regions == 1, "freed slots weren't merged into one region"
     cancelled = 0
-    for prompt, request, answer in asked:
+    for prompt, request, answer in submitted:
         found, expected = answer.result(0), alone(model, prompt, request)
         assert list(found.tokens) == expected[: len(found.tokens)], (prompt, request)
         if found.end == "cancelled":
@@ -61,7 +72,7 @@ def play(name: str, dtype: torch.dtype, requests: int, seed: int, **engine: Any)
 
 def _request(draw: random.Random, number: int) -> tuple[list[int], dict[str, Any]]:
     prompt = [draw.randrange(4, VOCABULARY) for _ in range(draw.randint(1, 14))]
-    request: dict[str, Any] = {"schedule": draw.choice(SCHEDULES), "max_new_tokens": draw.randint(1, MOST_NEW)}
+    request: dict[str, Any] = {"schedule": draw.choice(SCHEDULES), "max_new_tokens": draw.randint(1, MAX_NEW_TOKENS)}
     request["eos_token_id"] = draw.sample(range(2, VOCABULARY), draw.randint(1, 4))
     request["do_sample"] = draw.random() < 0.3
     if request["do_sample"]:
@@ -73,13 +84,13 @@ def _request(draw: random.Random, number: int) -> tuple[list[int], dict[str, Any
 
 
 def alone(model: Any, prompt: list[int], request: dict[str, Any]) -> list[int]:
-    """The new tokens of `skip_generate` for a prompt alone."""
+    """The new tokens that `skip_generate` gives for this prompt alone."""
     settings = dict(request)
     if settings.pop("lossless", False):
         settings["schedule"] = SCHEDULES[0]
     torch.manual_seed(settings.pop("seed", 0))
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    text = model.generate(ids, attention_mask=mask, custom_generate=skip_generate, **settings)
-    found: list[int] = text[0, len(prompt) :].tolist()
-    return found
+    generated = model.generate(ids, attention_mask=mask, custom_generate=skip_generate, **settings)
+    new_tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return new_tokens

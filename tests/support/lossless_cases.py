@@ -1,6 +1,6 @@
-"""Cases of lossless decoding, drawn at random, and what each of them must give."""
+"""Random cases of lossless decoding, and the check of their output."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -24,35 +24,54 @@ from transformers import PreTrainedModel
 
 from skipdecode import SkipSchedule
 from skipdecode.fastpath.cpu_steps import DraftRule
-from skipdecode.generate.draft_policy import DraftLength
+from skipdecode.generate.draft_policy import AcceptedPlusOne, DraftPolicy, VerifiedRound
 from skipdecode.kernels.cpu import kernels
 
 FULL = SkipSchedule.full_depth(LAYERS)
 
 
-# How much is drafted: so much of each row, whatever it gains; of some rows more than of others; or as it pays.
-DRAFTS = [1, 3, 12, "ragged", "as it pays"]
+# How much is drafted: so many tokens of each sequence; more of some than of others; or as a policy of the library says.
+DRAFTS = [1, 3, 12, "ragged", "accepted plus one", "by cost"]
+
+
+class FixedDrafts:
+    """A draft policy that drafts whatever the cost: the models of tests are random, so that drafting hardly ever pays.
+
+    Args:
+        drafts: how many tokens of each sequence; "ragged" for as many as their probabilities say, which differ.
+    """
+
+    rests = False
+    has_pace = True
+    rounds = 3
+
+    def __init__(self, drafts: int | str) -> None:
+        self._drafts = drafts
+
+    def rule(self, sequences: int, budgets: Sequence[int]) -> DraftRule:
+        if isinstance(self._drafts, int):
+            return DraftRule([-1.0] * min(self._drafts, len(budgets)), [1.0], [1.0])
+        bounds = [n / 300 for n in range(1, 301)]  # the probabilities of random models are small
+        return DraftRule([0.5] * len(budgets), bounds, [float(n % 3 > 0) for n in range(300)])
+
+    def learn(self, verified: VerifiedRound) -> None:
+        pass
+
+    def learn_pace(self, sequences: int, steps: int, seconds: float) -> None:
+        pass
 
 
 @contextmanager
 def drafting(drafts: int | str) -> Iterator[None]:
-    """Draft as one of `DRAFTS` says: the models of tests are random, so that it hardly ever pays."""
-
-    def rule(length: DraftLength, rows: int, budgets: list[int]) -> DraftRule:
-        length._each = [0.1] * len(budgets)
-        if isinstance(drafts, int):
-            return DraftRule([-1.0] * min(drafts, len(budgets)), [1.0], [1.0])
-        bounds = [n / 300 for n in range(1, 301)]  # probabilities of random models are small and unlike one another
-        return DraftRule([0.5] * len(budgets), bounds, [float(n % 3 > 0) for n in range(300)])
-
-    if drafts == "as it pays":
+    """Draft as one of `DRAFTS` says."""
+    if drafts == "by cost":
         yield
         return
-    with (
-        mock.patch.object(DraftLength, "rule", rule),
-        mock.patch.object(DraftLength, "has_pace", True),
-        mock.patch.object(DraftLength, "rounds", 3),
-    ):
+
+    def policy(*_: object) -> DraftPolicy:
+        return AcceptedPlusOne() if drafts == "accepted plus one" else FixedDrafts(drafts)
+
+    with mock.patch("skipdecode.generate.skip_generate.CostDraftPolicy", policy):
         yield
 
 
@@ -70,7 +89,7 @@ def greedy_cases(draw: st.DrawFn) -> Case:
         sampling=None,
         update=None,
         only=None,
-        cuda_graphs=False,  # which lossless decoding has none of
+        cuda_graphs=False,  # lossless decoding has none
     )
 
 
@@ -81,9 +100,9 @@ def _model_of(name: str, *, double: bool) -> PreTrainedModel:
 
 
 def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
-    """Decode as the case says, and hold every token against full depth; in float64 where `double`.
+    """Decode a case and compare every token with full depth; in float64 if `double`.
 
-    Returns how many tokens were chosen otherwise in a near tie; raises AssertionError.
+    Returns how many tokens differ because of a near tie; raises AssertionError for other differences.
     """
     if double:
         case = replace(case, weights=None)
@@ -96,8 +115,8 @@ def check_lossless(case: Case, drafts: int | str, *, double: bool) -> int:
 
 
 def _check_rounded(case: Case, model: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """Full depth's text with the same weights: to the bit with the kernels, else up to a near tie, as a pass over
-    several columns rounds otherwise.
+    """Compare with full depth and the same weights: exactly with the kernels, otherwise except for near ties, because a
+    pass over several positions rounds differently.
     """
     plain = generate(replace(case, schedule=FULL), model, prompts, return_dict_in_generate=True, output_logits=True)
     start = 0 if case.embeds else max(map(len, prompts))

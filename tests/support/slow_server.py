@@ -1,10 +1,10 @@
-"""`skipdecode serve` with steps that take a while, so that a test can look at texts that haven't ended."""
+"""`skipdecode serve` with slow steps, so that tests can interfere with requests that haven't ended."""
 
 import sys
 import time
 
 from skipdecode import Engine
-from skipdecode.cli import options as cli
+from skipdecode.cli.options import main
 
 _step = Engine.step
 
@@ -17,4 +17,4 @@ def _slow_step(self: Engine) -> bool:
 
 
 Engine.step = _slow_step  # type: ignore[method-assign]
-sys.exit(cli.main(["serve", *sys.argv[1:]]))
+sys.exit(main(["serve", *sys.argv[1:]]))

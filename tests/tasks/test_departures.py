@@ -1,4 +1,4 @@
-"""The departures task: repeatable, disjoint splits, and references that say what the prompt says and nothing else."""
+"""The departures task: reproducible, disjoint splits, and references that state exactly what the prompt states."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from data.departures import PLACES, TIMES, Departures, split_of
 from data.task import Example, Split
 from skipdecode.errors import ConfigError
 
-TRAIN_SIZE = 500  # the tests need no more
+TRAIN_SIZE = 500  # enough for these tests
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 STOP_KEYS = {"train": "platform", "bus": "stop", "ferry": "pier"}
 ORDER = ["vehicle", "line", "from", "to", "leaves", "stop", "duration", "price", "status", "wifi", "bicycles"]
 
-# How a value may stand in a text, written here by hand and not taken from the grammar under test. Each list of values
-# is closed, so that "states this value" and "states no other value of the slot" can both be asked.
+# How a text may state a value, written by hand and independent of the grammar under test. Each list of values is
+# complete, so that the tests can also check that a text states no other value of the slot.
 CLOCK_WORDS = {"7.30": "half past seven", "9.00": "nine o'clock", "12.00": "noon"}
 PATTERNS: dict[str, dict[str, str]] = {
     "vehicle": {vehicle: rf"\b{vehicle}\b" for vehicle in STOP_KEYS},
@@ -65,7 +65,7 @@ def parse(prompt: str) -> dict[str, str]:
 
 
 def stated(text: str) -> dict[str, list[str]]:
-    """Every slot that the text speaks of, with each of its values that can be read there."""
+    """Every slot that a text mentions, with all of its values that the text may state."""
     found = {
         slot: [value for value, pattern in values.items() if re.search(pattern, text)]
         for slot, values in PATTERNS.items()
@@ -88,8 +88,8 @@ def examples(splits: dict[Split, list[Example]]) -> list[Example]:
     return [example for split in SPLITS for example in splits[split]]
 
 
-def test_a_process_with_another_hash_seed_generates_the_same_text(splits: dict[Split, list[Example]]) -> None:
-    # Starting Python and its imports is what takes time here, so this process is one of the two that are compared.
+def test_a_process_with_another_hash_seed_generates_the_same_examples(splits: dict[Split, list[Example]]) -> None:
+    # Starting Python takes most of the time, so this process is one of the two that are compared.
     script = (
         "from data.departures import Departures; task = Departures(train_size=TRAIN_SIZE)\n"
         "print([task.load(split) for split in ('train', 'validation', 'test')])"
@@ -105,7 +105,7 @@ def test_a_process_with_another_hash_seed_generates_the_same_text(splits: dict[S
     assert printed.startswith(repr([splits[split] for split in SPLITS]))
 
 
-def test_a_longer_split_starts_with_the_shorter_one(splits: dict[Split, list[Example]]) -> None:
+def test_a_longer_split_begins_with_the_shorter_one(splits: dict[Split, list[Example]]) -> None:
     for size in (1, 70):
         task = Departures(train_size=size, validation_size=size, test_size=size)
         for split in SPLITS:
@@ -118,22 +118,23 @@ def test_another_seed_gives_other_examples(splits: dict[Split, list[Example]]) -
     assert len(shared) < 10
 
 
-def test_no_meaning_is_in_two_splits(splits: dict[Split, list[Example]]) -> None:
+def test_splits_share_no_meaning(splits: dict[Split, list[Example]]) -> None:
     train, validation, test = ({example.prompt for example in splits[split]} for split in SPLITS)
     assert not train & validation | train & test | validation & test
-    # So few meanings out of so many would hardly meet by chance: each split must own what it holds.
+    # Few of the many meanings are drawn, so disjoint splits would be likely by chance: each meaning must belong to its
+    # split.
     for split in SPLITS:
         assert {split_of(example.prompt) for example in splits[split]} == {split}
 
 
-def test_splits_of_different_seeds_are_disjoint_too(splits: dict[Split, list[Example]]) -> None:
+def test_splits_of_different_seeds_share_no_meaning(splits: dict[Split, list[Example]]) -> None:
     train = {
         example.prompt for seed in (1, 2) for example in Departures(seed=seed, train_size=TRAIN_SIZE).load("train")
     }
     assert train.isdisjoint(example.prompt for example in splits["test"])
 
 
-def test_a_split_has_its_size_its_ids_its_reference_count_and_no_meaning_twice() -> None:
+def test_a_split_has_the_requested_size_its_number_of_references_and_distinct_meanings() -> None:
     task = Departures()
     for split, size, count in (("train", 3000, 3), ("validation", 200, 6), ("test", 200, 6)):
         loaded = task.load(split)  # type: ignore[arg-type]
@@ -149,7 +150,7 @@ def test_references_of_one_meaning_differ_from_each_other(examples: list[Example
         assert len(set(example.references)) == len(example.references), example
 
 
-def test_prompts_end_with_a_newline_and_parse_back_to_slots_in_one_order(examples: list[Example]) -> None:
+def test_prompts_end_with_a_newline_and_list_their_slots_in_a_fixed_order(examples: list[Example]) -> None:
     for example in examples:
         assert example.prompt.endswith("\n")
         assert example.prompt.count("\n") == 1
@@ -162,12 +163,12 @@ def test_prompts_end_with_a_newline_and_parse_back_to_slots_in_one_order(example
         assert "stop" not in slots or f"| {STOP_KEYS[slots['vehicle']]}: " in example.prompt
 
 
-def test_every_slot_holds_each_of_its_values_somewhere_in_train(splits: dict[Split, list[Example]]) -> None:
+def test_every_value_of_every_slot_occurs_in_the_training_split(splits: dict[Split, list[Example]]) -> None:
     for slot, values in PATTERNS.items():
         assert {parse(example.prompt).get(slot) for example in splits["train"]} - {None} == set(values)
 
 
-def test_every_reference_states_each_slot_and_nothing_that_the_prompt_lacks(examples: list[Example]) -> None:
+def test_every_reference_states_exactly_the_slots_of_its_prompt(examples: list[Example]) -> None:
     for example in examples:
         wanted = {slot: [value] for slot, value in parse(example.prompt).items()}
         for text in example.references:
@@ -175,7 +176,7 @@ def test_every_reference_states_each_slot_and_nothing_that_the_prompt_lacks(exam
 
 
 @pytest.mark.parametrize("slot", ORDER)
-def test_the_check_of_references_notices_a_value_that_was_erased(slot: str, examples: list[Example]) -> None:
+def test_the_reference_check_detects_a_removed_value(slot: str, examples: list[Example]) -> None:
     tried = 0
     for example in examples[::10]:
         slots = parse(example.prompt)
@@ -187,7 +188,7 @@ def test_the_check_of_references_notices_a_value_that_was_erased(slot: str, exam
 
 
 @pytest.mark.parametrize("slot", ["line", "to", "leaves", "stop", "duration", "price"])
-def test_the_check_of_references_notices_a_value_that_was_replaced(slot: str, examples: list[Example]) -> None:
+def test_the_reference_check_detects_a_replaced_value(slot: str, examples: list[Example]) -> None:
     tried = 0
     for example in examples[::10]:
         slots = parse(example.prompt)
@@ -195,13 +196,13 @@ def test_the_check_of_references_notices_a_value_that_was_replaced(slot: str, ex
             value, other = slots[slot], next(other for other in PATTERNS[slot] if other not in slots.values())
             words = {"line": "{} Line", "stop": STOP_KEYS[slots["vehicle"]] + " {}"}.get(slot, "{}")
             replaced = text.replace(words.format(value), words.format(other))
-            if replaced != text:  # not where the value is in words
+            if replaced != text:  # the value may be written in words
                 assert stated(replaced)[slot] == [other]
                 tried += 1
     assert tried > 30
 
 
-def test_swapping_origin_and_destination_in_a_text_is_noticed(examples: list[Example]) -> None:
+def test_the_reference_check_detects_swapped_origin_and_destination(examples: list[Example]) -> None:
     for example in examples[::10]:
         slots = parse(example.prompt)
         origin, destination = slots.get("from"), slots["to"]
@@ -228,7 +229,7 @@ def test_articles_agree_with_what_follows(examples: list[Example]) -> None:
     assert not [word for article, word in following if article == "a" and re.match(r"[AEIOUaeiou8]|hour", word)]
 
 
-def test_nothing_but_its_status_is_said_of_the_trip_that_is_cancelled(examples: list[Example]) -> None:
+def test_references_of_a_cancelled_trip_state_only_its_status(examples: list[Example]) -> None:
     cancelled = [parse(e.prompt) for e in examples if "status: cancelled" in e.prompt]
     assert len(cancelled) > 30
     for slots in cancelled:
@@ -252,6 +253,6 @@ def test_an_unknown_split_is_refused_with_the_nearest_one(task: Departures) -> N
         ("test_size", -3),
     ],
 )
-def test_a_bad_argument_is_refused_by_field_value_and_range(field: str, value: object) -> None:
+def test_the_error_for_a_bad_argument_names_the_field_the_value_and_the_range(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{field} is {value!r}: it must be an integer from \d+ to \d+"):
         Departures(**{field: value})  # type: ignore[arg-type]

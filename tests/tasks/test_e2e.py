@@ -1,4 +1,4 @@
-"""E2E NLG: reading, delexicalising, putting back, and what is refused."""
+"""The E2E NLG task: reading, delexicalisation, restoring, and errors."""
 
 from pathlib import Path
 
@@ -21,14 +21,14 @@ def folder_with(tmp_path: Path, train: str, test: str | None = None) -> E2E:
 
 
 @given(st.dictionaries(st.sampled_from(SLOTS), st.text("abc £-é'", min_size=1).filter(str.strip), min_size=1))
-def test_a_meaning_representation_parses_to_its_slots_in_one_order(slots: dict[str, str]) -> None:
+def test_a_meaning_representation_parses_to_its_slots_in_a_fixed_order(slots: dict[str, str]) -> None:
     text = ", ".join(f"{slot}[{value}]" for slot, value in slots.items())
     parsed = parse_mr(text)
     assert parsed == {slot: value.strip() for slot, value in slots.items()}
     assert list(parsed) == [slot for slot in SLOTS if slot in slots]
 
 
-def test_rows_of_one_mr_are_one_example_with_all_references(tmp_path: Path) -> None:
+def test_rows_with_the_same_mr_form_one_example_with_all_references(tmp_path: Path) -> None:
     rows = (
         '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Aromi is an Italian pub near The Mill."\n'
         '"name[Aromi], eatType[pub], food[Italian], near[The Mill]","Near the mill there is a pub: Aromi. Italian."\n'
@@ -41,7 +41,7 @@ def test_rows_of_one_mr_are_one_example_with_all_references(tmp_path: Path) -> N
     assert first.prompt == "name: Xname | eatType: XeatType | food: Xfood | near: Xnear\n"
     assert len(first.references) == 3
     assert first.references[0] == "Aromi is an Italian pub near The Mill."
-    # The third words its kind and its food in its own way: no target, but a reference all the same.
+    # The third text has other words for two slots, so it is a reference but not a target.
     assert first.targets == (
         "Xname is an Xfood XeatType near Xnear.",
         "Near Xnear there is a XeatType: Xname. Xfood.",
@@ -49,7 +49,7 @@ def test_rows_of_one_mr_are_one_example_with_all_references(tmp_path: Path) -> N
     assert second.prompt == "name: Xname | area: riverside\n"
 
 
-def test_rows_of_one_mr_are_one_example_whatever_the_order_of_its_slots(tmp_path: Path) -> None:
+def test_rows_with_the_same_mr_form_one_example_in_any_order_of_slots(tmp_path: Path) -> None:
     rows = (
         '"name[Aromi], area[riverside]","Aromi is by the river."\n'
         '"name[Zizzi], area[riverside]","Zizzi is by the river."\n'
@@ -62,7 +62,7 @@ def test_rows_of_one_mr_are_one_example_whatever_the_order_of_its_slots(tmp_path
     assert trained.references == ("Zizzi is by the river.",)
 
 
-def test_restoring_puts_words_articles_and_capitals_right(tmp_path: Path) -> None:
+def test_restoring_replaces_placeholders_and_corrects_articles_and_capitals(tmp_path: Path) -> None:
     rows = '"name[aromi], eatType[pub], food[Italian], near[The Mill]","aromi Italian pub The Mill"\n'
     (example,) = folder_with(tmp_path, HEADER + rows).load("test")
     task = E2E(str(tmp_path))
@@ -76,20 +76,20 @@ def test_restoring_puts_words_articles_and_capitals_right(tmp_path: Path) -> Non
     )
 
 
-def test_a_value_is_hidden_whatever_sign_it_begins_and_ends_with() -> None:
+def test_a_value_is_replaced_whatever_character_it_begins_and_ends_with() -> None:
     values = {"priceRange": "£20-25", "name": "Aromi (old)"}
     assert hide("Aromi (old) is £20-25.", values) == "Xname is XpriceRange."
     assert hide("Aromi (old)er is £20-250.", values) == "Aromi (old)er is £20-250."
 
 
-def test_without_delexicalising_prompts_and_targets_are_in_real_words(tmp_path: Path) -> None:
+def test_without_delexicalisation_prompts_and_targets_have_no_placeholders(tmp_path: Path) -> None:
     (tmp_path / "devset.csv").write_text(HEADER + '"area[riverside], name[Aromi]",Aromi.\n', encoding="utf-8")
     (example,) = E2E(str(tmp_path)).load("train")
     assert example.prompt == "name: Aromi | area: riverside\n"
     assert example.targets == example.references == ("Aromi.",)
 
 
-def test_what_is_held_out_validates_and_is_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_examples_form_the_validation_split_and_are_not_trained_on(tmp_path: Path) -> None:
     rows = "".join(f'"name[Place {n}]",text {n}\n"name[Place {n}]",again {n}\n' for n in range(10))
     (tmp_path / "devset.csv").write_text(HEADER + rows, encoding="utf-8")
     everything = [example.references for example in E2E(str(tmp_path)).load("train")]
@@ -102,7 +102,7 @@ def test_what_is_held_out_validates_and_is_not_trained_on(tmp_path: Path) -> Non
             E2E(str(tmp_path), holdout=wrong).load("train")
 
 
-def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
+def test_with_trainset_csv_the_devset_is_the_validation_split(tmp_path: Path) -> None:
     task = folder_with(tmp_path, HEADER + '"name[Aromi]",dev\n', HEADER + '"name[Aromi]",test\n')
     assert task.load("train")[0].references == ("dev",)
     with pytest.raises(ConfigError, match=r"needs trainset\.csv"):
@@ -128,10 +128,12 @@ def test_with_trainset_csv_the_devset_validates(tmp_path: Path) -> None:
         (HEADER + '"name(A)",text\n', "line 2: not a meaning representation"),
         (HEADER + '"nmae[A]",text\n', "line 2: not a meaning representation"),
         (HEADER + '"name[A], name[B]",text\n', "line 2: not a meaning representation"),
-        (HEADER + '"name[A]","no end\n', "not a CSV file"),
+        (HEADER + '"name[A]","no end\n', "can't be read as CSV"),
     ],
 )
-def test_an_empty_or_malformed_row_is_named_by_file_and_line(tmp_path: Path, content: str, message: str) -> None:
+def test_the_error_for_an_empty_or_malformed_row_names_the_file_and_the_line(
+    tmp_path: Path, content: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         folder_with(tmp_path, content).load("train")
     assert "devset.csv" in str(caught.value)
@@ -160,13 +162,13 @@ def test_unknown_tasks_options_and_folders_are_refused(tmp_path: Path) -> None:
         load_task("e2e", path=str(tmp_path)).load("train")
 
 
-def test_the_real_data_has_its_known_sizes_and_restores_exactly(shared_data: Path) -> None:
+def test_the_real_data_has_its_published_size_and_restores_exactly(shared_data: Path) -> None:
     task = E2E(str(shared_data / "e2e"), delexicalise=["name", "near", "eatType", "food"])
     train, test = task.load("train"), task.load("test")
     assert (len(train), sum(len(e.references) for e in train)) == (547, 4672)
     assert (len(test), sum(len(e.references) for e in test)) == (630, 4693)
     assert all("Xname" in e.prompt and dict(e.substitutions)["Xname"] for e in test)
-    # A target put back is its reference again, but for capitals, spaces at the ends and a/an.
+    # A restored target equals its reference, except for capitals, spaces at the ends and a/an.
     same = total = 0
     for example in train:
         restored = {task.restore(example, t).lower() for t in example.targets}
@@ -175,7 +177,7 @@ def test_the_real_data_has_its_known_sizes_and_restores_exactly(shared_data: Pat
     assert same / total > 0.97
 
 
-def test_without_a_folder_the_hubs_parquet_is_read_by_its_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_hubs_columns_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, str]] = []
 
     def load_dataset(repository: str, revision: str, split: str) -> list[dict[str, str]]:
@@ -190,7 +192,7 @@ def test_without_a_folder_the_hubs_parquet_is_read_by_its_own_columns(monkeypatc
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     (example,) = E2E().load("validation")
     assert example.references == ("Aromi.", "It is Aromi.")
-    # As read on the Hub's page of the data set; scripts are gone, so the converted files are named.
+    # See the data set's page on the Hub; scripts are no longer supported, so the converted files are read.
     expected = {"repository": "tuetschek/e2e_nlg", "revision": "refs/convert/parquet", "split": "validation"}
     assert asked == [expected]
     with pytest.raises(ConfigError, match=r"ConnectionError.*data\.path=FOLDER"):
@@ -219,7 +221,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("slot", sorted(FACTS))
-def test_faithful_training_leaves_out_the_references_that_leave_a_fact_out(slot: str, tmp_path: Path) -> None:
+def test_faithful_training_excludes_references_that_omit_a_fact(slot: str, tmp_path: Path) -> None:
     value, wordings = FACTS[slot]
     texts = [f"Aromi, {wording}, is a pub." for wording in wordings]
     rows = "".join(f'"name[Aromi], eatType[pub], {slot}[{value}]","{text}"\n' for text in ["Aromi is a pub.", *texts])
@@ -227,10 +229,10 @@ def test_faithful_training_leaves_out_the_references_that_leave_a_fact_out(slot:
     for faithful, left in ((True, texts), (False, ["Aromi is a pub.", *texts])):
         (example,) = E2E(str(tmp_path), delexicalise=["name"], faithful=faithful).load("train")
         assert list(example.targets) == [text.replace("Aromi", "Xname") for text in left]
-        assert len(example.references) == len(texts) + 1  # what it is scored against stays
+        assert len(example.references) == len(texts) + 1  # references for scoring stay complete
 
 
-def test_where_every_reference_leaves_something_out_the_fullest_are_trained_on(tmp_path: Path) -> None:
+def test_if_every_reference_omits_facts_those_with_the_fewest_omissions_are_trained_on(tmp_path: Path) -> None:
     rows = "".join(
         f'"name[Aromi], area[riverside], familyFriendly[yes]","{text}"\n'
         for text in ("Aromi.", "Kids love Aromi.", "By the river: Aromi.")
@@ -240,7 +242,7 @@ def test_where_every_reference_leaves_something_out_the_fullest_are_trained_on(t
     assert example.targets == ("Kids love Aromi.", "By the river: Aromi.")
 
 
-def test_concise_training_takes_the_shorter_half_of_the_faithful_references(tmp_path: Path) -> None:
+def test_concise_training_uses_the_shorter_half_of_the_faithful_references(tmp_path: Path) -> None:
     texts = ["Aromi.", "By the river it is, Aromi.", "Aromi by the river.", "Riverside Aromi.", "The river has Aromi."]
     rows = "".join(f'"name[Aromi], area[riverside]","{text}"\n' for text in texts)
     folder_with(tmp_path, HEADER + rows)
@@ -252,7 +254,7 @@ def test_concise_training_takes_the_shorter_half_of_the_faithful_references(tmp_
     assert both.references == tuple(texts)
 
 
-def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Path) -> None:
+def test_one_reference_in_six_of_the_real_data_omits_a_fact(shared_data: Path) -> None:
     hidden = ["name", "near", "eatType", "food"]
     counts = [
         sum(len(e.targets) for e in E2E(str(shared_data / "e2e"), hidden, faithful=faithful).load("train"))
@@ -278,7 +280,7 @@ def test_one_reference_in_six_of_the_real_data_leaves_a_fact_out(shared_data: Pa
         ("departures", "seed", 1.5),
     ],
 )
-def test_an_option_of_another_type_is_refused_by_name(task: str, option: str, value: object) -> None:
+def test_the_error_for_an_option_of_the_wrong_type_names_it(task: str, option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{option} is ") as caught:
         load_task(task, **{option: value})
     assert "\n" not in str(caught.value)

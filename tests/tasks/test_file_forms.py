@@ -1,4 +1,4 @@
-"""The forms in which files come: formats, encodings, compression, shards, and texts with anything in them."""
+"""Data files: formats, encodings, compression, shards, and arbitrary text in them."""
 
 import csv
 import gzip
@@ -19,19 +19,19 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data import load_task
-from data.columns import encode_pairs
+from data.batches import encode_pairs
 from data.files import FORMATS, ending_of
 from data.task import Example
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
 
-SEPARATORS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines ends a line, and the tab of a TSV
+SEPARATORS = "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # line separators of str.splitlines, and the tab of TSV
 NAMED = {"prompt_column": "q", "completion_column": "a"}
 Pairs = Sequence[tuple[str, str]]
 
 
 def texts(encoding: str = "utf-8") -> st.SearchStrategy[str]:
-    """Texts that an encoding can write, with much of what ends a line, a field or a text somewhere."""
+    """Text that an encoding can represent, with many characters that end lines, fields or texts."""
     common = [sign for sign in f" \"',;\\[{{#\ufeff{SEPARATORS}" if sign.encode(encoding, "ignore")]
     signs = st.sampled_from(common) | st.characters(codec=encoding, exclude_characters="\0")
     return st.text(signs, max_size=8).filter(str.strip)
@@ -67,7 +67,7 @@ def pairs_of(examples: Sequence[Example]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "cp1252", "gb18030"])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_texts_are_read_as_they_were_written(ending: str, encoding: str, data: st.DataObject) -> None:
+def test_text_is_read_exactly_as_it_was_written(ending: str, encoding: str, data: st.DataObject) -> None:
     pairs = data.draw(st.lists(st.tuples(texts(encoding), texts(encoding)), min_size=1, max_size=3))
     with TemporaryDirectory() as folder:
         write(Path(folder, f"train{ending}"), pairs, encoding)
@@ -76,7 +76,7 @@ def test_texts_are_read_as_they_were_written(ending: str, encoding: str, data: s
 
 @cache
 def tokenizers() -> list[PreTrainedTokenizerBase]:
-    """Of bytes, as GPT-2, OPT and Qwen have it, and of a blank put first, as Llama 2 and Mistral have it."""
+    """Byte-level tokenizers, as in GPT-2, OPT and Qwen, and one that prepends a space, as in Llama 2 and Mistral."""
     vocabulary = ["<unk>", "</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({word: n for n, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
     blanks = Tokenizer(model)
@@ -95,11 +95,11 @@ def tokenizers() -> list[PreTrainedTokenizerBase]:
     instruction=st.sampled_from(["", " =>", "=>\n", "\n\nAnswer:"]),
     strip=st.booleans(),
 )
-def test_what_is_trained_on_is_what_is_decoded_and_scored(
+def test_training_decoding_and_scoring_use_the_same_text(
     number: int, completion: str, instruction: str, strip: bool
 ) -> None:
     tokenizer = tokenizers()[number]
-    assume(not any(token in completion for token in tokenizer.get_added_vocab()))  # which decoding leaves out
+    assume(not any(token in completion for token in tokenizer.get_added_vocab()))  # decoding would remove them
     with TemporaryDirectory() as folder:
         write(Path(folder, "train.jsonl"), [(" q\n", completion)])
         task = load_task("text", path=folder, **NAMED, instruction=instruction, strip=strip)
@@ -122,7 +122,7 @@ def test_what_is_trained_on_is_what_is_decoded_and_scored(
         ["Train-00000-of-00002.JSON.GZ", "Train-00001-of-00002.JSON.GZ"],
     ],
 )
-def test_shards_are_read_in_the_order_of_their_numbers(names: list[str], tmp_path: Path) -> None:
+def test_shards_are_read_in_numerical_order(names: list[str], tmp_path: Path) -> None:
     pairs = [(f"question {n}", f"answer {n}") for n in range(2 * len(names) + 1)]
     for n in reversed(range(len(names))):
         write(tmp_path / names[n], pairs[2 * n : None if n == len(names) - 1 else 2 * n + 2])
@@ -133,36 +133,39 @@ def test_shards_are_read_in_the_order_of_their_numbers(names: list[str], tmp_pat
     assert [file.name for file in task.files("train")] == names
 
 
-def test_a_shard_may_have_no_rows_and_all_of_them_not(tmp_path: Path) -> None:
+def test_single_shards_may_be_empty_but_not_all_of_them(tmp_path: Path) -> None:
     for n, pairs in enumerate(([], [("question", "answer")], [])):
         write(tmp_path / f"train-0000{n}-of-00003.parquet", pairs)
     assert pairs_of(read(tmp_path)) == [("question", "answer")]
     write(tmp_path / "train-00001-of-00003.parquet", [])
-    with pytest.raises(ConfigError, match=r"train-00000-of-00003\.parquet has no rows, nor has a shard behind it"):
+    with pytest.raises(
+        ConfigError, match=r"train-00000-of-00003\.parquet has no rows, and neither do the other shards"
+    ):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["train-00000-of-00002.csv"], r"train-00000-of-00002\.csv is one of 2 shards, of which 1 aren't.*00001: add"),
-        (["train-00001-of-00003.csv"], r"is one of 3 shards, of which 2 aren't there, the first being number 00000"),
-        (["train-00000-of-00003.csv", "train-00002-of-00003.csv"], "of which 1 aren't there.*number 00001"),
-        (["train-00000-of-99999999999999.csv"], "of which 99999999999998 aren't there"),
-        (["train-00003-of-00002.csv"], "3 is no number of one of 2 shards"),
-        (["train-00000-of-00000.csv"], "0 is no number of one of 0 shards"),
-        (["train-00000-of-00002.csv", "train-00001-of-00003.csv"], "two files in .*-of-00002.csv and .*-of-00003.csv"),
-        (["train-00000-of-00002.csv", "train-00000-of-00002.tsv"], "two files in"),
-        (["train-00000-of-00002.csv", "train-0-of-00002.csv"], "two files in"),
-        (["train.csv", "train-00000-of-00001.csv"], "two files in"),
-        (["train.csv", "train.csv.gz"], r"train\.csv and train\.csv\.gz: keep one; shards of one data set are named"),
+        (["train-00000-of-00002.csv"], r"train-00000-of-00002\.csv is one of 2 shards; missing shards: 1,.*00001; add"),
+        (["train-00001-of-00003.csv"], r"is one of 3 shards; missing shards: 2, the first is number 00000"),
+        (["train-00000-of-00003.csv", "train-00002-of-00003.csv"], "missing shards: 1, .*number 00001"),
+        (["train-00000-of-99999999999999.csv"], "missing shards: 99999999999998,"),
+        (["train-00003-of-00002.csv"], "3 isn't a valid number of one of 2 shards"),
+        (["train-00000-of-00000.csv"], "0 isn't a valid number of one of 0 shards"),
+        (
+            ["train-00000-of-00002.csv", "train-00001-of-00003.csv"],
+            "two files for one split, .*-of-00002.csv and .*-of-00003.csv",
+        ),
+        (["train-00000-of-00002.csv", "train-00000-of-00002.tsv"], "two files for one split"),
+        (["train-00000-of-00002.csv", "train-0-of-00002.csv"], "two files for one split"),
+        (["train.csv", "train-00000-of-00001.csv"], "two files for one split"),
+        (["train.csv", "train.csv.gz"], r"train\.csv and train\.csv\.gz: keep one; shards must be named"),
         (["train_1.csv", "train_2.csv"], r"train_1\.csv and train_2\.csv: keep one; shards"),
-        (["train.csv", "train-00000-of-00001.csv", "train-00001-of-00002.csv"], "two files in"),
+        (["train.csv", "train-00000-of-00001.csv", "train-00001-of-00002.csv"], "two files for one split"),
     ],
 )
-def test_files_that_are_not_all_shards_of_one_data_set_are_refused(
-    names: list[str], message: str, tmp_path: Path
-) -> None:
+def test_missing_duplicate_and_unrelated_shards_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
     for name in names:
         write(tmp_path / name, [("question", "answer")])
     with pytest.raises(ConfigError, match=message) as caught:
@@ -171,7 +174,7 @@ def test_files_that_are_not_all_shards_of_one_data_set_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_the_index_of_a_pandas_frame_is_one_more_column(tmp_path: Path) -> None:
+def test_the_index_of_a_pandas_frame_is_ignored(tmp_path: Path) -> None:
     frame = pd.DataFrame({"q": ["a", "b", "c", "d"], "a": ["1", "2", "3", "4"]})[lambda rows: rows["a"] != "3"]
     frame.to_parquet(tmp_path / "train.parquet")
     datasets.Dataset.from_pandas(frame).to_json(tmp_path / "validation.jsonl")
@@ -181,14 +184,14 @@ def test_the_index_of_a_pandas_frame_is_one_more_column(tmp_path: Path) -> None:
         assert pairs_of(read(tmp_path, split)) == [("a", "1"), ("b", "2"), ("d", "4")]
 
 
-def test_columns_of_any_kind_may_stand_beside_the_texts(tmp_path: Path) -> None:
+def test_other_columns_may_have_any_type(tmp_path: Path) -> None:
     frame = pd.DataFrame({"q": pd.Categorical(["a", "b"]), "a": ["1", "2"], "when": pd.Timestamp.now(), "n": [[1], []]})
     frame.to_parquet(tmp_path / "train.parquet")
     (tmp_path / "test.csv").write_text("n,q,a,,\n1,a,1,,\nx,b,2,,\n")
     assert pairs_of(read(tmp_path)) == pairs_of(read(tmp_path, "test")) == [("a", "1"), ("b", "2")]
 
 
-def test_a_long_text_is_read_from_a_table(tmp_path: Path) -> None:
+def test_a_field_longer_than_the_csv_modules_limit_is_read(tmp_path: Path) -> None:
     pairs = [("word " * 100_000 + ".", "answer")]
     write(tmp_path / "train.csv", pairs)
     assert pairs_of(read(tmp_path)) == pairs
@@ -197,17 +200,17 @@ def test_a_long_text_is_read_from_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("train.csv", "q,a\né,b\n".encode("utf-16"), {}, r"not CSV in utf-8.*data\.options\.encoding=utf-16"),
-        ("train.csv", "q,a\né,b\n".encode("cp1252"), {}, r"not CSV in utf-8.*name its encoding"),
+        ("train.csv", "q,a\né,b\n".encode("utf-16"), {}, r"read as CSV in utf-8.*data\.options\.encoding=utf-16"),
+        ("train.csv", "q,a\né,b\n".encode("cp1252"), {}, r"read as CSV in utf-8.*set its encoding"),
         ("train.csv", "q,a\nc,b\n".encode("utf-16-le"), {}, "NUL characters.*utf-16"),
         ("train.jsonl", '{"q": "a"}'.encode("utf-16-be"), {}, "NUL characters.*utf-16"),
-        ("train.csv", b"q,a\nc,b\n", {"encoding": "utf-16"}, "not CSV, near row 0 .*BOM"),
-        ("train.csv", b"q,a\n\x81,b\n", {"encoding": "cp1252"}, "not CSV in cp1252"),
-        ("train.csv.gz", b"q,a\nc,b\n", {}, "not CSV, near row 0 .Not a gzipped file"),
-        ("train.csv.gz", gzip.compress(b"q,a\nc,b\n", mtime=0)[:-9], {}, "not CSV.*end-of-stream"),
+        ("train.csv", b"q,a\nc,b\n", {"encoding": "utf-16"}, "read as CSV, near row 0 .*BOM"),
+        ("train.csv", b"q,a\n\x81,b\n", {"encoding": "cp1252"}, "read as CSV in cp1252"),
+        ("train.csv.gz", b"q,a\nc,b\n", {}, "read as CSV, near row 0 .Not a gzipped file"),
+        ("train.csv.gz", gzip.compress(b"q,a\nc,b\n", mtime=0)[:-9], {}, "read as CSV.*end-of-stream"),
         ("train.tsv", b"q,a\nc,b\n", {}, "row 1: no column 'a', only q,a"),
         ("train.csv", b"q\ta\nc\tb\n", {}, r"row 1: no column 'a', only q\ta"),
-        ("train.json", b'{\n "q": "a"\n}', {}, "expected a list of objects, or an object a line"),
+        ("train.json", b'{\n "q": "a"\n}', {}, "expected a list of objects, or one object per line"),
         (
             "train.json",
             b'{"q": {"0": "b"}, "a": {"0": "' + b"x" * 5000 + b'"}}',
@@ -218,7 +221,7 @@ def test_a_long_text_is_read_from_a_table(tmp_path: Path) -> None:
             "train.xlsx",
             b"q,a\n",
             {},
-            r"no file in .* and ends in \.csv, \.tsv, \.jsonl, \.json .also with \.gz behind it. or \.parquet",
+            r"no file in .* and ends in \.csv, \.tsv, \.jsonl, \.json .also followed by \.gz. or \.parquet",
         ),
         ("train.parquet.gz", b"", {}, r"has no file in .*\.parquet"),
         ("train.csv", b"q,a\n", {"encoding": "utf-99"}, "encoding is 'utf-99': it must be an encoding that Python"),
@@ -228,7 +231,7 @@ def test_a_long_text_is_read_from_a_table(tmp_path: Path) -> None:
         ("train.csv", b"q,a\n", {"strip": "no"}, "strip is 'no': Input should be a valid boolean"),
     ],
 )
-def test_a_form_that_cannot_be_read_is_one_line(
+def test_an_unreadable_file_gives_a_one_line_error(
     name: str, content: bytes, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -238,6 +241,6 @@ def test_a_form_that_cannot_be_read_is_one_line(
     assert len(str(caught.value)) < 500
 
 
-def test_an_encoding_is_that_of_local_files() -> None:
-    with pytest.raises(ConfigError, match=r"encoding is 'cp1252'.*data\.path names no folder"):
+def test_an_encoding_without_local_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"encoding is 'cp1252'.*data\.path isn't set"):
         load_task("cnndm", encoding="cp1252")

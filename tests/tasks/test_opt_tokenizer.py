@@ -1,4 +1,4 @@
-"""OPT's tokenizer from its vocabulary and merges alone."""
+"""OPT's tokenizer, built from its vocabulary and merges alone."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from skipdecode.checkpoint.loading import load_tokenizer
 TEXTS = ("Hello world", " two  spaces, isn 't it . \n\nTL;DR:", "naïve — 日本 €20\n", "café\u00a0\t")
 
 
-def test_opts_vocabulary_and_merges_are_enough(shared_data: Path) -> None:
+def test_opts_tokenizer_is_built_from_its_vocabulary_and_merges(shared_data: Path) -> None:
     tokenizer = load_tokenizer(str(shared_data / "opt"))
     vocabulary = json.loads((shared_data / "opt" / "vocab.json").read_text())
     assert len(tokenizer) == len(vocabulary) == 50_265
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
-    # As the vocabulary itself says, where Ġ is a space.
+    # From the vocabulary file, where Ġ is a space.
     assert tokenizer("Hello world")["input_ids"] == [2, vocabulary["Hello"], vocabulary["Ġworld"]]
     assert tokenizer(" world", add_special_tokens=False)["input_ids"] == [vocabulary["Ġworld"]]
     for text in TEXTS:
@@ -28,7 +28,7 @@ def test_opts_vocabulary_and_merges_are_enough(shared_data: Path) -> None:
     assert padded["attention_mask"][1] == [0, 1, 1]
 
 
-def test_opts_tokenizer_survives_saving_beside_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
+def test_opts_tokenizer_reloads_unchanged_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(shared_data / "opt"))
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
@@ -38,7 +38,7 @@ def test_opts_tokenizer_survives_saving_beside_a_checkpoint(shared_data: Path, t
         assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (2, 2, 1)
 
 
-def test_a_vocabulary_that_is_not_opts_is_not_taken_for_it(shared_data: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_is_not_mistaken_for_opts(shared_data: Path, tmp_path: Path) -> None:
     shutil.copy(shared_data / "opt" / "merges.txt", tmp_path)
     for content in ('{"a": 0, "b": 1}', "[1, 2]", "not JSON"):
         (tmp_path / "vocab.json").write_text(content)
@@ -46,6 +46,6 @@ def test_a_vocabulary_that_is_not_opts_is_not_taken_for_it(shared_data: Path, tm
             load_tokenizer(str(tmp_path))
 
 
-def test_what_is_neither_a_folder_nor_a_name_of_the_hub_is_named() -> None:
+def test_the_error_names_what_is_neither_a_folder_nor_a_hub_name() -> None:
     with pytest.raises(ConfigError, match="'/nowhere' has no tokenizer that can be loaded"):
         load_tokenizer("/nowhere")

@@ -1,4 +1,4 @@
-"""A task of the user's own, from two columns of a file: its examples, its errors, and a whole run."""
+"""The task for a user's own data: its examples, its errors, and a complete run."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def load(folder: str, split: Any = "train", **options: Any) -> list[Example]:
     return load_task("text", path=folder, **named).load(split)
 
 
-def test_a_row_is_a_prompt_and_a_completion_as_they_are_written(tmp_path: Path) -> None:
+def test_a_row_gives_its_prompt_and_completion_unchanged(tmp_path: Path) -> None:
     first, second = load(folder_with(tmp_path, train=CSV))
     assert (first.id, first.prompt, first.targets) == ("text-train-0", "What is 2 + 2?\n", ("4",))
     assert (second.prompt, second.targets, second.references) == ("Who, me?\n", ("007",), ("007",))
@@ -35,14 +35,14 @@ def test_a_row_is_a_prompt_and_a_completion_as_they_are_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_texts_that_look_like_dates_are_texts(suffix: str, tmp_path: Path) -> None:
+def test_text_that_looks_like_a_date_stays_text(suffix: str, tmp_path: Path) -> None:
     rows = [{"question": "When?", "answer": "2026-01-02"}, {"question": "And then?", "answer": "2026-01-03T04:05:06"}]
     lines = json.dumps(rows) if suffix == "json" else "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / f"train.{suffix}").write_text(lines)
     assert [example.references for example in load(str(tmp_path))] == [("2026-01-02",), ("2026-01-03T04:05:06",)]
 
 
-def test_an_instruction_stands_behind_the_prompt_which_may_be_cut_before_it(tmp_path: Path) -> None:
+def test_an_instruction_follows_the_prompt_which_may_be_truncated_before_it(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, train=CSV)
     example = load(folder, instruction="\n\nAnswer:")[0]
     assert (example.prompt, example.targets) == ("What is 2 + 2?\n\nAnswer:", (" 4",))
@@ -51,7 +51,7 @@ def test_an_instruction_stands_behind_the_prompt_which_may_be_cut_before_it(tmp_
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_test_rows_that_share_a_prompt_are_one_example(suffix: str, tmp_path: Path) -> None:
+def test_test_rows_with_the_same_prompt_form_one_example(suffix: str, tmp_path: Path) -> None:
     rows = [("a", "1"), ("b", "2"), ("a", "3"), ("a", "1"), ("c", "4"), ("b", "5")]
     table = datasets.Dataset.from_list([{"question": q, "answer": a} for q, a in rows])
     for split in ("train", "test"):
@@ -66,7 +66,7 @@ def test_test_rows_that_share_a_prompt_are_one_example(suffix: str, tmp_path: Pa
     assert len(load(str(tmp_path), "train")) == 6
 
 
-def test_references_may_have_a_column_of_their_own(tmp_path: Path) -> None:
+def test_references_may_come_from_a_separate_column(tmp_path: Path) -> None:
     line = json.dumps({"question": "a", "answer": "1", "all": ["one", " 1 "]})
     folder = folder_with(tmp_path, test=line + "\n", train='question,answer,all\na,1,"[""one"", ""1""]"\nb,2,[two]\n')
     (example,) = load(folder, "test", references_column="all")
@@ -75,7 +75,7 @@ def test_references_may_have_a_column_of_their_own(tmp_path: Path) -> None:
     assert [e.references for e in load(folder, references_column="all")] == [("one", "1"), ("[two]",)]
 
 
-def test_splits_without_a_file_are_held_out(tmp_path: Path) -> None:
+def test_splits_without_a_file_are_held_out_of_the_training_file(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, train="question,answer\n" + "".join(f"q{n},a{n}\n" for n in range(6)))
     sizes = {split: len(load(folder, split, holdout=2)) for split in ("train", "validation", "test")}
     assert sizes == {"train": 2, "validation": 2, "test": 2}
@@ -93,13 +93,13 @@ def test_splits_without_a_file_are_held_out(tmp_path: Path) -> None:
         ({"column": "a"}, "task 'text'.*column"),
     ],
 )
-def test_a_missing_column_is_named(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_column(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load(folder_with(tmp_path, train=CSV), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_bad_rows_and_folders_are_named(tmp_path: Path) -> None:
+def test_the_error_names_a_bad_row_or_folder(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, train="question,answer\na,b\n,c\n", test="question,answer\na\n")
     with pytest.raises(ConfigError, match=r"train\.csv, row 2: question must not be empty"):
         load(folder)
@@ -114,7 +114,7 @@ def test_bad_rows_and_folders_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("around", ["    ", "\t", "\n\n", "\u2028", " \r\n\x85"])
-def test_whitespace_that_is_kept_around_texts_changes_no_score(around: str) -> None:
+def test_whitespace_around_texts_changes_no_score(around: str) -> None:
     predictions, references = (
         ["the cat sat on a mat", "return x", ""],
         [["the cat sat on the mat"], ["return y"], ["z"]],
@@ -125,7 +125,7 @@ def test_whitespace_that_is_kept_around_texts_changes_no_score(around: str) -> N
     assert score(spaced, kept, metrics).values == score(predictions, references, metrics).values
 
 
-def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) -> None:
+def test_a_users_csv_is_trained_on_and_evaluated(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "data").mkdir()
     rows = [f"what rhymes with {word}?,{word[:-1]}og rhymes" for word in ("cat", "dot", "fit", "hut", "log", "man") * 4]
     test = ["what rhymes with cat?,  cog rhymes", 'what rhymes with cat?,"a\u2028bat\u0085does\n"']
@@ -140,6 +140,6 @@ def test_a_csv_of_ones_own_is_trained_on_and_evaluated(tmp_path: Path, capsys: A
     assert eval.cli.main([*arguments, "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
     assert (report["task"], report["examples"]) == ("text", 1)
-    assert {"nist", "rougeL"} <= set(report["rows"][1]["scores"])  # for BLEU the answers are too short
+    assert {"nist", "rougeL"} <= set(report["rows"][1]["scores"])  # the answers are too short for BLEU
     (line,) = [json.loads(text) for text in (output / "predictions" / "2x.jsonl").read_text().split("\n")[:-1]]
     assert line["references"] == ["  cog rhymes", "a\u2028bat\u0085does\n"]

@@ -1,4 +1,4 @@
-"""Tokenised rows: cut where they may be, kept on disk, made again when anything that they depend on changes."""
+"""Tokenised rows: truncation, and a disk cache that is renewed when anything that rows depend on changes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import data.rows
 from data import Example, Split, Task, load_task
-from data.columns import encode_pairs, encode_prompts
+from data.batches import encode_pairs, encode_prompts
 from data.rows import Encoded, encode_task
 from data.vocabulary import train_tokenizer
 from skipdecode import ConfigError
@@ -40,7 +40,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many examples each batch that was tokenised had."""
+    """The number of examples in each tokenised batch."""
     counts: list[int] = []
 
     def counting(tokenizer: Any, examples: Any, **limits: Any) -> Any:
@@ -60,14 +60,14 @@ TRAINED = train_tokenizer(TEXTS, 320, max_length=64)
 
 
 @given(body=words, instruction=words, limit=st.integers(1, 60))
-def test_a_prompt_is_encoded_as_a_whole_and_a_cut_one_is_the_start_of_its_body_and_all_of_its_instruction(
+def test_a_truncated_prompt_is_the_start_of_its_body_and_its_whole_instruction(
     body: str, instruction: str, limit: int
 ) -> None:
     example = Example("x", body + instruction, ("",), instruction=instruction)
     whole = TRAINED(example.prompt)["input_ids"]
     start = TRAINED(body)["input_ids"]
     end = TRAINED(instruction, add_special_tokens=False)["input_ids"]
-    if len(end) >= limit and len(whole) > limit:  # no room for a token of the body
+    if len(end) >= limit and len(whole) > limit:  # no token of the body would remain
         with pytest.raises(ConfigError, match=f"the prompt of x has {len(whole)} tokens, at most {limit}"):
             encode_prompts(TRAINED, [example], limit, "shorten it")
         return
@@ -75,13 +75,13 @@ def test_a_prompt_is_encoded_as_a_whole_and_a_cut_one_is_the_start_of_its_body_a
     assert prompt.cut == (len(whole) > limit)
     assert prompt.ids == (start[: limit - len(end)] + end if prompt.cut else whole)
     assert len(prompt.ids) <= limit
-    # Cutting to what fits anyway, or to more, is no cutting.
+    # Prompts that are short enough stay unchanged.
     assert encode_prompts(TRAINED, [example], 1000, "", cut_to=len(whole))[0].ids == whole
     assert encode_prompts(TRAINED, [example], 1000, "", cut_to=limit) == [prompt]
 
 
-def test_a_prompt_has_the_tokens_that_it_has_for_whoever_decodes_it() -> None:
-    """Llama 3's and Qwen's tokenizers join a full stop to the line breaks behind it, across the instruction's start."""
+def test_a_prompt_has_the_same_tokens_in_training_and_decoding() -> None:
+    """Llama 3's and Qwen's tokenizers join a full stop with the following line breaks, where the instruction starts."""
     example = Example("x", "It rains.\n\nTL;DR:", ("",), instruction="\n\nTL;DR:")
     tokens = ["?", "It", "rains", "TL", "DR", " ", ".\n\n", ".", "\n\n", ";", ":"]
     joined = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, "?"))
@@ -92,24 +92,24 @@ def test_a_prompt_has_the_tokens_that_it_has_for_whoever_decodes_it() -> None:
     assert prompt.ids != joining(example.body)["input_ids"] + joining(example.instruction)["input_ids"]
 
 
-def test_a_prompt_without_instruction_is_never_cut() -> None:
+def test_a_prompt_without_instruction_is_never_truncated() -> None:
     example = Example("x", "a long prompt\n", ("",))
     length = len(TRAINED(example.prompt)["input_ids"])
     assert encode_prompts(TRAINED, [example], length, "", cut_to=2)[0].ids == TRAINED(example.prompt)["input_ids"]
-    with pytest.raises(ConfigError, match=f"has {length} tokens, at most {length - 1} fit: shorten it"):
+    with pytest.raises(ConfigError, match=f"has {length} tokens, at most {length - 1} are allowed: shorten it"):
         encode_prompts(TRAINED, [example], length - 1, "shorten it")
     with pytest.raises(ValueError, match="must end in its instruction"):
         Example("x", "a prompt", ("",), instruction="another")
 
 
-def test_opts_start_of_text_is_not_in_the_middle_of_a_row(shared_data: Path, tmp_path: Path) -> None:
+def test_opts_start_token_occurs_only_at_the_start_of_a_row(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(shared_data / "opt"))
     task = load_task("cnndm", path=str(shared_data / "cnndm"))
     limits = {"max_prompt_tokens": task.max_prompt_tokens, "max_completion_tokens": task.max_new_tokens}
     encoded = encode_task(task, tokenizer, cache_dir=str(tmp_path), **limits)
     assert len(encoded.rows) == 100
     assert (encoded.longest_prompt, encoded.longest_completion) == (896, 128)
-    # Counted by themselves: articles and highlights of the file, and six tokens for the instruction.
+    # The lengths are counted separately for articles, highlights and the six tokens of the instruction.
     examples = task.load("train")
     assert encoded.prompts_cut == sum(len(tokenizer(e.body)["input_ids"]) + 6 > 896 for e in examples) > 30
     assert encoded.completions_cut == sum(len(tokenizer(e.targets[0])["input_ids"]) > 128 for e in examples) > 0
@@ -125,15 +125,15 @@ def test_opts_start_of_text_is_not_in_the_middle_of_a_row(shared_data: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
-def test_kept_rows_that_cannot_be_read_are_named(folder: Path, tokenizer: Any, name: str) -> None:
+def test_the_error_names_cached_rows_that_cannot_be_read(folder: Path, tokenizer: Any, name: str) -> None:
     encode(folder, tokenizer)
     (kept,) = (folder / "cache" / "skipdecode").iterdir()
     (kept / name).write_bytes((kept / name).read_bytes()[:-40])
-    with pytest.raises(ConfigError, match=f"{kept.name} holds rows that can't be read .*: remove it"):
+    with pytest.raises(ConfigError, match=f"{kept.name} can't be read .*: delete the folder"):
         encode(folder, tokenizer)
 
 
-def test_rows_are_those_of_the_examples_in_their_order(folder: Path, tokenizer: Any) -> None:
+def test_rows_follow_the_order_of_the_examples(folder: Path, tokenizer: Any) -> None:
     encoded = encode(folder, tokenizer)
     columns = encode_pairs(tokenizer, load_task("cnndm", path=str(folder / "data")).load("train"), **LIMITS)
     assert encoded.rows.column_names == ["prompt_ids", "completion_ids", "length"]
@@ -145,10 +145,10 @@ def test_rows_are_those_of_the_examples_in_their_order(folder: Path, tokenizer: 
     assert encoded.completions_cut == sum(columns["completion_cut"])
 
 
-def test_a_second_start_tokenises_nothing(folder: Path, tokenizer: Any, tokenised: list[int]) -> None:
+def test_a_second_run_reads_the_cached_rows(folder: Path, tokenizer: Any, tokenised: list[int]) -> None:
     first = encode(folder, tokenizer)
     assert sum(tokenised) == 20
-    # Another object of the same task and of the same tokenizer, and another number of processes.
+    # The same task and tokenizer as other objects, and another number of processes.
     again = encode(folder, train_tokenizer(TEXTS, 320, max_length=64), num_proc=2)
     assert sum(tokenised) == 20
     assert again.rows[:] == first.rows[:]
@@ -174,7 +174,7 @@ def touch(folder: Path) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_whatever_the_rows_depend_on_makes_them_again(
+def test_changing_anything_that_rows_depend_on_tokenises_again(
     change: dict[str, Any], folder: Path, tokenizer: Any, tokenised: list[int]
 ) -> None:
     encode(folder, tokenizer)
@@ -189,7 +189,7 @@ def test_whatever_the_rows_depend_on_makes_them_again(
     assert len(tokenised) > before
 
 
-def test_a_training_set_that_appears_makes_what_was_held_out_again(tokenizer: Any, tmp_path: Path) -> None:
+def test_adding_a_training_file_recomputes_held_out_rows(tokenizer: Any, tmp_path: Path) -> None:
     rows = "mr,ref\n" + "".join(f"name[{name}],It is {name}.\n" for name in ("Aromi", "Zizzi", "Cotto"))
     (tmp_path / "devset.csv").write_text(rows)
     task = load_task("e2e", path=str(tmp_path), holdout=1)
@@ -199,24 +199,24 @@ def test_a_training_set_that_appears_makes_what_was_held_out_again(tokenizer: An
     assert len(encode_task(task, tokenizer, "validation", **limits).rows) == 3
 
 
-def test_two_processes_make_the_rows_of_one(folder: Path, tokenizer: Any) -> None:
+def test_two_processes_make_the_same_rows_as_one(folder: Path, tokenizer: Any) -> None:
     one = encode(folder, tokenizer)
     two = encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2)
     assert two.rows[:] == one.rows[:]
     assert (two.prompts_cut, two.longest_prompt) == (one.prompts_cut, one.longest_prompt)
 
 
-@pytest.mark.release  # its processes import everything: 10 s
-def test_a_mistake_that_processes_find_comes_through_and_nothing_is_kept_of_it(folder: Path, tokenizer: Any) -> None:
+@pytest.mark.release  # its processes take 10 s for their imports
+def test_an_error_in_a_tokenising_process_is_reported_and_caches_nothing(folder: Path, tokenizer: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 fit: raise data\.max_prompt"
+        ConfigError, match=r"^the prompt of cnndm-train-0 has \d+ tokens, at most 5 are allowed: raise data\.max_prompt"
     ):
         encode(folder, tokenizer, cache_dir=str(folder / "other"), num_proc=2, max_prompt_tokens=5)
     assert list((folder / "other" / "skipdecode").iterdir()) == []
 
 
 class Bottomless(Task):
-    """Fails as soon as more than three examples are asked for."""
+    """A task that fails when more than three examples are read."""
 
     name: ClassVar[str] = "bottomless"
 
@@ -225,17 +225,17 @@ class Bottomless(Task):
         raise ConfigError("there is no bottom")
 
 
-def test_only_the_rows_that_the_limit_needs_are_read(tokenizer: Any, tmp_path: Path) -> None:
+def test_only_the_rows_within_the_limit_are_read(tokenizer: Any, tmp_path: Path) -> None:
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "max_completion_tokens": 12}
     encoded = encode_task(Bottomless(), tokenizer, limit=3, max_prompt_tokens=99, **where)
     assert [row["prompt_ids"] for row in encoded.rows] == [tokenizer(e.prompt)["input_ids"] for e in TEXTS[:3]]
-    # A mistake of the source comes through as it is, and nothing is kept of it.
+    # An error of the source is passed on unchanged, and nothing is cached.
     with pytest.raises(ConfigError, match=r"^there is no bottom$"):
         encode_task(Bottomless(), tokenizer, limit=4, max_prompt_tokens=99, **where)
     assert len(list((tmp_path / "skipdecode").iterdir())) == 1
 
 
-def test_a_tokenizer_learns_the_same_from_a_stream(tmp_path: Path) -> None:
+def test_a_tokenizer_trained_on_a_stream_equals_one_trained_on_a_list(tmp_path: Path) -> None:
     task = load_task("departures", train_size=50)
     whole = train_tokenizer(task.load("train"), 320, max_length=64)
     streamed = train_tokenizer(task.stream("train"), 320, max_length=64)
@@ -244,7 +244,7 @@ def test_a_tokenizer_learns_the_same_from_a_stream(tmp_path: Path) -> None:
         train_tokenizer(Bottomless().stream("train"), 320, max_length=64)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_refused(folder: Path, tokenizer: Any) -> None:
+def test_a_cache_folder_that_cannot_be_created_is_refused(folder: Path, tokenizer: Any) -> None:
     (folder / "cache").write_text("a file")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir is '.*cache': no folder can be made there"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir is '.*cache': a folder can't be created there"):
         encode(folder, tokenizer)

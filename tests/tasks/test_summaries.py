@@ -1,4 +1,4 @@
-"""Reddit TL;DR and CNN/DailyMail: rows from files and from the Hub, what is held out, and what is refused."""
+"""The Reddit TL;DR and CNN/DailyMail tasks: rows from files and from the Hub, held-out rows, and errors."""
 
 import csv
 import gzip
@@ -49,9 +49,9 @@ def numbers(folder: Path, split: str, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("suffix", sorted(FORMATS))
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_a_file_of_any_kind_gives_the_same_examples(suffix: str, split: Any, tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_examples(suffix: str, split: Any, tmp_path: Path) -> None:
     stem = {"train": "train_sample", "validation": "dev", "test": "test-00000"}[split]
-    # "NA" is a text, quotes and commas are part of one, and brackets in a path are no pattern.
+    # "NA" is ordinary text, text may contain quotes and commas, and brackets in a path are not a pattern.
     rows = [*articles(2), {"id": "x", "article": 'He said "no", twice.\n\nNo.', "highlights": " NA \n"}]
     folder = tmp_path / "data [v1]*"
     write_rows(folder / f"{stem}{suffix}", rows)
@@ -64,7 +64,7 @@ def test_a_file_of_any_kind_gives_the_same_examples(suffix: str, split: Any, tmp
 
 
 @pytest.mark.parametrize("suffix", sorted(FORMATS))
-def test_both_copies_of_tldr_give_one_format(suffix: str, tmp_path: Path) -> None:
+def test_both_copies_of_tldr_give_the_same_format(suffix: str, tmp_path: Path) -> None:
     parted_by_one = POST.replace("\n\nTITLE: Cold", "\nTITLE: Cold").replace("\n\nPOST", "\nPOST")
     rows = {
         "trl-lib": [{"prompt": POST, "completion": " My tea is cold."}],
@@ -90,7 +90,7 @@ def test_splits_without_a_file_are_held_out_from_the_end_of_the_training_file(tm
     assert {split: numbers(tmp_path, split, holdout=3) for split in expected} == expected
 
 
-def test_a_stream_reads_no_further_than_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_reads_its_source_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def endless() -> Iterator[dict[str, str]]:
@@ -112,7 +112,7 @@ def test_a_stream_reads_no_further_than_it_is_asked(monkeypatch: pytest.MonkeyPa
     assert len(read) == 5
     with pytest.raises(ConfigError, match=r"abisee/cnn_dailymail.*ConnectionError.*data\.path=FOLDER"):
         next(stream)
-    # As read on the Hub's page of the data set.
+    # See the data set's page on the Hub.
     assert asked == [("abisee/cnn_dailymail", {"name": "3.0.0", "split": "validation", "streaming": True})]
 
 
@@ -136,23 +136,25 @@ def test_a_bad_row_of_the_hub_is_named(column: str, monkeypatch: pytest.MonkeyPa
         ("train.csv", "article,highlights\na,b,c\n", "more fields than the first line names"),
         ("train.csv", "article,highlights\na,b\na,b,c\n", "row 1 .more fields than the first line names"),
         ("train.csv", "article,article,highlights\na,b,c\n", "names the column 'article' 2 times"),
-        ("train.csv", 'article,highlights\na,"b" c\n', "not CSV"),
-        ("train.csv", 'article,highlights\na,"b\n', "not CSV"),
-        ("train.csv", b"article,highlights\ncaf\xe9,b\n", r"not CSV in utf-8.*data\.options\.encoding=utf-16"),
+        ("train.csv", 'article,highlights\na,"b" c\n', "read as CSV"),
+        ("train.csv", 'article,highlights\na,"b\n', "read as CSV"),
+        ("train.csv", b"article,highlights\ncaf\xe9,b\n", r"read as CSV in utf-8.*data\.options\.encoding=utf-16"),
         (
             "train.jsonl",
             '{"article": "a", "highlights": "b"}\n{"article": "a"}\n',
             "row 2: no column 'highlights', only article",
         ),
-        ("train.jsonl", '{"article": "a", "highlights": "\\ud800"}\n', "not JSON, near row 0"),
-        ("train.jsonl", "3\n", "not JSON, near row 0 .expected an object, got int"),
+        ("train.jsonl", '{"article": "a", "highlights": "\\ud800"}\n', "read as JSON, near row 0"),
+        ("train.jsonl", "3\n", "read as JSON, near row 0 .expected an object, got int"),
         ("train.jsonl", '{"article": "a", "highlights": 3}\n', "row 1: highlights is 3: it must be text"),
-        ("train.jsonl", '{"article": "a", "highlights"\n', "not JSON"),
-        ("train.json", "[]", "has no rows|not JSON"),
-        ("train.parquet", "article", "not Parquet"),
+        ("train.jsonl", '{"article": "a", "highlights"\n', "read as JSON"),
+        ("train.json", "[]", "has no rows|read as JSON"),
+        ("train.parquet", "article", "read as Parquet"),
     ],
 )
-def test_a_bad_file_is_named_with_row_and_column(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
+def test_the_error_for_a_bad_file_names_the_row_and_the_column(
+    name: str, content: str | bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message) as caught:
         load_task("cnndm", path=str(tmp_path)).load("train")
@@ -160,13 +162,13 @@ def test_a_bad_file_is_named_with_row_and_column(name: str, content: str | bytes
     assert "\n" not in str(caught.value)
 
 
-def test_a_post_that_asks_for_no_summary_is_refused(tmp_path: Path) -> None:
+def test_a_post_without_the_summary_instruction_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"prompt": "POST: what now?", "completion": " ok"}])
     with pytest.raises(ConfigError, match=r"row 1: prompt must end in TL;DR:, got 'POST: what now\?'"):
         load_task("tldr", path=str(tmp_path)).load("train")
 
 
-def test_missing_splits_two_files_and_bad_options_are_refused(tmp_path: Path) -> None:
+def test_missing_splits_duplicate_files_and_bad_options_are_refused(tmp_path: Path) -> None:
     def message(split: Any, **options: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             load_task("cnndm", **{"path": str(tmp_path), **options}).load(split)
@@ -181,7 +183,7 @@ def test_missing_splits_two_files_and_bad_options_are_refused(tmp_path: Path) ->
     assert "holdout" in missing
     for split in ("train", "validation", "test"):
         assert "holdout is 3: " in message(split, holdout=3)
-        assert "has 6 rows, too few to hold 6 out" in message(split, holdout=3)
+        assert "has only 6 rows, too few to hold out 6" in message(split, holdout=3)
     assert "holdout is -1: it must be an integer of 0 or more" in message("train", holdout=-1)
     assert "holdout is True" in message("train", holdout=True)
     assert "unknown split 'dev'" in message("dev")

@@ -1,4 +1,4 @@
-"""ViGGO: reading, prompts of dialogue acts, delexicalising and putting back, and what is refused."""
+"""The ViGGO task: reading, prompts of dialogue acts, delexicalisation, restoring, and errors."""
 
 from pathlib import Path
 
@@ -24,15 +24,13 @@ def folder_with(tmp_path: Path, rows: str) -> Path:
     st.sampled_from(ACTS),
     st.dictionaries(st.sampled_from(SLOTS), st.text("abc ,:+(é'", max_size=8), min_size=1),
 )
-def test_a_meaning_representation_parses_to_its_act_and_its_slots_in_their_order(
-    act: str, slots: dict[str, str]
-) -> None:
+def test_a_meaning_representation_parses_to_its_act_and_its_slots_in_order(act: str, slots: dict[str, str]) -> None:
     meaning = parse_act(f"{act}({', '.join(f'{slot}[{value}]' for slot, value in slots.items())})")
     assert meaning.act == act
     assert list(meaning.slots.items()) == [(slot, value.strip()) for slot, value in slots.items()]
 
 
-def test_rows_of_one_meaning_are_one_example(tmp_path: Path) -> None:
+def test_rows_with_the_same_meaning_form_one_example(tmp_path: Path) -> None:
     rows = f'"{MR}",Dirt: Showdown is a racer by EA.\n"request_attribute(esrb[])",Do you mind ratings?\n"{MR}",EA!\n'
     first, second = ViGGO(str(folder_with(tmp_path, rows))).load("test")
     assert first.prompt == (
@@ -44,7 +42,7 @@ def test_rows_of_one_meaning_are_one_example(tmp_path: Path) -> None:
     assert second.prompt == "request_attribute | esrb:\n"
 
 
-def test_hidden_slots_are_put_back_with_articles_and_capitals(tmp_path: Path) -> None:
+def test_restoring_replaces_slots_and_corrects_articles_and_capitals(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, f'"{MR}",dirt: showdown by EA.\n')
     task = ViGGO(str(folder), delexicalise=["name", "developer"])
     (example,) = task.load("train")
@@ -66,7 +64,7 @@ def test_hidden_slots_are_put_back_with_articles_and_capitals(tmp_path: Path) ->
         (HEADER + '"inform()",text\n', "without slots"),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, content: str, message: str) -> None:
+def test_the_error_for_a_malformed_row_names_the_file_and_the_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "train.csv").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=message) as caught:
         ViGGO(str(tmp_path)).load("train")
@@ -74,10 +72,10 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, content: str,
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_names_missing_files_and_unknown_slots(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'name'"):
         load_task("viggo", delexicalise=["nme"])
-    with pytest.raises(ConfigError, match="name each slot once"):
+    with pytest.raises(ConfigError, match="list each slot once"):
         load_task("viggo", delexicalise=["name", "name"])
     with pytest.raises(ConfigError, match="no such folder"):
         load_task("viggo", path=str(tmp_path / "nowhere")).load("train")
@@ -85,7 +83,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         load_task("viggo", path=str(tmp_path)).load("validation")
 
 
-def test_without_a_folder_the_hubs_rows_are_read_by_their_own_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_hubs_own_columns_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, str]]] = []
 
     def load_dataset(repository: str, **options: str) -> list[dict[str, str]]:
@@ -104,7 +102,7 @@ def test_a_bad_row_of_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ViGGO().load("train")
 
 
-def test_the_real_data_has_its_known_sizes(shared_data: Path) -> None:
+def test_the_real_data_has_its_published_size(shared_data: Path) -> None:
     task = ViGGO(str(shared_data / "viggo"), delexicalise=["name", "developer"])
     sizes = [sum(len(example.references) for example in task.load(split)) for split in ("train", "validation", "test")]
     assert sizes == [5103, 714, 1083]

@@ -1,4 +1,4 @@
-"""WebNLG: reading the challenge's XML and the Hub's form, prompts, names hidden and put back, and what is refused."""
+"""The WebNLG task: reading the challenge's XML and the Hub's copy, prompts, delexicalisation, restoring, and errors."""
 
 import re
 from itertools import islice
@@ -34,7 +34,7 @@ def folder_with(tmp_path: Path, *entries: str) -> Path:
     return tmp_path
 
 
-def test_an_entry_is_an_example_of_its_modified_triples_and_good_texts(tmp_path: Path) -> None:
+def test_an_example_has_the_modified_triples_and_good_texts_of_its_entry(tmp_path: Path) -> None:
     texts = {"Aarhus Airport serves Aarhus, led by Jacob Bundsgaard.": "good", "Arhus.": "toFix", "It is.": "good"}
     folder = folder_with(tmp_path, entry("Airport", CITY, texts), entry("Artist", CITY[1:], {"Led.": "good"}))
     (folder / "test" / "testdata_unseen_with_lex.xml").write_text("not read", encoding="utf-8")
@@ -55,12 +55,12 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from(ENTITIES), min_size=2, max_size=6, unique=True), st.data())
-def test_names_that_are_hidden_and_put_back_are_the_names(names: list[str], data: Any) -> None:
+def test_hiding_and_restoring_names_gives_the_original_text(names: list[str], data: Any) -> None:
     task = WebNLG(delexicalise=True)
     triples = tuple(f"{names[0]} | property | {name}" for name in names[1:])
     spoken = [name.strip('"').replace("_", " ") for name in names]
     text = "Here: " + "; ".join(data.draw(st.permutations(spoken))) + "."
-    from data.webnlg import _entry  # an example without a file
+    from data.webnlg import _entry  # makes an example without a file
 
     example = task._example("one", _entry("here", "Food", triples, [("good", text)]), "train")
     (target,) = example.targets
@@ -74,7 +74,7 @@ def test_names_that_are_hidden_and_put_back_are_the_names(names: list[str], data
     ]
 
 
-def test_a_name_is_hidden_however_it_is_written() -> None:
+def test_a_name_is_hidden_in_any_spelling() -> None:
     letters = {"Adolfo_Suárez_Madrid–Barajas_Airport": "qa", "Madrid": "qb", "Wilfred_R._Cousins,_Jr.": "qc"}
     for text, hidden in {
         "ADOLFO SUAREZ Madrid-Barajas airport, near Madrid.": "Xqa, near Xqb.",
@@ -103,13 +103,13 @@ def test_a_name_is_hidden_however_it_is_written() -> None:
         ("!?", "!?", 0),
     ],
 )
-def test_what_people_call_a_name_is_hidden_too(name: str, text: str, hidden: int) -> None:
+def test_common_variants_of_a_name_are_hidden(name: str, text: str, hidden: int) -> None:
     found = hide_names(text, {name: "qa"})
     assert found.count("Xqa") == hidden
     assert put_back(found, [("Xqa", said(name))]).count(said(name)) >= hidden
 
 
-def test_parentheses_go_with_a_name_whole_or_not_at_all() -> None:
+def test_parentheses_of_a_name_are_hidden_in_pairs() -> None:
     names = {"Bolt_(comicsCharacter)": "qa", "(19255)_1994_VK8": "qb", "Runway_2": "qc"}
     assert (
         hide_names("Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2", names)
@@ -117,24 +117,24 @@ def test_parentheses_go_with_a_name_whole_or_not_at_all() -> None:
     )
 
 
-def test_a_name_that_ends_in_a_full_stop_ends_its_sentence() -> None:
+def test_a_name_that_ends_in_a_full_stop_adds_no_second_one() -> None:
     assert (
         put_back("By Xqa. At Xqb.", [("Xqa", "Damon Wayans, Jr."), ("Xqb", "Italy")])
         == "By Damon Wayans, Jr. At Italy."
     )
 
 
-def test_the_article_before_a_name_goes_by_its_sound() -> None:
+def test_the_article_before_a_name_follows_its_sound() -> None:
     names = [("Xqa", "United States"), ("Xqb", "Italy"), ("Xqc", "Eureka"), ("Xqd", "Japan")]
     assert put_back("a Xqa or an Xqb, an Xqc, an Xqd", names) == "a United States or an Italy, a Eureka, a Japan"
 
 
-def test_what_is_short_for_one_name_and_all_of_another_is_the_other() -> None:
+def test_a_full_name_takes_precedence_over_another_names_short_form() -> None:
     letters = {"Aarhus,_Denmark": "qa", "Aarhus": "qb", "Denmark": "qc"}
     assert hide_names("Aarhus, Denmark, or Denmark or Aarhus", letters) == "Xqa, or Xqc or Xqb"
 
 
-def test_targets_are_the_texts_that_leave_out_the_fewest_names(tmp_path: Path) -> None:
+def test_targets_are_the_texts_that_omit_the_fewest_names(tmp_path: Path) -> None:
     texts = {"Aarhus Airport serves Aarhus, led by Jacob Bundsgaard.": "good", "It serves Aarhus.": "good"}
     folder = folder_with(tmp_path, entry("Airport", CITY, texts))
     (example,) = WebNLG(str(folder), delexicalise=True).load("train")
@@ -146,11 +146,11 @@ def test_targets_are_the_texts_that_leave_out_the_fewest_names(tmp_path: Path) -
 @pytest.mark.parametrize(("subjects", "objects"), [(1, 65), (27, 1)])
 def test_more_names_than_placeholders_are_refused(subjects: int, objects: int) -> None:
     triples = [(f"s{n % subjects}", "property", f"o{n % objects}") for n in range(max(subjects, objects))]
-    with pytest.raises(ConfigError, match=f"an entry has {max(subjects, objects)} .*, at most (64|26) fit"):
+    with pytest.raises(ConfigError, match=f"an entry has {max(subjects, objects)} .*, at most (64|26) are allowed"):
         letters_of(triples)
 
 
-def test_shuffled_each_text_has_the_triples_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_with_shuffle_each_text_has_its_own_order_of_triples(tmp_path: Path) -> None:
     triples = tuple(f"Subject_{n % 3} | property_{n} | Object_{n}" for n in range(6))
     texts = {f"Text {n}.": "good" for n in range(8)}
     folder = folder_with(tmp_path, entry("Airport", triples, texts))
@@ -166,7 +166,7 @@ def test_shuffled_each_text_has_the_triples_in_an_order_of_its_own(tmp_path: Pat
         assert WebNLG(str(folder), hidden, shuffle=True).load("test") == WebNLG(str(folder), hidden).load("test")
 
 
-def test_properties_are_words() -> None:
+def test_properties_are_written_as_words() -> None:
     triple = ("A", "elevationAboveTheSeaLevel_(in_metres)", "25.0")
     assert linearise([triple]) == "A : elevation above the sea level (in metres) : 25.0"
     assert linearise([("A", "ICAO_Location_Identifier", '"SBCT"')]) == "A : icao location identifier : SBCT"
@@ -175,19 +175,19 @@ def test_properties_are_words() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no xml", "a.xml: not XML"),
-        ('<?xml version="1.0" encoding="none"?><benchmark/>', r"a\.xml: not XML \(unknown encoding: none"),
-        ('<?xml version="1.0" encoding="gb2312"?><benchmark/>', r"a\.xml: not XML \(multi-byte encodings"),
+        ("no xml", "a.xml can.t be read as XML"),
+        ('<?xml version="1.0" encoding="none"?><benchmark/>', r"a\.xml can.t be read as XML \(unknown encoding: none"),
+        ('<?xml version="1.0" encoding="gb2312"?><benchmark/>', r"a\.xml can.t be read as XML \(multi-byte encodings"),
         ("<benchmark/>", r"a\.xml has no entries"),
         (entry("Food", ("a | b",), {"text": "good"}), r"a\.xml, entry Id1: expected triples"),
         (entry("Food", ("a | b | ",), {"text": "good"}), "expected triples"),
         (entry("Food", (), {"text": "good"}), "expected triples"),
-        (entry("Food", CITY, {}), "it must have a category and texts"),
-        (entry("Food", CITY, {" ": "good"}), "it must have a category and texts"),
-        (entry("", CITY, {"text": "good"}), "it must have a category and texts"),
+        (entry("Food", CITY, {}), "the category and the texts must not be missing"),
+        (entry("Food", CITY, {" ": "good"}), "the category and the texts must not be missing"),
+        (entry("", CITY, {"text": "good"}), "the category and the texts must not be missing"),
     ],
 )
-def test_a_file_that_is_not_the_challenges_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+def test_the_error_names_a_file_that_is_not_the_challenges(tmp_path: Path, content: str, message: str) -> None:
     folder_with(tmp_path)
     (tmp_path / "train" / "1triples" / "a.xml").write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -206,7 +206,7 @@ def test_a_folder_without_the_splits_is_refused(tmp_path: Path) -> None:
         load_task("webnlg", path=str(tmp_path), delexicalise=["name"])
 
 
-def test_the_hubs_form_gives_the_same_examples_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_copy_gives_the_same_examples_without_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, str]] = []
     row = {
         "category": "Artist",
@@ -229,7 +229,7 @@ def test_the_hubs_form_gives_the_same_examples_once(monkeypatch: pytest.MonkeyPa
         WebNLG().load("train")
 
 
-def test_the_real_data_has_its_known_sizes_and_its_names_come_back(shared_data: Path) -> None:
+def test_the_real_data_has_its_published_size_and_its_names_are_restored(shared_data: Path) -> None:
     plain = WebNLG(str(shared_data / "webnlg"))
     train, validation, test = (plain.load(split) for split in ("train", "validation", "test"))
     assert [len(split) for split in (train, validation, test)] == [6940, 872, 1862]

@@ -1,4 +1,4 @@
-"""A base model's own settings of generation are refused before any step, or its finished checkpoint decodes."""
+"""A base model's generation settings are refused before the first step, or its finished checkpoint decodes."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ from skipdecode import ConfigError, SkipSchedule, skip_generate
 from skipdecode.checkpoint.loading import load
 from skipdecode.engine.engine import Engine
 from train.base_settings import GENERATION_FILE, MODEL_FILE, settle_generation
-from train.build import build_model
+from train.build import build_model, build_task
 from train.recipe import Recipe, load_recipe
 
 LAYERS = 6
 STARTS = ("model.shape=null", "model.config=null")
-# Values that transformers takes; any other setting is drawn from ANY alone.
-RIGHT: dict[str, Any] = {
+# Values that transformers accepts; other settings are drawn only from ANY.
+VALID: dict[str, Any] = {
     "stop_strings": ["\n"],
     "cache_implementation": st.sampled_from(["static", "offloaded", "quantized", "hybrid", "dynamic", "paged"]),
     "cache_config": {"backend": "quanto"},
@@ -45,17 +45,17 @@ RIGHT: dict[str, Any] = {
 }
 ANY = st.sampled_from([None, True, False, -1, 0, 1, 2, 1000, -0.5, 0.0, 0.5, 1.0, 1.5, "", "x", [], [1], [[1]], {}])
 KNOWN = sorted(key for key in vars(GenerationConfig()) if key != "transformers_version" and not key.startswith("_"))
-TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # which in config.json are the model's own
+TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # in config.json these belong to the model
 
 
 def values_of(key: str) -> st.SearchStrategy[Any]:
-    right = RIGHT.get(key, ANY)
-    return ANY | (right if isinstance(right, st.SearchStrategy) else st.just(right))
+    valid = VALID.get(key, ANY)
+    return ANY | (valid if isinstance(valid, st.SearchStrategy) else st.just(valid))
 
 
 @st.composite
 def base_settings(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A file, and some of all that transformers knows for it."""
+    """A file, and values of some of the settings that transformers knows for it."""
     file = draw(st.sampled_from([GENERATION_FILE, MODEL_FILE]))
     known = KNOWN if file == GENERATION_FILE else [*sorted(set(KNOWN) - TOKENS), "return_dict"]
     keys = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
@@ -69,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_settings(base: Path, folder: Path, file: str, values: dict[str, Any]) -> Path:
-    """A copy of a base whose file has these settings; its `generation_config.json` goes where it isn't that."""
+    """A copy of a base model with these settings in one file; any other `generation_config.json` is removed."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
     (folder / GENERATION_FILE).unlink()
     before = json.loads((folder / MODEL_FILE).read_text()) if file == MODEL_FILE else {"eos_token_id": 2}
@@ -81,18 +81,18 @@ def recipe_of(base: Path, *changes: str) -> Recipe:
     return load_recipe("quickstart", [*STARTS, f"model.name_or_path={base}", *changes])
 
 
-def decodes(folder: Path, most: int = 4) -> None:
-    """A finished checkpoint does in each way there is, without being told anything of its settings."""
+def check_decodes(folder: Path, max_new_tokens: int = 4) -> None:
+    """Check that a finished checkpoint decodes in every way with its own settings."""
     schedule = SkipSchedule(LAYERS, 2, 1, horizon=4)
     model, tokenizer = load(str(folder))
     inputs = tokenizer(["a ferry", "to"], return_tensors="pt", padding=True)
-    columns = inputs["input_ids"].shape[1]
+    length = inputs["input_ids"].shape[1]
     for request in ({}, {"do_sample": False}):
         plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, **request)
         skipped = model.generate(**inputs, **request, custom_generate=skip_generate, schedule=schedule)
         for ids in (plain, skipped):
             assert isinstance(ids, torch.Tensor)
-            assert columns < ids.shape[1] <= columns + most
+            assert length < ids.shape[1] <= length + max_new_tokens
     engine = Engine(model, tokenizer, most_rows=1, weights="model")
     answer = engine.submit(inputs["input_ids"][0].tolist(), schedule=schedule, do_sample=False)
     while engine.step():
@@ -100,9 +100,9 @@ def decodes(folder: Path, most: int = 4) -> None:
     assert answer.result(timeout=60).tokens
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(drawn=base_settings())
-def test_any_settings_of_a_base_are_refused_by_file_and_key_or_its_checkpoint_decodes(
+def test_any_base_settings_are_refused_by_file_and_key_or_the_checkpoint_decodes(
     base: Path, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[str, dict[str, Any]]
 ) -> None:
     file, values = drawn
@@ -126,7 +126,7 @@ def test_any_settings_of_a_base_are_refused_by_file_and_key_or_its_checkpoint_de
     config = GenerationConfig.from_pretrained(finished)
     config.max_new_tokens = 4  # as the end of a run sets it
     config.save_pretrained(finished)
-    decodes(finished)
+    check_decodes(finished)
     shutil.rmtree(finished)
 
 
@@ -143,58 +143,53 @@ HARMLESS = {
 
 
 def trained(base: Path, folder: Path, *changes: str) -> Path:
-    """A finished run from a base, which a short evaluation ends."""
-    evaluation = ["evaluation.speedups=[1,2]", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
-    start = [*STARTS, f"model.name_or_path={base}", "schedule.speedups=[1,2]", "train.max_steps=1"]
-    return train_small(folder, *start, *evaluation, *changes)
+    start = [*STARTS, f"model.name_or_path={base}", "schedule.speedups=[1,2]", "schedule.texts=0", "train.max_steps=1"]
+    return train_small(folder, *start, "evaluation.max_new_tokens=4", *changes)
 
 
-def test_settings_that_do_no_harm_are_left_out_with_one_warning_and_the_checkpoint_decodes(
+def test_harmless_base_settings_are_omitted_with_one_warning_and_the_checkpoint_decodes(
     base: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = with_settings(base, tmp_path / "base", GENERATION_FILE, HARMLESS)
     config = json.loads((own / MODEL_FILE).read_text())
     (own / MODEL_FILE).write_text(json.dumps({**config, "return_dict": False}))
-    folder = trained(own, tmp_path / "run")
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
-    for key in HARMLESS.keys() - {"length_penalty"}:  # which asks for nothing without beams
+    folder = trained(own, tmp_path / "run", "evaluation.speedups=[1,2]", "evaluation.limit=2")
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "omits these settings" in line]
+    for key in HARMLESS.keys() - {"length_penalty"}:  # without beams it has no effect
         assert f"{key} in generation_config.json of '{own}' is {HARMLESS[key]!r}" in warning
     assert f"return_dict in config.json of '{own}' is False" in warning
     kept = json.loads((folder / GENERATION_FILE).read_text())
     assert not kept.keys() & HARMLESS.keys()
-    decodes(folder, kept["max_new_tokens"])
+    check_decodes(folder, kept["max_new_tokens"])
     capsys.readouterr()
     assert skipdecode.cli.options.main(["generate", str(folder), "to: Saltfern", "--max-new-tokens", "4"]) == 0
     assert json.loads((folder / "eval" / "report.json").read_text())["rows"]
 
 
-def test_old_settings_of_a_config_file_are_left_out_also_where_adapters_are_merged(
+def test_generation_settings_in_config_json_are_omitted_when_adapters_are_merged(
     base: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = with_settings(base, tmp_path / "base", MODEL_FILE, {"num_beams": 4, "use_cache": False})
     folder = trained(own, tmp_path / "run", "lora.r=2")
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "omits these settings" in line]
     assert "num_beams in config.json" in warning
     assert "use_cache in config.json" in warning
-    decodes(folder, json.loads((folder / GENERATION_FILE).read_text())["max_new_tokens"])
+    check_decodes(folder)
     with pytest.raises(ConfigError, match=r"use_cache in config\.json of .* is False: with lora\.merge=false"):
         trained(own, tmp_path / "apart", "lora.r=2", "lora.merge=false")
     assert not (tmp_path / "apart").exists()
 
 
-def test_what_a_recipe_says_of_the_same_is_left_out_too(tmp_path: Path, capsys: Any) -> None:
+def test_generation_settings_in_a_recipe_are_omitted_too(tmp_path: Path) -> None:
     changes = ["use_cache=false", "return_dict=false", "output_hidden_states=true", f"num_hidden_layers={LAYERS}"]
-    folder = train_small(
-        tmp_path / "run",
-        "train.max_steps=1",
-        "schedule.speedups=[1,2]",
-        *(f"model.config.{change}" for change in changes),
-    )
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "goes without" in line]
-    assert {"model.config.use_cache is False", "model.config.return_dict is False"} <= set(
-        warning.partition(": ")[2].split("; ")
-    )
-    decodes(folder, json.loads((folder / GENERATION_FILE).read_text())["max_new_tokens"])
+    recipe = load_recipe("quickstart", [*SMALL, *(f"model.config.{change}" for change in changes)])
+    model, tokenizer = build_model(recipe, build_task(recipe).load("train"))
+    omitted = settle_generation(recipe, model, tokenizer)
+    assert {"model.config.use_cache is False", "model.config.return_dict is False"} <= set(omitted)
+    model.generation_config.max_new_tokens = 4
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    check_decodes(tmp_path)
 
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
@@ -207,7 +202,7 @@ def test_what_a_recipe_says_of_the_same_is_left_out_too(tmp_path: Path, capsys: 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_ways_of_decoding_are_refused_before_the_first_step(
+def test_settings_of_other_decoding_methods_are_refused_before_the_first_step(
     base: Path, tmp_path: Path, capsys: Any, file: str, values: dict[str, Any], key: str, *, dry: bool
 ) -> None:
     own = with_settings(base, tmp_path / "base", file, values)
@@ -219,16 +214,16 @@ def test_other_ways_of_decoding_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_file_is_refused_in_place_of_being_passed_over(base: Path, tmp_path: Path) -> None:
+def test_a_damaged_generation_config_is_refused(base: Path, tmp_path: Path) -> None:
     own = with_settings(base, tmp_path / "base", GENERATION_FILE, {})
     (own / GENERATION_FILE).write_text('{"num_beams": ')
     with pytest.raises(ConfigError, match=r"generation_config\.json of .* is damaged"):
         build_model(recipe_of(own), [])
 
 
-def test_a_foreign_model_whose_config_says_return_dict_false_decodes(base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_with_return_dict_false_in_its_config_decodes(base: Path, tmp_path: Path, capsys: Any) -> None:
     own = with_settings(base, tmp_path / "base", MODEL_FILE, {"return_dict": False})
     assert skipdecode.cli.options.main(["generate", str(own), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
-    decodes_of = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert skipdecode.cli.options.main(["generate", str(base), "to", "--speedup", "1", "--max-new-tokens", "4"]) == 0
-    assert capsys.readouterr().out == decodes_of
+    assert capsys.readouterr().out == printed

@@ -1,4 +1,4 @@
-"""What would be refused after training is refused before it; what the weights don't depend on may change."""
+"""Bad settings are refused before training; settings that don't affect the weights may change when a run continues."""
 
 import json
 import shlex
@@ -29,17 +29,17 @@ from train.recipe import load_recipe
         (["model.name_or_path=/nowhere/at/all"], "not both"),
         (["model.vocab_size=10"], "model.vocab_size is 10"),
         (["model.vocab_size=4294967295"], "model.vocab_size is 4294967295"),
-        (["model.config.layerdrop=0.1"], "layerdrop 0.1, by which steps leave out layers"),
+        (["model.config.layerdrop=0.1"], "layerdrop to 0.1, which would randomly skip layers"),
         (["model.config.hidden_size=0"], "hidden_size is 0"),
         (["model.config.max_position_embeddings=40"], "the model has 40"),
-        (["data.max_prompt_tokens=3"], "at most 3 fit: raise data.max_prompt_tokens"),
+        (["data.max_prompt_tokens=3"], "at most 3 are allowed: raise data.max_prompt_tokens"),
         (["schedule.speedups=null", "schedule.files=[LAYERS24]"], "is for 24 layers, the model has 8"),
         (["schedule.speedups=null", "schedule.files=[MINMAX]"], "min_layers is 9: it must lie between warmup_layers"),
         (["schedule.speedups=null", "schedule.files=[LOWEST,EVEN]"], "differ in placement (bottom and even)"),
         (["schedule.speedups=null", "schedule.files=[train.py]"], "schedule file 'train.py': not a schedule"),
         (["schedule.speedups=null", "schedule.files=[nowhere.json]"], "'nowhere.json' can't be read"),
         (["data.path=/nowhere"], "unknown option of the task 'departures' 'path'"),
-        (["data.options={path: x}"], "data.options has path: the folder of a task's files is data.path"),
+        (["data.options={path: x}"], "data.options has the key path: set the folder of the task's files as data.path"),
         (["data.options={name: x}"], "unknown option of the task 'departures' 'name'"),
         (["data.limit=0"], "data.limit is 0"),
         (["data.num_proc=0"], "data.num_proc is 0"),
@@ -47,26 +47,26 @@ from train.recipe import load_recipe
         (["lora.r=4", "lora.target_modules=[nothing]"], "lora.target_modules is ['nothing']"),
         (["lora.r=4", "lora.merge=false"], "lora.merge=false needs model.name_or_path"),
         (["lora.r=0"], "lora.r is 0"),
-        (["model.dtype=float16", "train.precision=fp16"], "leave model.dtype at float32"),
-        (["model.dtype=float16"], "leave model.dtype at float32"),
+        (["model.dtype=float16", "train.precision=fp16"], "keep model.dtype=float32"),
+        (["model.dtype=float16"], "keep model.dtype=float32"),
         (["model.dtype=float16", "train.precision=bf16", "lora.r=4"], "needs a GPU: set model.dtype=bfloat16"),
         (["publish.public=true"], "publish.public is true and publish.repository is null: nothing is published"),
         (["optim.learning_rte=1"], "did you mean 'optim.learning_rate'"),
         (["schedule.default_speedup=9"], "schedule.default_speedup is 9: it must lie between 1 and"),
-        (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected different targets"),
+        (["evaluation.speedups=[0.5]"], "evaluation.speedups is [0.5]: Value error, expected distinct targets"),
         (["evaluation.speedups=[1,1]"], "evaluation.speedups is [1, 1]"),
         (["evaluation.speedups=[]"], "evaluation.speedups is []"),
         (["evaluation.speedups=[.nan]"], "evaluation.speedups"),
-        (["evaluation.speedups=[1,90]"], "the evaluation after training can't be done: speedup is 90"),
+        (["evaluation.speedups=[1,90]"], "the evaluation after training would fail: speedup is 90"),
         (["evaluation.speedups=[1]", "evaluation.max_new_tokens=250"], "the model has 256 positions and max_new"),
     ],
 )
-def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_write_nothing(
+def test_bad_settings_give_a_one_line_error_before_training_and_write_nothing(
     overrides: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
-    for name, (most, least) in {"LAYERS24": (9, 3), "MINMAX": (3, 9)}.items():
+    for name, (highest, lowest) in {"LAYERS24": (9, 3), "MINMAX": (3, 9)}.items():
         depth = 24 if name == "LAYERS24" else 8
-        (tmp_path / name).write_text(json.dumps({"num_layers": depth, "max_layers": most, "min_layers": least}))
+        (tmp_path / name).write_text(json.dumps({"num_layers": depth, "max_layers": highest, "min_layers": lowest}))
     for name, placement in {"LOWEST": "bottom", "EVEN": "even"}.items():
         (tmp_path / name).write_text(SkipSchedule(8, 5, 3, placement=placement).to_json())  # type: ignore[arg-type]
     for name in ("LAYERS24", "MINMAX", "LOWEST", "EVEN"):
@@ -79,8 +79,8 @@ def test_a_bad_request_and_an_evaluation_that_can_not_be_done_are_one_line_and_w
     assert not folder.exists()
 
 
-def test_schedules_from_files_are_solved_for_other_batches_as_they_are(tmp_path: Path) -> None:
-    """The recipe's own prompts run `max` layers, from the top: those of the files don't (law 4)."""
+def test_other_batch_sizes_get_schedules_of_the_same_kind_as_those_from_files(tmp_path: Path) -> None:
+    """The recipe has prompt "max" and placement "top"; the files have others, which the solver must use."""
     files = [tmp_path / f"{layers}.json" for layers in (8, 6, 4)]
     for file, layers in zip(files, (8, 6, 4), strict=True):
         file.write_text(SkipSchedule(8, layers, layers - 1, horizon=20, placement="bottom", warmup_layers=2).to_json())
@@ -89,15 +89,17 @@ def test_schedules_from_files_are_solved_for_other_batches_as_they_are(tmp_path:
     config, cost = prepared.skip_config, prepared.cost
     speeds = sorted(config.schedules)
     for speedup in (*speeds[1:], sum(speeds[1:]) / 2):  # those of files, and one between
-        schedule = config.schedule_for(cost, speedup, prompts=[[30]])
+        schedule = config.plan_for(cost, speedup, prompts=[[30]]).schedule
         assert (schedule.placement, schedule.prompt, schedule.warmup_layers) == ("bottom", "full", 2)
 
 
-def test_a_process_that_sees_several_gpus_is_refused_before_training(
+def test_a_single_process_with_several_gpus_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(ConfigError, match="sees 2 GPUs: start one for each, torchrun --nproc_per_node 2 train"):
+    with pytest.raises(
+        ConfigError, match="sees 2 GPUs: start one process for each with torchrun --nproc_per_node 2 train"
+    ):
         train_small(tmp_path / "run", "train.max_steps=1")
     assert not (tmp_path / "run").exists()
 
@@ -116,7 +118,7 @@ def test_a_folder_without_a_test_split_is_refused_before_training(tmp_path: Path
     words = [*small, f"output.dir={tmp_path / 'run'}", "evaluation.speedups=[1]"]
     assert train.cli.main(["--recipe", str(recipe), *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "error: the evaluation after training can't be done: split 'test' of text has no file" in said
+    assert "error: the evaluation after training would fail: split 'test' of text has no file" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -139,16 +141,17 @@ def test_validation_rows_that_are_longer_than_the_model_are_refused_before_train
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"{{task: text, path: {tmp_path}, options: {{prompt_column: prompt, completion_column: completion}}}}"
     changes = ["model.config.max_position_embeddings=40", "train.validate_rows=4", "schedule.speedups=[1]"]
-    with pytest.raises(ConfigError, match="positions, the model has 40"):
+    with pytest.raises(ConfigError, match="positions, but the model has 40"):
         train_small_on(data, tmp_path / "run", *changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_weights_do_not_depend_on_may_change_until_a_run_is_finished(
+def test_settings_that_do_not_affect_the_weights_may_change_when_a_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """In a cut-off run, and in a finished one whose evaluation is missing; in a folder whose name looks like markup."""
-    straight = train_small(tmp_path / "straight", "train.max_steps=6", "model.config.dropout=0.1")
+    """In an interrupted run, and in a trained one without its evaluation. The folder's name looks like rich markup."""
+    common = ["train.max_steps=6", "model.config.dropout=0.1", "schedule.texts=0"]
+    straight = train_small(tmp_path / "straight", *common)
     folder = tmp_path / "a[/b]c:smile:[lr=1e-4]"
     original = train.tracking.MetricsFile.on_log
 
@@ -160,25 +163,26 @@ def test_what_the_weights_do_not_depend_on_may_change_until_a_run_is_finished(
     with monkeypatch.context() as patch:
         patch.setattr(train.tracking.MetricsFile, "on_log", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            train_small(folder, "train.max_steps=6", "model.config.dropout=0.1")
+            train_small(folder, *common)
     changes = ["train.logging_steps=3", "train.save_steps=2", "train.save_total_limit=9"]
     capsys.readouterr()
-    train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *changes)
+    train_small(folder, *common, *changes)
     said = capsys.readouterr().err
-    assert "going on with other settings: train.logging_steps was 1, is 3" in said
+    assert "continuing with changed settings: train.logging_steps was 1, is 3" in said
     quoted = shlex.quote(str(folder))
-    assert f"finished: {folder} is a checkpoint; python -m eval --checkpoint {quoted} shows its speeds\n" in said
+    assert (
+        f"finished: the checkpoint is {folder}; to measure its speedups: python -m eval --checkpoint {quoted}\n" in said
+    )
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 6]
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 4, 6)]
     expected = load_file(straight / "model.safetensors")
     assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
     written = (folder / "model.safetensors").stat().st_mtime_ns
     evaluation = ["evaluation.speedups=[1]", "evaluation.limit=2", "evaluation.max_new_tokens=4"]
-    other = ["train.max_steps=6", "model.config.dropout=0.1", "train.per_device_batch_size=4"]
     with pytest.raises(ConfigError, match=r"a finished run of another recipe \(train\.per_device_batch_size was 8"):
-        train_small(folder, *other, *evaluation)
-    train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *evaluation)
+        train_small(folder, *common, "train.per_device_batch_size=4", *evaluation)
+    train_small(folder, *common, *evaluation)
     assert [row["label"] for row in json.loads((folder / "eval" / "report.json").read_text())["rows"]] == ["1x"]
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="already holds a finished run"):
-        train_small(folder, "train.max_steps=6", "model.config.dropout=0.1", *evaluation)
+        train_small(folder, *common, *evaluation)

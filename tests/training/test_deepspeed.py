@@ -1,4 +1,4 @@
-"""Several processes, sharded by DeepSpeed, train what one process does; they resume, and say what they can't do."""
+"""Several processes, sharded by DeepSpeed or not, train the same weights as one process, and resume."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from train.recipe import DEEPSPEED, load_recipe
 from train.run import run
 
 LEARNING_RATE = 3e-3
-ROWS = 12  # of a step, however many processes share them; 120 rows, in which other orders make other steps
+ROWS = 12  # rows of a step, over all processes; there are 120, so that another order would give other steps
 COMMON = [
     "model.config.num_hidden_layers=8",
     "model.config.hidden_size=48",
@@ -37,7 +37,7 @@ COMMON = [
     "train.save_steps=2",
     "tracking.wandb=off",
 ]
-# What is trained: one process without DeepSpeed is the reference of each.
+# What is trained. One process without DeepSpeed is the reference.
 WHAT = {
     "sampled": [],
     "skipping prompts": ["schedule.prompt=max"],
@@ -45,7 +45,7 @@ WHAT = {
     "sandwich": ["schedule.sampling=sandwich", "optim.distillation=0.5"],
     "sandwich, prompts of some layers": ["schedule.prompt=5", "schedule.sampling=sandwich", "optim.distillation=0.5"],
 }
-# How: a DeepSpeed config, and what must not matter.
+# How it is trained: a DeepSpeed config, and settings that must not change the result.
 PARTS = ["train.per_device_batch_size=3", "train.gradient_accumulation_steps=2"]
 CASES = [
     ("zero1", "prompts of some layers", []),
@@ -71,7 +71,7 @@ def training(folder: Path, *overrides: str) -> list[str]:
 
 
 def train_on_two(folder: Path, *overrides: str, log: Path) -> str:
-    """Train on two processes, each with half of the rows; what each drew is in `log`'s folder."""
+    """Train on two processes, each with half of the rows; the schedules that each sampled are in `log`'s folder."""
     arguments = training(folder, f"train.per_device_batch_size={ROWS // 2}", *overrides)
     status = run_python(["tests/support/draws_logged.py", str(log.parent), *arguments], log, processes=2)
     assert status == 0, log.read_text()[-3000:]
@@ -80,7 +80,7 @@ def train_on_two(folder: Path, *overrides: str, log: Path) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run on one process without DeepSpeed."""
+    """Trains on one process without DeepSpeed; returns the folder of the run."""
 
     @functools.cache
     def train_alone(what: str) -> Path:
@@ -93,7 +93,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None, str], Path]:
-    """The folder of a run on two processes; what each of them drew is beside it."""
+    """Trains on two processes; the schedules that each of them sampled are in the run's parent folder."""
 
     @functools.cache
     def train_sharded(config: str | None, what: str) -> Path:
@@ -107,7 +107,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None, s
 
 
 def check_same_training(mine: Path, reference: Path) -> None:
-    """The same losses, gradients and weights but for the order in which float32 numbers are added."""
+    """Check equal losses, gradient norms and weights, up to the order of float32 additions."""
     for line, expected in zip(metrics(mine), metrics(reference), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
@@ -121,14 +121,14 @@ def check_same_weights(mine: Path, reference: Path) -> None:
     found = weights(mine)
     assert found.keys() == expected.keys()
     apart = torch.cat([(value - expected[name]).abs().flatten() for name, value in found.items()])
-    # Adam moves a weight by the learning rate whatever the size of its gradient, even where that is rounding alone: in
-    # each of four steps to one side or to the other.
+    # Adam moves a weight by about the learning rate whatever the size of its gradient, so where the gradient is only
+    # rounding, a weight may move in either direction in each of the four steps.
     assert float(apart.max()) < 2 * 4 * LEARNING_RATE
     assert float(apart.mean()) < 1e-5
     assert float((apart > 1e-5).float().mean()) < 1e-2
 
 
-# The others run before a release: they differ from these in a way that is tested elsewhere.
+# The other configs are tested before a release; they differ from these in ways that are tested elsewhere.
 SHORT = ("zero2", "zero3")
 
 
@@ -136,39 +136,39 @@ SHORT = ("zero2", "zero3")
     ("config", "what"),
     [pytest.param(c, what, marks=() if c in SHORT else pytest.mark.release) for c, what, _ in CASES],
 )
-def test_two_processes_train_what_one_does(
+def test_two_processes_train_the_same_weights_as_one(
     config: str | None, what: str, alone: Callable[[str], Path], sharded: Callable[[str | None, str], Path]
 ) -> None:
     folder = sharded(config, what)
     check_same_training(folder, alone(what))
     drawn = [(folder.parent / f"{rank}.jsonl").read_text() for rank in (0, 1)]
-    assert drawn[0] == drawn[1]  # law 4
+    assert drawn[0] == drawn[1], "all ranks must use the same schedules"
     steps = {json.loads(line)[0] for line in drawn[0].splitlines()}
     assert steps == {0, 1, 2, 3}
     assert {file.name for file in folder.glob("*.safetensors")} == {"model.safetensors"}
-    size, alones = (f.joinpath("model.safetensors").stat().st_size for f in (folder, alone(what)))
-    assert size == pytest.approx(alones, rel=0.01)  # a tied head is saved once
+    size, reference = (f.joinpath("model.safetensors").stat().st_size for f in (folder, alone(what)))
+    assert size == pytest.approx(reference, rel=0.01), "a tied head is saved once"
 
 
-def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
+def test_an_interrupted_sharded_run_ends_with_the_weights_of_an_uninterrupted_one(
     sharded: Callable[[str | None, str], Path], tmp_path: Path
 ) -> None:
-    zero3 = "deepspeed.config=zero3"  # whose checkpoints hold shards of everything
+    zero3 = "deepspeed.config=zero3"  # its checkpoints are sharded
     folder = sharded("zero3", "sandwich, prompts of some layers")
     whole = shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("checkpoint-*"))
-    # What a kill leaves behind that comes after step 4 and before its checkpoint.
+    # The state of a run that was killed after step 4 and before its checkpoint.
     shutil.rmtree(folder / "checkpoint-4")
     for name in ("config.json", "model.safetensors"):
         (folder / name).unlink()
 
-    # First with a process less, whose shard would be lost.
+    # One process alone can't continue, because the other's shard would be lost.
     left = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     trained = [zero3, *WHAT["sandwich, prompts of some layers"]]
     recipe = training(folder, f"train.per_device_batch_size={ROWS // 2}", *trained)
     assert run_python(["train.py", *recipe], tmp_path / "refused.txt") == 2
     error = (tmp_path / "refused.txt").read_text().splitlines()[-1]
     assert error.startswith("error: ")
-    assert "checkpoint-2 was written by 2 processes and there is 1: continue with 2" in error
+    assert "checkpoint-2 was written by 2 processes, but now there is 1: continue with 2" in error
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == left
 
     printed = train_on_two(folder, *trained, log=tmp_path / "log.txt")
@@ -181,9 +181,9 @@ def test_a_sharded_run_cut_off_continues_and_ends_as_if_it_had_not_been(
     assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(whole)]
 
 
-@pytest.mark.release  # as far as training goes, processes of two launchers are those of one
-def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two launchers, as on two machines, that meet at an address; output.dir is a folder that both see."""
+@pytest.mark.release  # processes of two launchers train as those of one do
+def test_two_launchers_train_the_same_weights_as_one_process(alone: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two launchers, as on two machines, with a rendezvous address and a shared output folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -200,29 +200,22 @@ def test_two_agents_train_what_one_process_does(alone: Callable[[str], Path], tm
     assert (tmp_path / "0.jsonl").read_text() == (tmp_path / "1.jsonl").read_text()
 
 
-def test_one_process_needs_no_launcher(alone: Callable[[str], Path], tmp_path: Path) -> None:
-    arguments = training(tmp_path / "run", f"train.per_device_batch_size={ROWS}", "deepspeed.config=zero2")
-    log = tmp_path / "log.txt"
-    assert run_python(["train.py", *arguments], log) == 0, log.read_text()[-3000:]
-    check_same_training(tmp_path / "run", alone("sampled"))
-
-
 def test_a_pretrained_model_is_read_into_shards_and_trains_as_on_one_process(
     alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     pretrained = alone("sampled")
     changes = ["model.shape=null", "model.config=null", f"model.name_or_path={pretrained}", "train.max_steps=2"]
-    changes += ["model.vocab_size=512"]  # its default, as no tokenizer is trained
+    changes += ["model.vocab_size=512"]  # the default, because no tokenizer is trained
     arguments = training(tmp_path / "alone", f"train.per_device_batch_size={ROWS}", *changes)
     reference = run(load_recipe("quickstart", arguments[2:]), "quickstart")
     folder = tmp_path / "sharded"
     printed = train_on_two(folder, *changes, "deepspeed.config=zero3", log=tmp_path / "log.txt")
     check_same_training(folder, reference)
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(pretrained).parameters())
-    assert f"{count / 1e6:.2f} M parameters" in printed  # though no process holds them
+    assert f"{count / 1e6:.2f} M parameters" in printed  # all of them, though no process holds all
 
 
-def test_every_config_is_trained_with_and_leaves_to_the_recipe_what_it_decides() -> None:
+def test_every_deepspeed_config_is_tested_and_leaves_the_recipes_settings_on_auto() -> None:
     assert {path.stem for path in DEEPSPEED.glob("*.json")} == {config for config, *_ in CASES if config}
     for path in DEEPSPEED.glob("*.json"):
         values = json.loads(path.read_text())
@@ -238,7 +231,7 @@ def test_every_config_is_trained_with_and_leaves_to_the_recipe_what_it_decides()
         ("[]", [], "expected a JSON object with zero_optimization.stage"),
         ('{"bf16": {"enabled": true}}', [], "expected a JSON object with zero_optimization.stage (KeyError"),
         ('{"zero_optimization": {"stage": 4}}', [], "zero_optimization.stage is 4, expected 0, 1, 2 or 3"),
-        ('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}', [], "has a scheduler: take it out"),
+        ('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}', [], "has a scheduler: remove it"),
         ('{"zero_optimization": {"stage": 2}, "bf16": true}', [], "bf16 is True, expected an object"),
         ('{"zero_optimization": {"stage": 2}, "optimizer": "AdamW"}', [], "optimizer is 'AdamW', expected an object"),
         ('{"zero_optimization": {"stage": 2}, "optimizer": {"params": [1]}}', [], "optimizer.params is [1], expected"),
@@ -247,7 +240,7 @@ def test_every_config_is_trained_with_and_leaves_to_the_recipe_what_it_decides()
         ('{"zero_optimization": {"stage": 2}}', [], "is not installed: pip install 'skipdecode[deepspeed]'"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_one_line_and_writes_nothing(
+def test_an_invalid_deepspeed_config_gives_a_one_line_error_and_writes_nothing(
     text: str, overrides: list[str], message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # importing it raises, as where it isn't installed
@@ -261,7 +254,9 @@ def test_a_config_that_cannot_be_used_is_one_line_and_writes_nothing(
     assert not folder.exists()
 
 
-def test_what_a_config_does_not_say_the_recipe_does(alone: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_deepspeed_settings_come_from_the_recipe_and_one_process_needs_no_launcher(
+    alone: Callable[[str], Path], tmp_path: Path
+) -> None:
     config, folder, log = tmp_path / "own.json", tmp_path / "run", tmp_path / "log.txt"
     own = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "optimizer": own}))
@@ -275,7 +270,7 @@ def test_what_a_config_does_not_say_the_recipe_does(alone: Callable[[str], Path]
     check_same_training(folder, alone("sampled"))
 
 
-def test_a_config_that_disagrees_with_the_recipe_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_deepspeed_config_that_contradicts_the_recipe_is_refused(tmp_path: Path) -> None:
     config, folder = tmp_path / "own.json", tmp_path / "run"
     values = {**json.loads((DEEPSPEED / "zero2.json").read_text()), "bf16": {"enabled": True}, "gradient_clipping": 0.5}
     config.write_text(json.dumps(values))
@@ -288,11 +283,11 @@ def test_a_config_that_disagrees_with_the_recipe_is_one_line_and_writes_nothing(
     assert not folder.exists()
 
 
-def test_a_checkpoint_without_shards_may_continue_anywhere(tmp_path: Path) -> None:
+def test_only_sharded_checkpoints_need_the_same_number_of_processes(tmp_path: Path) -> None:
     check_world_size(tmp_path, 3)
     (tmp_path / "global_step2").mkdir()
     for rank in range(2):
         (tmp_path / "global_step2" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     check_world_size(tmp_path, 2)
-    with pytest.raises(ConfigError, match="was written by 2 processes and there are 3: continue with 2"):
+    with pytest.raises(ConfigError, match="was written by 2 processes, but now there are 3: continue with 2"):
         check_world_size(tmp_path, 3)

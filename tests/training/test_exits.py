@@ -1,11 +1,11 @@
-"""Multi-layer early exit: the loss of one pass is that of as many models, each cut off after a layer."""
+"""Multi-layer early exit: the loss of one pass equals that of separate models, each truncated after a layer."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lean_cases import fresh
+from fastpath_cases import fresh
 from small_runs import SMALL, metrics, train_small
 from tiny_models import PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts
 from torch.nn import functional
@@ -34,11 +34,11 @@ def a_batch() -> dict[str, Any]:
 
 
 def objective_loss(model: PreTrainedModel, objective: Objective, batch: dict[str, Any], **kwargs: Any) -> torch.Tensor:
-    """As the trainer takes it."""
-    _, columns, labels = unpack_batch(batch)
+    """The loss as the trainer computes it."""
+    _, arguments, labels = unpack_batch(batch)
 
     def run(schedule: SkipSchedule) -> Any:
-        return run_exits(model, lambda: model(**{**columns, "logits_to_keep": 1}), labels.shape[1])
+        return run_exits(model, lambda: model(**{**arguments, "logits_to_keep": 1}), labels.shape[1])
 
     full = SkipSchedule.full_depth(LAYERS)
     unused: Any = None
@@ -47,14 +47,14 @@ def objective_loss(model: PreTrainedModel, objective: Objective, batch: dict[str
 
 
 def naive_loss(model: PreTrainedModel, batch: dict[str, Any], power: float, smoothing: float, share: float) -> Any:
-    """A model for each exit, cut off by a schedule; weights, means and divergences written out."""
-    prompt, columns, labels = unpack_batch(batch)
+    """One model for each exit, truncated by a schedule, with explicit weights, means and divergences."""
+    prompt, arguments, labels = unpack_batch(batch)
     tokens = (labels != IGNORED).sum()
     logits = []
     for k in range(1, LAYERS + 1):
         cut = SkipSchedule(LAYERS, k, k, decay="constant", placement="bottom", prompt="max")
         with skip_layers(model, cut, prompt_columns=prompt):
-            logits.append(model(**columns).logits[:, :-1])
+            logits.append(model(**arguments).logits[:, :-1])
     total: Any = 0.0
     for k, given in enumerate(logits, start=1):
         loss = functional.cross_entropy(
@@ -76,7 +76,7 @@ def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
 @pytest.mark.parametrize(("power", "smoothing", "share"), [(0.0, 0.0, 0.0), (1.0, 0.1, 0.5)])
-def test_loss_and_gradient_are_those_of_models_cut_off_after_each_layer(
+def test_loss_and_gradient_equal_those_of_models_truncated_after_each_layer(
     family: str, power: float, smoothing: float, share: float
 ) -> None:
     model, batch = fresh(family), a_batch()
@@ -89,7 +89,7 @@ def test_loss_and_gradient_are_those_of_models_cut_off_after_each_layer(
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: name + text)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+def test_gradient_checkpointing_does_not_change_the_gradient() -> None:
     model, batch, objective = fresh("opt").train(), a_batch(), Objective(1.0, exits=True)
     plain = gradients(model, objective_loss(model, objective, batch))
     checkpoint_activations(model)
@@ -97,7 +97,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-7)
 
 
-def test_parts_of_a_batch_add_up_to_its_loss() -> None:
+def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_batch() -> None:
     model, batch, objective = fresh("llama"), a_batch(), Objective(1.0, 0.1, exits=True)
     totals = objective.totals([SkipSchedule.full_depth(LAYERS)], unpack_batch(batch)[2])
     parts = 0.0
@@ -109,19 +109,19 @@ def test_parts_of_a_batch_add_up_to_its_loss() -> None:
 
 def test_each_exit_is_logged_in_the_band_of_its_depth() -> None:
     model, batch, bands = fresh("gpt2"), a_batch(), DepthBands(LAYERS)
-    objective_loss(model, Objective(exits=True), batch, bands=bands).backward()  # which computes the exits again
-    prompt, columns, labels = unpack_batch(batch)
+    objective_loss(model, Objective(exits=True), batch, bands=bands).backward()  # recomputes the exits
+    prompt, arguments, labels = unpack_batch(batch)
     losses: dict[str, list[float]] = {}
     for k in range(1, LAYERS + 1):
         with skip_layers(model, SkipSchedule(LAYERS, k, k, placement="bottom", prompt="max"), prompt_columns=prompt):
-            given = model(**columns).logits[:, :-1]
+            given = model(**arguments).logits[:, :-1]
         loss = functional.cross_entropy(given.transpose(1, 2), labels, ignore_index=IGNORED)
         losses.setdefault(bands.name(bands.band(k)), []).append(float(loss))
     assert bands.take() == {name: pytest.approx(sum(v) / len(v), rel=1e-5) for name, v in losses.items()}
 
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "bloom"])
-def test_the_head_turns_the_last_layers_output_into_the_models_logits(family: str) -> None:
+def test_the_head_computes_the_models_logits_from_the_last_layers_output(family: str) -> None:
     model = fresh(family)
     ids, mask = ragged_prompts([4, 6], seed=0)
     hooks = [list(layer._forward_hooks.values()) for layer in model.modules()]
@@ -132,7 +132,7 @@ def test_the_head_turns_the_last_layers_output_into_the_models_logits(family: st
     assert [list(layer._forward_hooks.values()) for layer in model.modules()] == hooks
 
 
-def test_a_family_without_a_known_norm_is_refused() -> None:
+def test_a_family_without_a_known_final_norm_is_refused() -> None:
     original = FAMILIES["llama"]
     try:
         register_family("llama", "model.layers")
@@ -142,7 +142,7 @@ def test_a_family_without_a_known_norm_is_refused() -> None:
         FAMILIES["llama"] = Family(original.layers, original.parts)
 
 
-def test_a_pass_that_drops_layers_is_refused() -> None:
+def test_a_forward_pass_that_drops_layers_is_refused() -> None:
     model = fresh("opt").train()
     model.model.decoder.layerdrop = 1.0
     with pytest.raises(ConfigError, match=f"0 of {LAYERS} layers ran"):
@@ -153,7 +153,7 @@ def test_a_pass_that_drops_layers_is_refused() -> None:
     "overrides",
     [["schedule.speedups=[1,2]"], ["schedule.speedups=null", "schedule.speedup_range=[1,3]"]],
 )
-def test_schedules_that_skip_are_refused_beside_exits(overrides: list[str], tmp_path: Path) -> None:
+def test_schedules_that_skip_layers_are_refused_when_exits_are_trained(overrides: list[str], tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, "optim.exits=all", *overrides])
     with pytest.raises(ConfigError, match=r"optim\.exits is 'all'.*schedule\.speedups=\[1\]"):
         prepare(recipe, build_task(recipe), make_arguments(recipe, tmp_path))
@@ -165,7 +165,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(folder, *EXITS, "optim.depth_weight_power=1", "train.max_steps=2")
 
 
-def test_a_run_logs_every_band_in_each_step(finished: Path) -> None:
+def test_a_run_with_exits_logs_every_band_in_each_step(finished: Path) -> None:
     for line in metrics(finished):
         assert {name for name in line if name.startswith("loss_")} == {
             f"loss_layers_{low}_to_{low + 1}" for low in (1, 3, 5, 7)
@@ -174,15 +174,15 @@ def test_a_run_logs_every_band_in_each_step(finished: Path) -> None:
         assert line["layers_per_token"] == 8
 
 
-def test_the_checkpoint_decodes_other_targets_by_a_fixed_exit(finished: Path) -> None:
+def test_a_checkpoint_with_exits_decodes_other_targets_at_a_fixed_exit(finished: Path) -> None:
     config = SkipConfig.load(finished)
     assert config is not None
     model = AutoModelForCausalLM.from_pretrained(finished)
     cost = CostModel.of(model)
     assert set(config.schedules) == {1.0}
-    assert config.schedule_for(cost, 1).min_layers == 8
+    assert config.plan_for(cost, 1).schedule.min_layers == 8
     for speedup in (2, 3, 4):
-        schedule = config.schedule_for(cost, speedup)
+        schedule = config.plan_for(cost, speedup).schedule
         assert (schedule.decay, schedule.placement) == ("constant", "bottom")
         assert {schedule.layers_at(i) for i in range(100)} == {tuple(range(schedule.max_layers))}
         assert cost.at().speedup(schedule) >= speedup > cost.at().speedup(one_layer_more(schedule))

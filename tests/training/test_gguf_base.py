@@ -1,4 +1,4 @@
-"""A run that starts from a GGUF file is the run that starts from the same weights in a plain checkpoint."""
+"""A run that starts from a GGUF file equals one that starts from the same weights in a plain checkpoint."""
 
 import json
 from pathlib import Path
@@ -47,14 +47,16 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def without_a_trace(run: Path) -> bool:
-    """Whether the recipe alone says where the run started. A report lists packages, and code is the library's own."""
+    """Whether only the recipe mentions the GGUF file (reports list packages, and code is the library's own)."""
     code = {run / "eval", run / "custom_generate"}
     files = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.parent not in code}
     said = {file for file, content in files.items() if b"gguf" in content.lower() or TITLE.encode() in content}
     return said == {run / "recipe.yaml"}
 
 
-def test_it_trains_the_same_weights_as_from_a_plain_checkpoint(folder: Path, finished: Path, tmp_path: Path) -> None:
+def test_training_from_gguf_gives_the_same_weights_as_from_a_plain_checkpoint(
+    folder: Path, finished: Path, tmp_path: Path
+) -> None:
     model, tokenizer = skipdecode.load(str(folder), gguf_file=NAME)
     model.save_pretrained(tmp_path / "plain")
     tokenizer.save_pretrained(tmp_path / "plain")
@@ -63,7 +65,7 @@ def test_it_trains_the_same_weights_as_from_a_plain_checkpoint(folder: Path, fin
     assert same_weights(finished, other)
 
 
-def test_the_finished_run_is_a_plain_checkpoint(finished: Path) -> None:
+def test_a_finished_run_from_gguf_is_a_plain_checkpoint(finished: Path) -> None:
     assert without_a_trace(finished)
     model = AutoModelForCausalLM.from_pretrained(finished)
     inputs = AutoTokenizer.from_pretrained(finished)(["vehicle: ferry | to: Saltfern\n"], return_tensors="pt")
@@ -71,7 +73,7 @@ def test_the_finished_run_is_a_plain_checkpoint(finished: Path) -> None:
     assert skipdecode.load(str(finished))[0].config.skipdecode["schedules"]
 
 
-def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(
+def test_an_interrupted_run_from_gguf_ends_with_the_same_weights(
     folder: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = train.trainer.SkipTrainer.training_step
@@ -92,23 +94,23 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_weights(
     assert same_weights(run, finished)
 
 
-def test_adapters_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_dequantised_base_are_merged_into_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = train_small(tmp_path / "run", *named(folder), *STEPS, "lora.r=2", "optim.learning_rate=0.03")
     assert without_a_trace(run)
-    assert not (run / "adapter").exists()  # which could name the folder alone as what they adapt
+    assert not (run / "adapter").exists()  # adapters can't name a GGUF file as their base model
     written, start = (load_file(run / "model.safetensors"), skipdecode.load(str(folder), gguf_file=NAME)[0])
     changed = {name for name, value in start.state_dict().items() if name in written and not value.equal(written[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj"}
 
 
-def test_distillation_and_a_shallow_model_start_from_it_too(folder: Path, tmp_path: Path) -> None:
+def test_distillation_and_shallow_models_can_start_from_gguf(folder: Path, tmp_path: Path) -> None:
     more = ("optim.distillation=0.5", "model.layers=6", "train.max_steps=2")
     run = train_small(tmp_path / "run", *named(folder), *STEPS, *more)
     assert without_a_trace(run)
     assert AutoModelForCausalLM.from_pretrained(run).config.num_hidden_layers == 6
 
 
-def test_values_of_its_config_can_be_changed_and_sizes_cannot(folder: Path) -> None:
+def test_config_values_of_a_gguf_base_can_be_changed_but_not_its_sizes(folder: Path) -> None:
     def built(change: str) -> Any:
         return build_model(load_recipe("e2e-smollm2-135m", [*named(folder), f"model.config.{change}"]), [])[0]
 
@@ -117,7 +119,9 @@ def test_values_of_its_config_can_be_changed_and_sizes_cannot(folder: Path) -> N
         built("hidden_size=32")
 
 
-def test_a_dry_run_reads_it_and_writes_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_dry_run_reads_a_gguf_file_and_writes_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "run"
     assert train.cli.main(["--recipe", "quickstart", *SMALL, *named(folder), f"output.dir={out}", "--dry-run"]) == 0
     written, _ = tiny_llama()
@@ -125,7 +129,7 @@ def test_a_dry_run_reads_it_and_writes_nothing(folder: Path, tmp_path: Path, cap
     assert not out.exists()
 
 
-def test_its_config_is_read_from_the_file_also_where_a_shape_has_the_folders_name(tmp_path: Path) -> None:
+def test_the_config_comes_from_the_gguf_file_even_if_its_folder_is_named_like_a_shape(tmp_path: Path) -> None:
     folder = write_tiny_gguf(tmp_path / "opt-1.3b", *tiny_llama(2))
     assert model_config(load_recipe("quickstart", [*START, *named(folder)])).model_type == "llama"
 
@@ -135,14 +139,14 @@ def test_its_config_is_read_from_the_file_also_where_a_shape_has_the_folders_nam
     [
         (["model.gguf_file=absent.gguf"], "gguf_file 'absent.gguf': there is no such file in"),
         (["model.gguf_file=''"], "gguf_file is ''"),
-        (["model.name_or_path=null"], 'model.gguf_file is "tiny.gguf" and model.name_or_path is null: name the folder'),
-        (["model.name_or_path=null", "model.shape=opt-tiny"], "model.name_or_path is null: name the folder"),
+        (["model.name_or_path=null"], 'model.gguf_file is "tiny.gguf" and model.name_or_path is null: set the folder'),
+        (["model.name_or_path=null", "model.shape=opt-tiny"], "model.name_or_path is null: set the folder"),
         (["model.name_or_path=/nowhere/at/all"], "'/nowhere/at/all' is not a folder"),
         (["lora.r=2", "lora.merge=false"], "model.gguf_file is 'tiny.gguf' with lora.merge=false"),
         (["model.gguf_fil=x"], "did you mean 'model.gguf_file'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_impossible_gguf_settings_are_refused_before_anything_is_written(
     folder: Path, tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -152,12 +156,14 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
-def test_a_tokenizer_of_ones_own_takes_the_place_of_the_files(folder: Path, finished: Path) -> None:
+def test_another_tokenizer_can_replace_that_of_the_gguf_file(folder: Path, finished: Path) -> None:
     recipe = load_recipe("quickstart", [*START, *named(folder), f"model.tokenizer={finished}"])
     assert build_model(recipe, [])[1].name_or_path == str(finished)
 
 
-def test_it_is_evaluated_before_it_is_trained(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_gguf_file_can_be_evaluated_before_training(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     options = ["--task", "departures", "--limit", "3", "--max-new-tokens", "4", "--speedup", "1", "2"]
     options += ["--task-option", *(f"{key}={value}" for key, value in TASK.items()), "--output", str(tmp_path / "out")]
     assert eval.cli.main(["--checkpoint", str(folder), *options]) == 2
@@ -167,20 +173,25 @@ def test_it_is_evaluated_before_it_is_trained(folder: Path, tmp_path: Path, caps
     assert [row["speedup_target"] for row in rows] == [1, 2]
 
 
-def test_an_evaluation_knows_the_file_that_it_read(folder: Path) -> None:
+def test_an_evaluation_identifies_the_gguf_file_that_it_read(folder: Path) -> None:
     status = (folder / NAME).stat()
     checkpoint = load_checkpoint(str(folder), None, torch.device("cpu"), gguf_file=NAME)
     assert checkpoint_identity(checkpoint) == {NAME: [status.st_size, status.st_mtime_ns]}
 
 
 @pytest.mark.parametrize("task", ["e2e", "cnndm"])
-def test_the_recipes_of_smollm2_start_without_the_hub(
+def test_the_smollm2_recipes_train_from_gguf_without_the_hub(
     task: str, folder: Path, shared_data: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     overrides = [f"model.name_or_path={folder}", f"model.gguf_file={NAME}", f"data.path={shared_data / task}"]
     overrides += ["data.limit=4", "data.max_completion_tokens=8", "data.max_prompt_tokens=100", "train.max_steps=1"]
-    overrides += ["train.per_device_batch_size=2", "schedule.texts=2", "evaluation.limit=2"]
+    overrides += [
+        "train.per_device_batch_size=2",
+        "schedule.texts=2",
+        "evaluation.limit=2",
+        "evaluation.speedups=[1,2]",
+    ]
     overrides += ["evaluation.max_new_tokens=4", f"output.dir={run}", "tracking.wandb=off"]
     overrides += [f"data.cache_dir={tmp_path / 'cache'}"]
     overrides += ["data.options={holdout: 4}"] if task == "cnndm" else []

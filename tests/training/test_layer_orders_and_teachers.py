@@ -1,4 +1,4 @@
-"""Runs whose layers are ordered before training, and runs that a frozen model teaches."""
+"""Runs with a layer order that is measured before training, and runs with a frozen teacher."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(folder, *ORDERED, "schedule.order=auto", "train.max_steps=4", "schedule.texts=0")
 
 
-def test_a_measured_order_is_kept_with_the_run_and_trains_it(ordered: Path) -> None:
+def test_a_measured_order_is_saved_with_the_run_and_used_by_its_schedules(ordered: Path) -> None:
     order = LayerOrder.load(ordered / "order.json").order
     assert sorted(order) == list(range(DEPTH))
     config = SkipConfig.load(ordered)
@@ -39,7 +39,7 @@ def test_a_measured_order_is_kept_with_the_run_and_trains_it(ordered: Path) -> N
         assert speedup == 1 or set(schedule.layers_at(0)) == set(order[: schedule.max_layers])
 
 
-def test_its_checkpoint_decodes_at_any_speed_also_by_the_code_that_it_carries(ordered: Path) -> None:
+def test_a_checkpoint_with_a_layer_order_decodes_at_any_speed_also_with_its_own_code(ordered: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(ordered), AutoTokenizer.from_pretrained(ordered)
     inputs = tokenizer("vehicle: ferry | to: Saltfern\n", return_tensors="pt")
     for speedup in (2, 2.5):
@@ -50,7 +50,7 @@ def test_its_checkpoint_decodes_at_any_speed_also_by_the_code_that_it_carries(or
         assert torch.equal(carried, expected)
 
 
-def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_layer_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     kept = LayerOrder((0, 7, 3, 5, 1, 2, 4, 6), {8: 0.0}, (0.0,) * 8, 1, 1, 0.1)
     changes = [*SMALL, *ORDERED, "schedule.order=auto", f"output.dir={tmp_path / 'run'}"]
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("given", ["[0,2,1,3,4,5,6,7]", "FILE"])
-def test_an_order_may_be_written_out_or_stand_in_a_file(given: str, tmp_path: Path) -> None:
+def test_a_layer_order_may_be_a_list_or_a_file(given: str, tmp_path: Path) -> None:
     (tmp_path / "order.json").write_text(json.dumps([0, 2, 1, 3, 4, 5, 6, 7]))
     given = given.replace("FILE", str(tmp_path / "order.json"))
     recipe = load_recipe("quickstart", [*SMALL, *ORDERED, f"schedule.order={given}", f"output.dir={tmp_path / 'run'}"])
@@ -78,14 +78,17 @@ def test_an_order_may_be_written_out_or_stand_in_a_file(given: str, tmp_path: Pa
         (["schedule.order=auto"], 'schedule.order is "auto" and schedule.placement is "top": '),
         (["model.layers=3", "model.keep=order"], "model.keep is 'order' without model.order"),
         (["model.layers=3", "model.order=[0,1]"], r"model\.order is \[0, 1\] and model\.keep is null: "),
-        (["model.layers=3", "model.keep=order", "model.order=auto"], "model.order is 'auto': find it first"),
+        (["model.layers=3", "model.keep=order", "model.order=auto"], "model.order is 'auto': measure the order first"),
         (["optim.teacher=somewhere"], 'optim.teacher is "somewhere" and optim.distillation is 0'),
         ([*ORDERED, "schedule.order=nowhere.json"], "schedule.order: order file 'nowhere.json' can't be read"),
         ([*ORDERED, "schedule.order=[0,1]"], "schedule.order: order has 2 layers"),
-        (["optim.teacher=nowhere/at/all", "optim.distillation=1"], "optim.teacher: 'nowhere/at/all' is no checkpoint"),
+        (
+            ["optim.teacher=nowhere/at/all", "optim.distillation=1"],
+            "optim.teacher: 'nowhere/at/all' isn't a checkpoint",
+        ),
     ],
 )
-def test_what_is_no_order_or_teacher_is_refused_before_anything_is_trained(
+def test_invalid_orders_and_teachers_are_refused_before_training(
     changes: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -93,14 +96,16 @@ def test_what_is_no_order_or_teacher_is_refused_before_anything_is_trained(
     assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
-def test_a_frozen_teacher_has_nothing_to_say_against_itself_and_stays_as_it_is(ordered: Path, tmp_path: Path) -> None:
+def test_a_model_taught_by_its_own_frozen_copy_starts_with_zero_loss_and_the_teacher_stays_unchanged(
+    ordered: Path, tmp_path: Path
+) -> None:
     start = ["model.shape=null", "model.config=null", f"model.name_or_path={ordered}", f"optim.teacher={ordered}"]
     changes = [*start, "optim.distillation=1", "schedule.texts=0", "train.max_steps=2", "schedule.speedups=[1,2]"]
     folder = train_small(tmp_path / "taught", *changes, "schedule.sampling=all")
     (first, second) = metrics(folder)
     alone = train_small(tmp_path / "full", *changes[:-1], "schedule.speedups=[1]", "schedule.decay=linear")
     assert metrics(alone)[0]["loss"] == pytest.approx(0, abs=1e-5)
-    assert first["loss"] > 1e-4, "what skips is told"
+    assert first["loss"] > 1e-4, "schedules that skip layers differ from the teacher"
     assert first["loss"] != second["loss"]
     before, after = (load_model(str(each)).state_dict() for each in (ordered, folder))
     assert any(not torch.equal(value, after[name]) for name, value in before.items())
@@ -108,5 +113,5 @@ def test_a_frozen_teacher_has_nothing_to_say_against_itself_and_stays_as_it_is(o
 
 def test_a_teacher_of_another_tokenizer_is_refused(ordered: Path, tmp_path: Path) -> None:
     changes = ["model.vocab_size=300", f"optim.teacher={ordered}", "optim.distillation=1"]
-    with pytest.raises(ConfigError, match=r"optim\.teacher .* has another tokenizer .*: it must read the same tokens"):
+    with pytest.raises(ConfigError, match=r"optim\.teacher .* has another vocabulary .*: both must be the same"):
         train_small(tmp_path / "run", *changes)

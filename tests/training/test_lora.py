@@ -1,4 +1,4 @@
-"""LoRA: adapters trained under the schedule; merged or apart, the same tokens."""
+"""LoRA: adapters that are trained under a schedule give the same tokens merged and unmerged."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval.cli
 import train.finish
 from skipdecode import ConfigError, SkipSchedule, skip_generate
-from skipdecode.checkpoint.checksums import SEAL, seal
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE, write_checksums
 from skipdecode.checkpoint.loading import load_model
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.adapters import add_adapters
@@ -27,12 +27,13 @@ LORA = (
     "optim.learning_rate=0.03",
     "train.max_steps=4",
     "train.gradient_checkpointing=true",
+    "schedule.texts=0",
 )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("base") / "run", "train.max_steps=2")
+    return train_small(tmp_path_factory.mktemp("base") / "run", "train.max_steps=2", "schedule.texts=0")
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +83,25 @@ def test_merged_and_apart_give_the_same_tokens(base: Path, apart: Path, tmp_path
 def test_adapters_of_a_model_that_cannot_be_found_again_are_merged_alone(
     base: Path, change: str, tmp_path: Path
 ) -> None:
-    """Those of a changed model, loaded onto the one of that name, would lack layers, or decode other texts."""
+    """Loaded onto the unchanged base model, such adapters would not fit or would give other outputs."""
     run = tuned(base, tmp_path / "run", change, "schedule.speedups=[1]", "train.max_steps=2", "train.save_steps=1")
     model = load_model(str(run))
     assert model.config.num_hidden_layers == (3 if "layers" in change else 8)
     assert not (run / "adapter").exists()
     unfinished = run / "checkpoint-1"
-    with pytest.raises(ConfigError, match=r"names no model that its adapters are for .*; load the finished run"):
+    with pytest.raises(ConfigError, match=r"doesn't name the base model of its adapters .*; load the finished run"):
         load_model(str(unfinished))
-    # As versions before this one wrote it.
+    # Earlier versions saved the base model's name.
     file = unfinished / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
-    (unfinished / SEAL).unlink()
+    (unfinished / CHECKSUMS_FILE).unlink()
     if "layers" in change:
-        with pytest.raises(ConfigError, match=r"lacks \d+ of its weights, .* perhaps of some of its layers"):
+        with pytest.raises(ConfigError, match=r"lacks \d+ of its weights, .* perhaps for some of its layers"):
             load_model(str(unfinished))
 
 
 def test_a_shallow_run_with_adapters_goes_on_where_it_was(base: Path, tmp_path: Path) -> None:
-    shallow = ("model.layers=3", "schedule.speedups=[1]", "train.save_steps=2", "schedule.texts=0")
+    shallow = ("model.layers=3", "schedule.speedups=[1]", "train.save_steps=2")
     straight, cut = (tuned(base, tmp_path / name, *shallow) for name in ("straight", "cut"))
     for path in cut.iterdir():
         if path.name not in ("recipe.yaml", "checkpoint-2", "metrics.jsonl"):
@@ -118,7 +119,7 @@ def test_a_run_killed_while_its_texts_are_measured_can_be_finished(
 
     short = ("train.max_steps=1", "schedule.texts=1")
     with monkeypatch.context() as patch:
-        patch.setattr(train.finish, "measure_texts", killed)
+        patch.setattr(train.finish, "measure_lengths", killed)
         with pytest.raises(KeyboardInterrupt):
             tuned(base, tmp_path / "run", *short)
     assert (tuned(base, tmp_path / "run", *short) / "config.json").exists()
@@ -133,11 +134,11 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
     save_file({f"x.{name}": value for name, value in good.items()}, weights)
     with pytest.raises(ConfigError, match=r"is damaged: adapter_model.safetensors has"):
         load_model(str(folder))
-    (folder / SEAL).unlink()
+    (folder / CHECKSUMS_FILE).unlink()
     with pytest.raises(ConfigError, match=r"lacks [0-9]+ of its weights, such as .*lora_A"):
         load_model(str(folder))
     save_file({name: value + float("nan") for name, value in good.items()}, weights)
-    with pytest.raises(ConfigError, match=r"numbers in .*lora_A.* that are infinite or none at all"):
+    with pytest.raises(ConfigError, match=r"values in .*lora_A.* that aren't finite"):
         load_model(str(folder))
     save_file(good, weights)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -150,9 +151,9 @@ def test_adapters_and_what_they_adapt_are_checked_as_a_whole_model_is(base: Path
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_adapters_of_shared_weights_are_kept_apart(base: Path, target: str) -> None:
-    """Merged into what the embedding and the head share, they would change what they were not trained on."""
+    """Merging an adapter of the embedding would change the LM head too, and the reverse."""
     targets = ["q_proj", target]
-    with pytest.raises(ConfigError, match="embedding and its head share their weights"):
+    with pytest.raises(ConfigError, match="embedding and LM head share their weights"):
         add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets))
     add_adapters(AutoModelForCausalLM.from_pretrained(base), LoraSection(r=2, target_modules=targets, merge=False))
     untied = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)
@@ -166,8 +167,8 @@ def test_a_layer_that_is_not_there_is_named(base: Path) -> None:
 
 @pytest.mark.parametrize("merge", ["true", "false"])
 def test_nothing_is_trained_from_adapters_apart(apart: Path, merge: str, tmp_path: Path) -> None:
-    """Adapters of what they make of the model would be taken for adapters of the model."""
-    with pytest.raises(ConfigError, match=r"run' holds adapters apart, from which nothing can be trained: merge them"):
+    """New adapters would be saved as adapters of the base model, without the old ones."""
+    with pytest.raises(ConfigError, match=r"run' holds unmerged adapters, which can't be trained further: merge them"):
         tuned(apart, tmp_path / "run", f"lora.merge={merge}")
     assert not (tmp_path / "run").exists()
 
@@ -177,15 +178,15 @@ def test_adapters_of_a_repository_keep_their_schedules(
 ) -> None:
     snapshot = in_hub_cache(apart, tmp_path, "me/adapters")
     where: dict[str, Any] = {"cache_dir": str(tmp_path), "local_files_only": True}
-    where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters where these say
-    own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the model that they adapt has others
+    where["adapter_kwargs"] = {"cache_dir": str(tmp_path)}  # transformers looks for adapters there
+    own = SkipConfig({1.5: SkipSchedule(8, 6, 5)}, {"horizon": 7})  # the base model has other schedules
     own.save(snapshot)
-    seal(snapshot)
+    write_checksums(snapshot)
     assert SkipConfig.of(load_model("me/adapters", **where).config) == own
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("skipdecode.checkpoint.offline._answers", lambda address: False)
     assert SkipConfig.load("me/adapters") == own
-    with pytest.raises(ConfigError, match="'me/others' is no folder, there is no copy of it in the cache"):
+    with pytest.raises(ConfigError, match="'me/others' is not a folder, there is no copy of it in the cache"):
         SkipConfig.load("me/others")
     flip(snapshot / "skipdecode.json")
     with pytest.raises(ConfigError, match=r"skipdecode\.json has changed"):
@@ -193,7 +194,7 @@ def test_adapters_of_a_repository_keep_their_schedules(
 
 
 def test_only_adapters_are_trained(base: Path, apart: Path) -> None:
-    """What peft merges by its own means is the base and the adapters' product, layer by layer."""
+    """The weights merged by peft are those of the base plus the product of the adapters."""
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     adapters = load_file(apart / "adapter_model.safetensors")
     import peft

@@ -1,4 +1,4 @@
-"""Runs whose targets are solved by the times of a machine."""
+"""Runs whose targets are solved by a calibrated profile."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.cli.options import main
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.schedule.cost import MACHINES, CostModel, PredictedCost
-from skipdecode.schedule.machine_profile import Profile, TimedBatch, setting_of
+from skipdecode.schedule.machine_profile import Profile, TimedBatch, profile_setting
 from train.build import build_task
 from train.prepare import Prepared, make_arguments, prepare
 from train.recipe import load_recipe
@@ -28,14 +28,14 @@ def prepared(folder: Path, *changes: str) -> Prepared:
 
 
 def a_profile(model: object) -> Profile:
-    """Of a machine that takes a second a layer, and one for the rest, whatever the batch."""
+    """The profile of a machine that takes one second per layer and one for the rest, for any batch."""
     seconds = {1: 2.0, 4: 5.0, DEPTH: 1.0 + DEPTH}
     batches = tuple(TimedBatch(rows, 40, 50, seconds, seconds, dict.fromkeys(seconds, 0.0)) for rows in (1, 8))
-    setting = setting_of(model, CostModel.of(model), "model")  # type: ignore[arg-type]
+    setting = profile_setting(model, CostModel.of(model), "model")  # type: ignore[arg-type]
     return Profile(setting, DEPTH, batches, "2030-01-01")
 
 
-def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) -> None:
+def test_targets_are_solved_by_the_given_profile(tmp_path: Path) -> None:
     without = prepared(tmp_path / "one")
     profile = a_profile(without.model)
     profile.save(tmp_path / "machine.json")
@@ -45,7 +45,7 @@ def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) 
     for speedup, schedule in zip(found.sampler.speedups, found.sampler.schedules, strict=True):
         if speedup == 1:
             continue
-        # The most layers that are fast enough for 3 % beyond the target.
+        # The largest number of layers that is fast enough with a margin of 3 %.
         expected = max(n for n in range(1, DEPTH + 1) if (1 + DEPTH) / (1 + n) >= speedup * 1.03)
         assert schedule.max_layers == schedule.min_layers == expected
         one_more = SkipSchedule(DEPTH, expected + 1, expected + 1, decay="constant", prompt="max")
@@ -53,7 +53,7 @@ def test_targets_are_those_of_the_machine_whose_times_are_named(tmp_path: Path) 
     assert found.sampler.schedules != without.sampler.schedules, "the analytical cost model says otherwise"
 
 
-def test_a_run_keeps_its_profile_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_profile(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     a_profile(prepared(tmp_path / "one").model).save(file)
     settings = ["train.max_steps=1", "schedule.texts=0", f"schedule.profile={file}"]
@@ -69,7 +69,9 @@ def test_a_run_keeps_its_profile_and_goes_on_with_it(tmp_path: Path) -> None:
     assert prepared(tmp_path / "new", f"schedule.profile={file}").skip_config.schedules == config.schedules
 
 
-def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_auto_uses_this_machines_profile_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     without = prepared(tmp_path / "one", "schedule.profile=auto")
     assert without.profile is None
@@ -81,7 +83,9 @@ def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, mon
     assert SkipConfig.from_dict(without.skip_config.to_dict()).cost_for(without.cost) == cpu, "as it decodes later"
 
     weights = fast_path(without.model).usual_weights()
-    profile = replace(a_profile(without.model), setting=setting_of(without.model, CostModel.of(without.model), weights))
+    profile = replace(
+        a_profile(without.model), setting=profile_setting(without.model, CostModel.of(without.model), weights)
+    )
     profile.save()
     assert prepared(tmp_path / "one", "schedule.profile=auto").profile == profile
     (tmp_path / "begun").mkdir()
@@ -89,7 +93,7 @@ def test_auto_takes_this_machines_profile_where_there_is_one(tmp_path: Path, mon
     assert prepared(tmp_path / "begun", "schedule.profile=auto").profile is None, "a run that began without one"
 
 
-def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_an_unusable_profile_is_refused(tmp_path: Path) -> None:
     profile = a_profile(prepared(tmp_path / "one").model)
     with pytest.raises(ConfigError, match=r"schedule\.profile 'nowhere\.json': no such file"):
         prepared(tmp_path / "one", "schedule.profile=nowhere.json")
@@ -97,11 +101,11 @@ def test_a_profile_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the profile .*damaged\.json can't be read"):
         prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'damaged.json'}")
     replace(profile, setting={**profile.setting, "layer_parameters": 7}).save(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match=r"is of another model: its layer_parameters is 7, and this model's \d+"):
+    with pytest.raises(ConfigError, match=r"is for another model: its layer_parameters is 7, but this model's is \d+"):
         prepared(tmp_path / "one", f"schedule.profile={tmp_path / 'other.json'}")
 
 
-def test_calibrate_writes_a_file_that_a_training_reads(
+def test_training_reads_the_file_that_calibrate_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -112,9 +116,9 @@ def test_calibrate_writes_a_file_that_a_training_reads(
     assert f"written to {file}" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
     profile = Profile.load(file)
-    assert profile.setting == setting_of(
+    assert profile.setting == profile_setting(
         load_model(str(folder)), CostModel.of(load_model(str(folder))), profile.setting["weights"]
     )
     assert main([*words, "--output", str(file)]) == 2
-    assert "machine.json exists: name a new file" in capsys.readouterr().err
+    assert "machine.json exists already: name a new file" in capsys.readouterr().err
     assert json.loads(file.read_text())["format"]

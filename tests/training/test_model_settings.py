@@ -1,4 +1,4 @@
-"""Settings of the model that can't be are one line, before anything is built or read."""
+"""Impossible model settings give a one-line error before anything is built or read."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(*overrides: str) -> str:
-    """What is said of a recipe; no example is read before it."""
+    """The error message for a recipe; no example may be read before it."""
     with pytest.raises(ConfigError) as caught:
         build_model(load_recipe("quickstart", [*SMALL, *overrides]), iter(lambda: pytest.fail("data was read"), None))
     assert "\n" not in str(caught.value)
@@ -44,12 +44,12 @@ def refusal(*overrides: str) -> str:
         ("activation_function=nix", "nix"),
         ("nonsense=4", "unknown key of the config of opt 'nonsense'"),
         ("num_hiden_layers=4", "did you mean 'num_hidden_layers'"),
-        ("dtype=float32", "set model.dtype in its place"),
+        ("dtype=float32", "set model.dtype instead"),
         ("trust_remote_code=true", "unknown key"),
         ("model_type=optt", "optt"),
     ],
 )
-def test_a_setting_that_a_shape_cannot_have_is_refused(override: str, message: str) -> None:
+def test_invalid_config_values_of_a_shape_are_refused(override: str, message: str) -> None:
     assert message in refusal(f"model.config.{override}")
 
 
@@ -60,13 +60,15 @@ def test_a_setting_that_a_shape_cannot_have_is_refused(override: str, message: s
         ("hidden_size=48", "hidden_size can't be changed"),
         ("dropout=2", "dropout is 2"),
         ("dropout=much", "dropout"),
-        ("dtype=bfloat16", "set model.dtype in its place"),
+        ("dtype=bfloat16", "set model.dtype instead"),
         ("nonsense=4", "unknown key"),
         ("trust_remote_code=true", "unknown key"),
         ("cache_dir=here", "unknown key"),
     ],
 )
-def test_a_setting_that_weights_cannot_have_is_refused(checkpoint: Path, override: str, message: str) -> None:
+def test_invalid_config_changes_of_a_pretrained_model_are_refused(
+    checkpoint: Path, override: str, message: str
+) -> None:
     given = {"shape": "null", "name_or_path": str(checkpoint), "config": "null"}
     overrides = [f"model.{key}={value}" for key, value in given.items()]
     with pytest.raises(ConfigError) as caught:
@@ -75,7 +77,7 @@ def test_a_setting_that_weights_cannot_have_is_refused(checkpoint: Path, overrid
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_weights_can_have_are_applied(checkpoint: Path) -> None:
+def test_valid_config_changes_of_a_pretrained_model_are_applied(checkpoint: Path) -> None:
     overrides = ["model.shape=null", f"model.name_or_path={checkpoint}", "model.config={dropout: 0.25}"]
     model, _ = build_model(load_recipe("quickstart", overrides), [])
     plain, _ = build_model(load_recipe("quickstart", [*overrides[:2], "model.config=null"]), [])
@@ -84,7 +86,7 @@ def test_settings_that_weights_can_have_are_applied(checkpoint: Path) -> None:
         assert weight.equal(model.state_dict()[name]), name
 
 
-def test_heads_of_other_families_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_invalid_numbers_of_attention_heads_are_refused_in_every_family(tmp_path: Path) -> None:
     shape = tmp_path / "llama.yaml"
     sizes = "hidden_size: 64\nintermediate_size: 64\nnum_hidden_layers: 2\nnum_attention_heads: 4\n"
     shape.write_text(f"model_type: llama\nrope_theta: 500.0\nnum_key_value_heads: 3\n{sizes}")
@@ -100,5 +102,5 @@ def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint: Path, tmp_path
         "shape": [*SMALL, "model.vocab_size=512", "model.config.vocab_size=300"],
         "name_or_path": ["model.shape=null", f"model.name_or_path={checkpoint}", "model.config=null"],
     }
-    with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer needs \d+"):
+    with pytest.raises(ConfigError, match=rf"model.{source} .*: vocab_size is \d+: the tokenizer has \d+"):
         build_model(load_recipe("quickstart", [*own[source], f"model.tokenizer={larger}"]), [])

@@ -1,4 +1,4 @@
-"""The loss counts completions alone, and knows how deep each token ran."""
+"""The loss covers completions only, and is weighted and logged by the number of layers of each token."""
 
 import math
 from unittest.mock import Mock
@@ -29,7 +29,7 @@ def token_loss(logits: torch.Tensor, label: int) -> float:
     return -math.log(exponentials[label] / sum(exponentials))
 
 
-def test_budgets_of_predicting_columns_start_with_the_prefill() -> None:
+def test_the_first_predicting_budget_is_that_of_the_prompt() -> None:
     assert predicting_budgets(SCHEDULE, 6) == [8, 6, 5, 3, 2, 2]
     bounded = SkipSchedule(8, 6, 2, horizon=4, prompt="max")
     assert predicting_budgets(bounded, 3) == [6, 6, 5]
@@ -52,8 +52,8 @@ def test_the_loss_is_the_mean_over_completion_tokens_weighted_by_depth(power: fl
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, -0.5])
-def test_parts_of_a_batch_divided_by_its_totals_add_up_to_its_loss(power: float) -> None:
-    """Whose rows are of different lengths, so that the parts' mean weights differ."""
+def test_losses_of_parts_divided_by_the_batchs_totals_add_up_to_its_loss(power: float) -> None:
+    """Rows have different lengths, so that the parts' mean weights differ."""
     logits, labels = batch()
     objective = Objective(power, label_smoothing=0.1, distillation=0.3)
     full, faster = SkipSchedule(8, 8, 8), SCHEDULE
@@ -91,7 +91,7 @@ def test_distillation_is_the_divergence_from_the_teacher_over_completion_tokens(
     assert float(distillation_loss(teacher, teacher, labels, num_items=40)) == pytest.approx(0, abs=1e-6)
 
 
-def test_a_prompt_that_stops_is_taught_by_full_depth() -> None:
+def test_schedules_with_stopped_prompts_are_taught_by_full_depth() -> None:
     logits, labels = batch()
     logits = torch.cat([logits, logits[:, -1:]], dim=1)
     taught, stopped = logits.roll(1, dims=-1), SkipSchedule(8, 8, 8, prompt_stop=4)
@@ -103,7 +103,7 @@ def test_a_prompt_that_stops_is_taught_by_full_depth() -> None:
     assert step_work(draws, True, 3, 5) > step_work(draws, False, 3, 5)
 
 
-def test_a_frozen_teacher_teaches_full_depth_too() -> None:
+def test_a_frozen_teacher_also_teaches_full_depth() -> None:
     logits, labels = batch()
     logits = torch.cat([logits, logits[:, -1:]], dim=1)
     taught, full = logits.roll(1, dims=-1), SkipSchedule(8, 8, 8)
@@ -120,7 +120,7 @@ def test_a_frozen_teacher_teaches_full_depth_too() -> None:
     assert step_work(draws, True, 3, 5, frozen_teacher=True) > step_work(draws, True, 3, 5)
 
 
-def test_bands_split_the_loss_by_depth() -> None:
+def test_bands_group_the_loss_by_depth() -> None:
     logits, labels = batch()
     bands = DepthBands(8)
     budgets = predicting_budgets(SCHEDULE, 5)
@@ -138,6 +138,6 @@ def test_bands_split_the_loss_by_depth() -> None:
     assert bands.take() == {}
 
 
-def test_a_shallow_model_has_fewer_bands_than_four() -> None:
+def test_a_model_with_fewer_layers_than_bands_has_fewer_bands() -> None:
     bands = DepthBands(2)
     assert {bands.name(bands.band(budget)) for budget in (1, 2)} == {"loss_layers_1_to_1", "loss_layers_2_to_2"}

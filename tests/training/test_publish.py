@@ -23,7 +23,7 @@ import skipdecode
 from eval.card import MARK, write_card
 from eval.results import Report
 from skipdecode import ConfigError
-from skipdecode.checkpoint.checksums import SEAL
+from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from skipdecode.checkpoint.remote_code import custom_generate_files
 from skipdecode.checkpoint.skip_config import SkipConfig
 from train.publish.leaks import find_path, find_secret
@@ -34,11 +34,11 @@ from train.recipe import load_recipe
 NAME = "me/small"
 EXPECTED = {
     *("README.md", "config.json", "generation_config.json", "model.safetensors", "recipe.yaml", "schedules.png"),
-    *("tokenizer.json", "tokenizer_config.json", SEAL),
+    *("tokenizer.json", "tokenizer_config.json", CHECKSUMS_FILE),
     *(f"custom_generate/{name}" for name in custom_generate_files()),
     *("eval/report.json", "eval/report.md", "eval/frontier.png"),
 }
-# Those that name the folder of the run, which is outside of the working directory.
+# Files that contain the path of the run, which is outside the working directory.
 CLEANED = ("recipe.yaml", "eval/report.json", "eval/report.md")
 
 
@@ -86,7 +86,10 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(
 
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert publish() == 2
-    assert capsys.readouterr().err == "error: nobody is there to ask: say --yes to send it\n"
+    assert (
+        capsys.readouterr().err
+        == "error: there is no terminal to ask for confirmation: pass --yes to send without it\n"
+    )
     assert not hub.repositories
     assert publish("--yes") == 0
     printed = capsys.readouterr().out
@@ -100,7 +103,7 @@ def test_the_command_sends_the_checkpoint_and_nothing_else(
     assert hub.tokens <= {"Bearer hf_test", None}
 
 
-def test_an_evaluation_that_lacks_a_file_is_refused_and_the_one_that_is_there_stays(
+def test_an_incomplete_evaluation_is_refused_and_the_existing_one_stays(
     run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = shutil.copytree(run / "eval", tmp_path / "other")
@@ -115,15 +118,23 @@ def test_an_evaluation_that_lacks_a_file_is_refused_and_the_one_that_is_there_st
     assert before == {file.name: file.read_bytes() for file in (run / "eval").glob("*.*")}
 
 
-def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
-    folder = train_small(tmp_path / "run", "train.max_steps=3", f"publish.repository={NAME}", "publish.tag=first")
+def test_a_recipe_with_a_repository_publishes_its_checkpoint_also_after_a_failed_upload(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
+    hub.breaks = 10**6
+    settings = ["train.max_steps=1", "schedule.texts=0", f"publish.repository={NAME}", "publish.tag=first 1"]
+    with pytest.raises(ConfigError, match="is trained, and the same command continues with publishing"):
+        train_small(tmp_path / "run", *settings)
+    hub.breaks = 0
+    folder = train_small(tmp_path / "run", *settings)
     files = hub.repositories[NAME].files
     assert set(files) == {name for name in EXPECTED if not name.startswith("eval/")}
     assert files["config.json"] == (folder / "config.json").read_bytes()
-    assert set(hub.repositories[NAME].tags) == {"first"}
+    assert set(hub.repositories[NAME].tags) == {"first 1"}
     for wrong, message in (
-        (["publish.repository=small"], "names no owner"),
-        ([f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"], "wants a whole checkpoint"),
+        (["publish.repository=small"], "has no owner"),
+        ([f"publish.repository={NAME}", "lora.r=2", "lora.merge=false"], "needs merged adapters"),
     ):
         with pytest.raises(ConfigError, match=message):
             train_small(tmp_path / "wrong", *wrong)
@@ -131,7 +142,7 @@ def test_a_recipe_publishes_what_it_trained(tmp_path: Path, hub: Hub) -> None:
 
 
 def draw(path: Path, pixels: bytes, **texts: str) -> None:
-    """A picture whose pixels stand in the file as they are, with texts beside it."""
+    """Write a picture whose pixels are stored uncompressed, with text metadata."""
     metadata = PngInfo()
     for key, text in texts.items():
         metadata.add_text(key, text)
@@ -141,19 +152,21 @@ def draw(path: Path, pixels: bytes, **texts: str) -> None:
     assert pixels in path.read_bytes()
 
 
-def test_of_a_picture_the_texts_are_looked_at_and_not_the_pixels(run: Path) -> None:
+def test_the_metadata_of_pictures_is_checked_for_secrets_but_not_their_pixels(run: Path) -> None:
     draw(run / "schedules.png", b" ~/o/" + SECRETS["Google"].encode())
     assert "schedules.png" in pack(run, NAME).contents
     for text in ("drawn in /home/me/secret data", SECRETS["Google"]):
         draw(run / "schedules.png", b"a", Comment=text)
-        with pytest.raises(ConfigError, match=r"schedules.png (names /home/me|holds what looks like a key of Google)"):
+        with pytest.raises(
+            ConfigError, match=r"schedules.png (contains the local path /home/me|seems to contain a key of Google)"
+        ):
             pack(run, NAME)
     (run / "schedules.png").write_bytes(b"no picture")
-    with pytest.raises(ConfigError, match=r"schedules.png is no PNG"):
+    with pytest.raises(ConfigError, match=r"schedules.png isn't a PNG"):
         pack(run, NAME)
 
 
-def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
+def test_a_repeated_upload_does_not_send_weights_again(run: Path, hub: Hub) -> None:
     send(pack(run, NAME))
     sent, commits = hub.sent, list(hub.repositories[NAME].commits)
     send(pack(run, NAME))
@@ -164,22 +177,24 @@ def test_a_repeated_upload_sends_no_weights_again(run: Path, hub: Hub) -> None:
     assert hub.sent == sent + (run / "schedules.png").stat().st_size
     arrived(hub, run)
     draw(run / "schedules.png", b"a third")
-    with pytest.raises(ConfigError, match="the tag 'v2' of me/small is that of commit"):
+    with pytest.raises(ConfigError, match="the tag 'v2' of me/small belongs to commit"):
         send(pack(run, NAME), tag="v2")
 
 
-def test_without_a_network_sending_is_refused_in_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_without_a_network_gives_a_one_line_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    with pytest.raises(ConfigError, match=r"sending to me/small broke off \(.*refused"):
+    with pytest.raises(ConfigError, match=r"sending to me/small failed \(.*refused"):
         send(pack(run, NAME))
 
 
-def test_interrupted_and_repeated_it_ends_whole(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_upload_changes_nothing_and_a_repeated_one_completes_it(
+    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     hub.breaks = 10**6
-    with pytest.raises(ConfigError, match=r"sending to me/small broke off .*: it can be sent again"):
+    with pytest.raises(ConfigError, match=r"sending to me/small failed .*: run the same command again"):
         send(pack(run, NAME))
     assert hub.repositories[NAME].files == {}
     hub.breaks = 0
@@ -187,20 +202,7 @@ def test_interrupted_and_repeated_it_ends_whole(run: Path, hub: Hub, monkeypatch
     arrived(hub, run)
 
 
-def test_a_run_whose_publishing_broke_off_is_published_when_it_is_started_again(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
-    hub.breaks = 10**6
-    asked = ["train.max_steps=1", f"publish.repository={NAME}", "publish.tag=v 1"]
-    with pytest.raises(ConfigError, match="is trained, and the same command goes on with publishing"):
-        train_small(tmp_path / "run", *asked)
-    hub.breaks = 0
-    train_small(tmp_path / "run", *asked)
-    assert set(hub.repositories[NAME].tags) == {"v 1"}
-
-
-def test_what_an_earlier_version_left_is_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
+def test_checkpoint_files_of_an_earlier_version_are_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
     before = {"model-00001-of-00002.safetensors": b"old", "custom_generate/old.py": b"x", "NOTES.md": b"mine"}
     hub.repositories[NAME] = Repository(private=True, files=dict(before))
     send(pack(run, NAME))
@@ -208,9 +210,9 @@ def test_what_an_earlier_version_left_is_replaced_and_other_files_stay(run: Path
     arrived(hub, run)
 
 
-def test_a_public_repository_wants_to_be_named_so(run: Path, hub: Hub) -> None:
+def test_sending_to_a_public_repository_needs_the_option_public(run: Path, hub: Hub) -> None:
     hub.repositories[NAME] = Repository(private=False)
-    with pytest.raises(ConfigError, match="me/small exists and is public: say --public"):
+    with pytest.raises(ConfigError, match="me/small exists and is public: pass --public"):
         send(pack(run, NAME))
     assert hub.repositories[NAME].files == {}
     send(pack(run, NAME), public=True)
@@ -219,7 +221,7 @@ def test_a_public_repository_wants_to_be_named_so(run: Path, hub: Hub) -> None:
     assert not hub.repositories["me/other"].private
 
 
-def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_hub_is_reported_in_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any) -> None:
         self._say({"error": "You don't have the rights"}, 403)
 
@@ -238,35 +240,40 @@ def test_a_refusal_of_the_hub_is_one_line(run: Path, hub: Hub, monkeypatch: pyte
         ),
         (lambda run: shutil.copy(run / "config.json", run / "x.safetensors"), "x.safetensors was added"),
         (lambda run: (run / "tokenizer.json").write_text("{"), "is damaged: tokenizer.json has 1 bytes"),
-        (lambda run: (run / "config.json").unlink(), "is no finished run: it has no config.json"),
+        (lambda run: (run / "config.json").unlink(), "isn't a finished run: it has no config.json"),
         (lambda run: (run / "recipe.yaml").unlink(), "a card is written from config.json and recipe.yaml"),
         (lambda run: without_schedules(run), "has no schedules in its config.json"),
-        (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "holds what looks like a token of the Hub"),
+        (lambda run: add(run, "recipe.yaml", "\n# hf_" + "a1" * 17), "seems to contain a token of the Hub"),
         (lambda run: add(run, "eval/report.md", "\nWANDB_API_KEY=" + "0a" * 20), "a key of Weights & Biases"),
-        (lambda run: put_metadata(run, {"note": "glpat-" + "a1B2" * 5}), "model.safetensors holds what looks like a"),
+        (lambda run: put_metadata(run, {"note": "glpat-" + "a1B2" * 5}), "model.safetensors seems to contain a"),
         (
             lambda run: put_metadata(run, {"from": "/home/me/models/base"}),
-            "model.safetensors names /home/me/models/base",
+            "model.safetensors contains the local path /home/me/models/base",
         ),
-        (lambda run: link(run, "recipe.yaml"), "recipe.yaml is a link to "),
-        (lambda run: link(run, "eval"), "is a link to "),
-        (lambda run: (run / "README.md").write_text("kept in /home/me/models/base."), "names /home/me/models/base"),
+        (lambda run: link(run, "recipe.yaml"), "recipe.yaml is a symbolic link to "),
+        (lambda run: link(run, "eval"), "is a symbolic link to "),
+        (
+            lambda run: (run / "README.md").write_text("kept in /home/me/models/base."),
+            "contains the local path /home/me/models/base",
+        ),
     ],
 )
-def test_what_should_not_be_sent_is_refused(run: Path, hub: Hub, change: Any, message: str) -> None:
+def test_incomplete_damaged_or_secret_contents_are_refused_before_sending(
+    run: Path, hub: Hub, change: Any, message: str
+) -> None:
     change(run)
     with pytest.raises(ConfigError, match=message):
         pack(run, NAME)
-    assert not hub.tokens  # nobody was asked
+    assert not hub.tokens, "no request was made"
 
 
 @pytest.mark.parametrize("name", ["small", "me/", "me/a b", "me/a/b"])
-def test_a_name_that_is_none_is_refused(run: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="name"):
+def test_an_invalid_repository_name_is_refused(run: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="repository"):
         pack(run, name)
 
 
-def test_a_card_that_somebody_changed_is_kept(run: Path) -> None:
+def test_a_model_card_that_the_user_changed_is_kept(run: Path) -> None:
     card = run / "README.md"
     text = card.read_text()
     assert MARK in text
@@ -278,7 +285,7 @@ def test_a_card_that_somebody_changed_is_kept(run: Path) -> None:
     assert f'from_pretrained("{NAME}")' in card.read_text()
 
 
-def test_the_card_says_what_the_folder_says(run: Path) -> None:
+def test_the_model_card_agrees_with_the_folder(run: Path) -> None:
     text = (run / "README.md").read_text()
     metadata = huggingface_hub.ModelCard(text).data
     assert metadata.library_name == "transformers"
@@ -297,8 +304,8 @@ def test_the_card_says_what_the_folder_says(run: Path) -> None:
     assert "{{" not in text
 
 
-def test_the_card_names_the_hub_alone_as_a_start(run: Path) -> None:
-    """As training found it: a folder that is gone since looks like a name."""
+def test_the_model_card_names_the_base_model_only_if_it_is_on_the_hub(run: Path) -> None:
+    """Training decides that: a local folder that has been deleted since looks like a Hub name."""
     recipe = (run / "recipe.yaml").read_text().replace("shape: opt-tiny", "shape: null")
     config = SkipConfig.load(run)
     assert config is not None
@@ -311,9 +318,7 @@ def test_the_card_names_the_hub_alone_as_a_start(run: Path) -> None:
         assert linked or start not in text
 
 
-def test_paths_of_this_machine_leave_as_relative_ones(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_paths_are_sent_as_relative_ones(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "my home"
     run = shutil.copytree(trained, home / "outputs" / "run")
     recipe = (run / "recipe.yaml").read_text().replace(str(trained), str(run))
@@ -326,7 +331,7 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     (run / "eval" / "report.md").write_text(Report.load(run / "eval" / "report.json").to_markdown())
     config = json.loads((run / "config.json").read_text()) | {"_name_or_path": str(home / "base")}
     (run / "config.json").write_text(json.dumps(config))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
     monkeypatch.chdir(home)
     contents = pack(run, NAME).contents
     for name, content in contents.items():
@@ -337,11 +342,11 @@ def test_paths_of_this_machine_leave_as_relative_ones(
     for name, content in contents.items():
         (sent / name).parent.mkdir(parents=True, exist_ok=True)
         (sent / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    skipdecode.load(str(sent))  # its seal is of what was sent
+    skipdecode.load(str(sent))  # checksums are those of the sent files
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).output.dir == "outputs/run"
     assert load_recipe(str(sent / "recipe.yaml"), of_a_run=True).data.path == "e2e"
     assert Report.load(sent / "eval" / "report.json").checkpoint == "outputs/run"
-    assert str(home) in (run / "recipe.yaml").read_text()  # which the run goes on from
+    assert str(home) in (run / "recipe.yaml").read_text()  # the local file is unchanged
 
 
 SECRETS = {
@@ -359,24 +364,24 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
-def test_a_secret_is_seen_in_each_of_its_forms(secret: str) -> None:
+def test_a_secret_is_detected_in_every_format(secret: str) -> None:
     assert find_secret(f"notes: {secret}\n") is not None
     assert find_secret(json.dumps({"notes": [secret]})) is not None
 
 
-def test_what_is_assigned_to_a_password_is_a_secret() -> None:
+def test_a_value_assigned_to_a_password_is_detected_as_a_secret() -> None:
     assert find_secret("password: correct-horse-1\n", "recipe.yaml") is not None
     assert find_secret('{"password": "correct-horse-1"}\n', "config.json") is not None
 
 
-def test_a_snapshot_of_the_hubs_cache_is_no_key() -> None:
+def test_a_snapshot_path_of_the_hubs_cache_is_not_detected_as_a_key() -> None:
     commit = "27dcfa74d334bc871f3234de431e71c6eeba5dd6"
     assert find_secret(f"name_or_path: /c/models--facebook--opt-1.3b/snapshots/{commit}\n") is None
     assert find_secret(f"key: {commit}\n") is not None
 
 
-def test_an_honest_checkpoint_raises_no_alarm(shared_data: Path) -> None:
-    """A vocabulary of 50,000 real words; those of the runs above are packed and sent."""
+def test_real_vocabularies_and_documents_are_not_detected_as_secrets(shared_data: Path) -> None:
+    """The vocabulary has 50,000 real words; the files of the runs above are packed and sent too."""
     for file in (shared_data / "opt").iterdir():
         assert find_secret(file.read_text(encoding="utf-8")) is None
     assert (
@@ -393,10 +398,10 @@ def test_an_honest_checkpoint_raises_no_alarm(shared_data: Path) -> None:
         assert find_path(text.replace("~/b", "")) is None, text
 
 
-def test_a_recipe_reads_no_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_cannot_read_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN_OF_MINE", "hunter2")
     for value in ("${oc.env:TOKEN_OF_MINE}", "x-${oc.env:TOKEN_OF_MINE,y}", "${oc.${tracking.project}:TOKEN_OF_MINE}"):
-        with pytest.raises(ConfigError, match="reads no environment variable") as caught:
+        with pytest.raises(ConfigError, match="can't read environment variables") as caught:
             load_recipe("quickstart", [f"tracking.name={value}", "tracking.project=env"])
         assert "hunter2" not in str(caught.value)
 
@@ -405,7 +410,7 @@ def without_schedules(run: Path) -> None:
     values = json.loads((run / "config.json").read_text())
     del values["skipdecode"]
     (run / "config.json").write_text(json.dumps(values))
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def link(run: Path, name: str) -> None:
@@ -416,7 +421,7 @@ def link(run: Path, name: str) -> None:
 def put_metadata(run: Path, metadata: dict[str, str]) -> None:
     file = run / "model.safetensors"
     save_file(load_file(file), file, {"format": "pt", **metadata})
-    (run / SEAL).unlink()
+    (run / CHECKSUMS_FILE).unlink()
 
 
 def add(run: Path, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Every recipe is a run that could start: its schedules, its DeepSpeed config, its line in the table."""
+"""Every recipe is consistent: its schedules, its DeepSpeed config and its row in the README's table."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from train.recipe import RECIPES, load_recipe, recipe_names
 TABLE = (RECIPES / "README.md").read_text(encoding="utf-8")
 
 
-def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
+def test_every_task_has_a_recipe_for_each_model_size_and_kind() -> None:
     named = {
         f"{t}-opt-{s}{k}"
         for t in ("e2e", "webnlg", "viggo", "tldr", "cnndm")
@@ -33,7 +33,7 @@ def test_there_is_a_recipe_of_each_size_and_kind_for_each_task() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
+def test_every_recipes_model_can_reach_its_targets(name: str) -> None:
     recipe = load_recipe(name)
     cost = CostModel.of(model_config(recipe), getattr(torch, recipe.model.dtype))
     task = build_task(recipe)
@@ -44,8 +44,8 @@ def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
         found = cost.at(**conditions).speedup(schedule, over=section.over)
         assert speedup <= found
         if schedule.max_layers > schedule.min_layers or schedule.max_layers == schedule.num_layers:
-            assert found < speedup * 1.35, "the nearest that layers allow"
-        else:  # a budget that stays comes in whole layers
+            assert found < speedup * 1.35, "the nearest that whole layers allow"
+        else:  # a constant schedule has a whole number of layers
             deeper = replace(schedule, max_layers=schedule.max_layers + 1, min_layers=schedule.min_layers + 1)
             assert cost.at(**conditions).speedup(deeper, over=section.over) < speedup
         assert schedule.horizon == task.horizon
@@ -54,7 +54,7 @@ def test_every_target_is_within_reach_of_the_recipes_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_settings_of_a_recipe_agree_with_each_other(name: str) -> None:
+def test_settings_of_each_recipe_are_consistent(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.deepspeed.config in (None, "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
     assert (recipe.lora.r is not None) == name.endswith("-lora")
@@ -63,8 +63,8 @@ def test_settings_of_a_recipe_agree_with_each_other(name: str) -> None:
     assert longest <= model_config(recipe).max_position_embeddings
 
 
-def test_the_shapes_of_opt_are_those_of_the_published_models() -> None:
-    """Parameters with tied embeddings, of a vocabulary of 50,272: 125 M, 1.3 B and 6.7 B."""
+def test_the_opt_shapes_have_the_parameter_counts_of_the_published_models() -> None:
+    """With tied embeddings and a vocabulary of 50,272 tokens."""
     for size, expected in (("125m", 125_239_296), ("1.3b", 1_315_758_080), ("6.7b", 6_658_473_984)):
         recipe = load_recipe("e2e-opt-1.3b", [f"model.name_or_path=facebook/opt-{size}"])
         cost = CostModel.of(model_config(recipe))
@@ -75,7 +75,7 @@ def test_the_shapes_of_opt_are_those_of_the_published_models() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_is_in_the_table(name: str) -> None:
+def test_every_recipe_is_in_the_readmes_table(name: str) -> None:
     recipe = load_recipe(name)
     (line,) = re.findall(rf"^\| \[`{re.escape(name)}`\]\({re.escape(name)}\.yaml\).*$", TABLE, re.MULTILINE)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -86,14 +86,14 @@ def test_every_recipe_is_in_the_table(name: str) -> None:
     assert last < first or recipe.deepspeed.config is None
 
 
-def test_the_table_is_what_the_command_beside_it_prints(tmp_path: Path) -> None:
+def test_the_readmes_table_is_the_output_of_its_command(tmp_path: Path) -> None:
     assert run_python(["scripts/recipe_memory.py", "--recipe", "quickstart"], tmp_path / "log.txt") == 0
     printed = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("|")]
     assert printed
     assert set(printed) <= set(TABLE.splitlines())
 
 
-# OPT's vocabulary on a hidden size of 16, with layers that are wide enough for the targets to be within reach.
+# OPT's vocabulary with a hidden size of 16, and layers that are large enough to reach the targets.
 SHRUNKEN = {"num_hidden_layers": 12, "hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
 SHRUNKEN |= {"ffn_dim": 16384, "vocab_size": 50272, "max_position_embeddings": 2048}
 CONFIGS = (None, "zero2", "zero3")
@@ -102,7 +102,7 @@ POST = "SUBREDDIT: r/cats\n\nTITLE: My cat ate a moth\n\nPOST: It was a large on
 
 @pytest.fixture(scope="module")
 def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of OPT's kind with random weights and OPT's real tokenizer, and rows of TL;DR in its format."""
+    """An OPT checkpoint with random weights and OPT's real tokenizer, and rows in the format of TL;DR."""
     folder = tmp_path_factory.mktemp("shrunken")
     torch.manual_seed(0)
     OPTForCausalLM(OPTConfig(**SHRUNKEN, pad_token_id=1, bos_token_id=2, eos_token_id=2)).save_pretrained(
@@ -124,12 +124,13 @@ def shrunken(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         *(pytest.param(each, "all", marks=pytest.mark.release) for each in CONFIGS),
     ],
 )
-def test_recipes_train_and_evaluate_on_a_shrunken_shape(
+def test_recipes_train_and_evaluate_with_a_small_model(
     deepspeed: str | None, which: str, shrunken: Path, shared_data: Path, tmp_path: Path
 ) -> None:
-    """Two steps with the real tokenizer, task, precision, adapters and DeepSpeed config of each; then the evaluation
-    of one. Before a release all of them, and the evaluation of one of each task; else of those that differ by numbers
-    one, the smaller model, and one with DeepSpeed.
+    """Two steps with each recipe's tokenizer, task, precision, adapters and DeepSpeed config, and an evaluation of one.
+
+    Before a release this runs all recipes, and evaluates one of each task; otherwise it runs one of each task without
+    DeepSpeed, and one with it.
     """
     paths = {name: shared_data / name for name in ("e2e", "webnlg", "viggo", "cnndm")} | {"tldr": shrunken / "tldr"}
     runs: dict[str, list[str]] = {}
@@ -146,7 +147,7 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         overrides = [f"data.path={paths[recipe.data.task]}", "data.limit=4", f"output.dir={folder}"]
         overrides += ["train.max_steps=2", "train.per_device_batch_size=1", "train.gradient_accumulation_steps=1"]
         overrides += ["train.logging_steps=1", "evaluation.max_new_tokens=4"]
-        overrides += ["data.max_completion_tokens=16"]
+        overrides += ["data.max_completion_tokens=16", "schedule.texts=4"]
         overrides += [f"data.cache_dir={tmp_path / 'cache'}", "tracking.wandb=off"]
         if evaluated.setdefault(kind if which == "all" else "first", name) != name:
             overrides.append("evaluation.speedups=null")
@@ -161,7 +162,7 @@ def test_recipes_train_and_evaluate_on_a_shrunken_shape(
         else:
             overrides.append(f"model.name_or_path={shrunken / 'opt'}")
         runs[name] = ["--recipe", name, *overrides]
-    # One process without the pictures, a quarter of the time; another one for each DeepSpeed config.
+    # One process trains all recipes of a DeepSpeed config, without pictures, which saves three quarters of the time.
     code = "import json, sys, train.cli, train.run; train.run.draw_schedules = lambda *given: None;"
     code += "sys.exit(max(train.cli.main(run) for run in json.loads(sys.argv[1])))"
     log = tmp_path / "log.txt"

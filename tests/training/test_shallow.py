@@ -1,4 +1,4 @@
-"""A shallow model is the whole model with the same layers skipped, and a plain checkpoint."""
+"""A shallow model computes the same as the full model that skips its layers, and is a plain checkpoint."""
 
 import json
 from itertools import pairwise
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
-from lean_cases import fresh
 from naive_opt import naive_logits
 from small_runs import SMALL, small_recipe, train_small
 from tiny_models import END, PAD, TINY_FAMILIES, VOCABULARY, ragged_prompts, randomised
@@ -18,7 +18,7 @@ from skipdecode import ConfigError, SkipSchedule, skip_generate, skip_layers
 from skipdecode.checkpoint.skip_config import SkipConfig
 from skipdecode.families import decoder_layers
 from skipdecode.schedule.schedule import Placement
-from train.build import build_model, model_config
+from train.build import build_model, build_task, model_config
 from train.recipe import load_recipe
 from train.shallow import kept_layers, shrink_model
 
@@ -26,7 +26,7 @@ LAYERS = 6
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, int]) -> None:
+def test_even_placement_keeps_evenly_spaced_layers_with_the_first_and_the_last(sizes: tuple[int, int]) -> None:
     num_layers, keep = sizes
     kept = kept_layers(num_layers, keep)
     assert len(set(kept)) == keep
@@ -49,11 +49,11 @@ def test_layers_are_kept_evenly_with_the_first_and_the_last(sizes: tuple[int, in
     ],
 )
 @pytest.mark.parametrize("family", ["opt", "opt-350m"])
-def test_its_logits_are_those_of_a_naive_model_of_the_layers_kept(
+def test_a_shallow_models_logits_equal_those_of_a_naive_model_of_its_layers(
     family: str, placement: Placement | None, kept: tuple[int, ...]
 ) -> None:
     class Kept:
-        """As much of a schedule as the reference asks of one: every column runs the layers that are kept."""
+        """The part of a schedule that the reference needs: every position runs the kept layers."""
 
         num_layers, prompt_layers, prompt_stop = LAYERS, kept, None
 
@@ -71,7 +71,9 @@ def test_its_logits_are_those_of_a_naive_model_of_the_layers_kept(
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", *TINY_FAMILIES])
 @pytest.mark.parametrize("keep", [1, 4])
-def test_its_logits_are_those_of_the_whole_model_that_skips_the_same_layers(family: str, keep: int) -> None:
+def test_a_shallow_models_logits_equal_those_of_the_full_model_that_skips_the_same_layers(
+    family: str, keep: int
+) -> None:
     model = fresh(family)
     ids, mask = ragged_prompts([5, 9], seed=1)
     schedule = SkipSchedule(LAYERS, keep, keep, placement="even", prompt="max")
@@ -85,7 +87,7 @@ def test_its_logits_are_those_of_the_whole_model_that_skips_the_same_layers(fami
 
 
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "gpt2", "llama", "mistral", "qwen2"])
-def test_it_reloads_and_generates_the_same_in_plain_transformers(family: str, tmp_path: Path) -> None:
+def test_a_shallow_model_reloads_and_generates_the_same_in_plain_transformers(family: str, tmp_path: Path) -> None:
     model = fresh(family)
     ids, mask = ragged_prompts([5, 9], seed=1)
     settings = {"max_new_tokens": 8, "do_sample": False}
@@ -103,8 +105,8 @@ def test_it_reloads_and_generates_the_same_in_plain_transformers(family: str, tm
     assert torch.equal(made, expected)
 
 
-def test_layers_stay_what_they_were_where_the_config_says_it_of_each(tmp_path: Path) -> None:
-    """Qwen2's upper layers attend to a window."""
+def test_kept_layers_keep_their_own_attention_type(tmp_path: Path) -> None:
+    """Qwen2's upper layers use sliding-window attention."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 48}
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "num_key_value_heads": 2}
     special = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": END, "eos_token_id": END}
@@ -122,31 +124,31 @@ def test_layers_stay_what_they_were_where_the_config_says_it_of_each(tmp_path: P
             torch.testing.assert_close(one(ids, attention_mask=mask).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_pretrained_model_keeps_the_weights_of_its_layers(tmp_path: Path) -> None:
-    whole = train_small(tmp_path / "whole", "train.max_steps=1")
-    start = ["model.shape=null", f"model.name_or_path={whole}", "model.config=null"]
+def test_a_shallow_model_keeps_the_pretrained_weights_of_its_layers(trained: Path) -> None:
+    start = ["model.shape=null", f"model.name_or_path={trained}", "model.config=null"]
     recipe = small_recipe(*start, "model.layers=3", "model.dtype=float32")
     shallow, _ = build_model(recipe, [])
     assert model_config(recipe).num_hidden_layers == shallow.config.num_hidden_layers == 3
-    original = AutoModelForCausalLM.from_pretrained(whole)
+    original = AutoModelForCausalLM.from_pretrained(trained)
     for name, value in shallow.state_dict().items():
         old = name
         for number, layer in enumerate((0, 3, 7)):
             old = old.replace(f"layers.{number}.", f"layers.old{layer}.")
         assert torch.equal(value, original.state_dict()[old.replace("old", "")]), name
-    apart = small_recipe(*start, "model.layers=3", "lora.r=2", "lora.merge=false")
+    unmerged = small_recipe(*start, "model.layers=3", "lora.r=2", "lora.merge=false")
     with pytest.raises(ConfigError, match=r"model\.layers is 3 with lora\.merge=false"):
-        build_model(apart, [])
+        build_model(unmerged, [])
     changed = ["model.config={activation_function: gelu}", "lora.r=2", "lora.merge=false"]
     with pytest.raises(ConfigError, match=r"model\.config is .*gelu.* with lora\.merge=false"):
         build_model(small_recipe(*start, *changed), [])
 
 
-def test_a_shape_with_fewer_layers_trains_and_is_a_checkpoint_of_so_many(tmp_path: Path) -> None:
-    folder = train_small(tmp_path / "run", "model.layers=3", "schedule.speedups=[1]", "train.max_steps=2")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_a_shallow_shape_is_saved_with_its_number_of_layers(tmp_path: Path) -> None:
+    recipe = small_recipe("model.layers=3", "schedule.speedups=[1]")
+    build_model(recipe, build_task(recipe).load("train"))[0].save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.num_hidden_layers == len(decoder_layers(model)) == 3
-    assert model_config(load_recipe("quickstart", [*SMALL, "model.layers=3"])).num_hidden_layers == 3
+    assert model_config(recipe).num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -158,11 +160,11 @@ def test_a_shape_with_fewer_layers_trains_and_is_a_checkpoint_of_so_many(tmp_pat
         (("schedule.speedups=[1]", "model.layers=3", "model.keep=top"), 3),  # shallow
     ],
 )
-def test_any_way_to_be_faster_starts_from_a_trained_model(
+def test_every_method_can_start_from_a_trained_model(
     changes: tuple[str, ...], layers: int, trained: Path, tmp_path: Path
 ) -> None:
     start = ["model.shape=null", f"model.name_or_path={trained}", "model.config=null", "train.max_steps=1"]
-    # A rate so small that what was loaded is what is saved.
+    # The learning rate is so small that the loaded weights are the saved ones.
     folder = train_small(tmp_path / "run", *start, "optim.learning_rate=1.0e-12", "schedule.texts=0", *changes)
     found, before = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, trained))
     kept = decoder_layers(before)
@@ -180,16 +182,15 @@ def test_any_way_to_be_faster_starts_from_a_trained_model(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
     return train_small(tmp_path_factory.mktemp("trained") / "run", "train.max_steps=1", "schedule.texts=0")
 
 
-def test_a_placement_that_is_none_is_refused() -> None:
+def test_an_unknown_placement_of_kept_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even', 'ends' or 'order'"):
         load_recipe("quickstart", ["model.layers=2", "model.keep=upper"])
 
 
-def test_layers_out_of_range_are_refused() -> None:
+def test_a_number_of_layers_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.layers is 0"):
         load_recipe("quickstart", ["model.layers=0"])
     with pytest.raises(ConfigError, match=r"model\.layers is 9: it must lie between 1 and the model's 8 layers"):
@@ -200,7 +201,7 @@ def test_layers_out_of_range_are_refused() -> None:
     assert len(decoder_layers(model)) == model.config.num_hidden_layers == 6
 
 
-def test_a_model_whose_layers_compute_by_their_number_is_refused() -> None:
+def test_a_model_whose_layers_depend_on_their_index_is_refused() -> None:
     model = fresh("gpt2")
     model.config.scale_attn_by_inverse_layer_idx = True
     with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx"):

@@ -1,4 +1,4 @@
-"""What a training run shows: a bar that closes, and few rows, none wider than 80 columns."""
+"""The terminal output of a training run: a bar that closes, and few rows of at most 80 characters."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import train.prepare
 from eval.console import make_console
-from train.progress import ROWS, TrainingProgress
+from train.progress import MAX_ROWS, TrainingProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = {"loss": 12.3456, "grad_norm": 0.9, "layers_per_token": 6.5, "tokens_per_second": 123456.7, "epoch": 1.0}
@@ -42,12 +42,12 @@ def written(console: Console) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines that a terminal was given, those that were overwritten later too, without colours and empty ones."""
+    """All lines sent to a terminal, including overwritten ones, without colours and empty lines."""
     return [line.rstrip() for line in CONTROL.sub("\n", COLOUR.sub("", text)).splitlines() if line.strip()]
 
 
 def take_steps(progress: TrainingProgress, folder: Path, *, first: int = 0, last: int, steps: int) -> None:
-    """The events of a run's steps from one to another, each of which is logged."""
+    """Simulate the callbacks of a range of a run's steps, each of which is logged."""
     arguments, control = TrainingArguments(output_dir=str(folder), use_cpu=True), TrainerControl()
     state = TrainerState(global_step=first, max_steps=steps)
     progress.on_train_begin(arguments, state, control)
@@ -62,7 +62,7 @@ def take_steps(progress: TrainingProgress, folder: Path, *, first: int = 0, last
 @pytest.mark.parametrize(
     ("warmup", "steps", "epochs", "said"), [(50, 20, 1, True), (50, -1, 3, False), (60, -1, 3, True)]
 )
-def test_a_warmup_as_long_as_the_run_is_said(
+def test_a_warm_up_as_long_as_the_run_gives_a_warning(
     warmup: int, steps: int, epochs: float, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.prepare, "describe_schedules", lambda prepared: [])
@@ -74,16 +74,16 @@ def test_a_warmup_as_long_as_the_run_is_said(
     prepared = train.prepare.Prepared(torch.nn.Linear(2, 2), *others)
     console = plain()
     train.prepare.introduce(console, "a recipe", prepared)
-    assert (f"optim.warmup_steps is {warmup} and the run has" in written(console)) == said
+    assert (f"optim.warmup_steps is {warmup}, but the run has only" in written(console)) == said
 
 
-def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_some_dozens(tmp_path: Path) -> None:
+def test_without_a_terminal_progress_is_a_limited_number_of_plain_rows_of_80_characters(tmp_path: Path) -> None:
     console = plain()
     with TrainingProgress(console) as progress:
         take_steps(progress, tmp_path, last=4_000, steps=4_000)
     heads, *rows, validation = written(console).splitlines()
-    assert heads.split() == ["step", "loss", "grad", "norm", "layers/token", "tokens/s", "to", "go"]
-    assert ROWS <= len(rows) <= ROWS + 1
+    assert heads.split() == ["step", "loss", "grad", "norm", "layers/token", "tokens/s", "time", "left"]
+    assert MAX_ROWS <= len(rows) <= MAX_ROWS + 1
     assert rows[0].split() == ["1/4000", "12.346", "0.9", "6.50", "123,457", "?"]
     assert rows[-1].split()[0] == "4000/4000"
     assert validation == "validation after step 4000: loss 1.500 at 1x to 2.500 at 4x"
@@ -91,17 +91,17 @@ def test_off_a_terminal_there_are_plain_rows_of_80_columns_and_not_more_than_som
     assert "\x1b" not in written(console)
 
 
-def test_on_a_terminal_a_bar_says_loss_speed_and_time_to_go_and_goes_on_from_where_the_run_does(tmp_path: Path) -> None:
+def test_on_a_terminal_a_bar_shows_loss_speed_and_time_left_and_continues_in_a_resumed_run(tmp_path: Path) -> None:
     console = terminal()
     with TrainingProgress(console) as progress:
         take_steps(progress, tmp_path, first=400, last=600, steps=750)
     lines = lines_of(written(console))
     assert any(" 400/750" in line for line in lines)
-    assert re.search(r"━ 600/750 loss 12\.346, 123,457 tokens/s, 0:00:\d\d to go *$", lines[-1]), lines[-2:]
+    assert re.search(r"━ 600/750 loss 12\.346, 123,457 tokens/s, 0:00:\d\d left *$", lines[-1]), lines[-2:]
     assert max(map(len, lines)) <= 80
 
 
-def test_an_error_closes_the_bar(tmp_path: Path) -> None:
+def test_an_error_closes_the_progress_bar(tmp_path: Path) -> None:
     console = terminal()
 
     def interrupt() -> None:
@@ -111,18 +111,18 @@ def test_an_error_closes_the_bar(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()
-    assert written(console).endswith("\n\x1b[?25h")  # the cursor is on a line of its own, and to be seen again
+    assert written(console).endswith("\n\x1b[?25h")  # the cursor is on a new line and visible
     assert "3/9 loss" in lines_of(written(console))[-1]
 
 
-def test_other_processes_show_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_process_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingProgress(make_console(stderr=True, quiet=True)) as progress:
         take_steps(progress, tmp_path, last=3, steps=3)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = train_small(tmp_path / "run", "train.max_steps=3", "train.validate_rows=8")
+def test_a_run_prints_no_dictionaries_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train_small(tmp_path / "run", "train.max_steps=3", "train.validate_rows=8", "schedule.texts=0")
     out, err = capsys.readouterr()
     assert "{" not in out + err
     assert [line.split()[0] for line in err.splitlines() if "/3 " in line] == ["1/3", "2/3", "3/3"]
@@ -130,36 +130,36 @@ def test_a_run_prints_no_dictionary_of_the_trainers(tmp_path: Path, capsys: pyte
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
 
 
-def test_a_terminal_of_80_columns_shows_one_bar_and_after_ctrl_c_one_line_with_what_is_left(
+def test_a_terminal_shows_one_bar_and_after_ctrl_c_one_line_that_names_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """The command in a terminal, with DeepSpeed installed and not used."""
+    """The command runs in a pseudo-terminal, with DeepSpeed installed but not used."""
     folder = tmp_path / "run"
-    ours, theirs = pty.openpty()
+    master, slave = pty.openpty()
     command = [sys.executable, "train.py", "--recipe", "quickstart", *SMALL, f"output.dir={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "TERM": "xterm"}
     run = subprocess.Popen(
         [*command, "train.max_steps=200"],
         cwd=ROOT,
         env=environment,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
     )
-    os.close(theirs)
-    said, interrupted = "", False
+    os.close(slave)
+    output, interrupted = "", False
     while True:
         try:
-            said += os.read(ours, 65536).decode("utf-8", "replace")
+            output += os.read(master, 65536).decode("utf-8", "replace")
         except OSError:  # the command has ended
             break
-        if "tokens/s, " in said and any(folder.glob("checkpoint-*")) and not interrupted:  # old ones are deleted
+        if "tokens/s, " in output and any(folder.glob("checkpoint-*")) and not interrupted:
             interrupted = True
             run.send_signal(signal.SIGINT)
     assert run.wait(timeout=60) == 130
-    os.close(ours)
-    lines = lines_of(said)
+    os.close(master)
+    lines = lines_of(output)
     assert max(map(len, lines)) <= 80 or max(lines, key=len).startswith("interrupted")
-    assert not [line for line in lines if re.search("WARNING|DeepSpeed|{|it/s|Traceback", line)], said
+    assert not [line for line in lines if re.search("WARNING|DeepSpeed|{|it/s|Traceback", line)], output
     assert lines[-1].startswith(f"interrupted: the last good checkpoint is {folder}/checkpoint-")
-    assert re.search(r"━.* \d+/200 loss \d\.\d{3}, [\d,]+ tokens/s, [?:\d]+ to go$", lines[-2]), lines[-3:]
+    assert re.search(r"━.* \d+/200 loss \d\.\d{3}, [\d,]+ tokens/s, [?:\d]+ left$", lines[-2]), lines[-3:]

@@ -1,4 +1,4 @@
-"""A run whose training is done and whose end is not: started again it says what is left, and does it."""
+"""A run that was interrupted after its training lists its remaining stages when it is restarted, and does them."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from train.stages import NEXT_STAGE_FILE, STAGES
 
 EVERY_STAGE = ["tracking.wandb=offline", "publish.repository=me/small", "evaluation.speedups=[1,3]"]
 EVERY_STAGE += ["evaluation.limit=2", "evaluation.max_new_tokens=4", "train.max_steps=1"]
-# The functions of train.run that do them, and of the tracker.
+# The functions of train.run and of the tracker that do the stages.
 WORK = {"evaluate_run": STAGES[0], "write_card": STAGES[2], "send": STAGES[3]}
 TRACKED = {"evaluation": STAGES[1], "checkpoint": STAGES[4]}
 
 
 class Stages:
-    """What a run does after its training, in order, and where that fails.
+    """Replaces the stages of a run, records them and makes one fail.
 
     Attributes:
-        done: the stages that were begun.
-        failing: the one that fails, and how.
+        done: the stages that were started, in order.
+        failing: the stage that fails, with its error.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, evaluated: Path) -> None:
@@ -69,7 +69,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(evaluated: Path, tmp_path: Path) -> Path:
-    """A run that was killed as its evaluation began."""
+    """A run that was killed at the start of its evaluation."""
     folder = shutil.copytree(evaluated, tmp_path / "run")
     shutil.rmtree(folder / "eval")
     (folder / "README.md").unlink()
@@ -81,12 +81,12 @@ def trained(evaluated: Path, tmp_path: Path) -> Path:
     [*((stage, ConfigError("no")) for stage in STAGES), ("the results in W&B", RuntimeError("a fault of the code"))],
     ids=str,
 )
-def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
+def test_a_run_that_failed_after_training_lists_its_remaining_stages_and_continues_with_them(
     stage: str, error: Exception, trained: Path, evaluated: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages, number = Stages(monkeypatch, evaluated), STAGES.index(stage)  # type: ignore[arg-type]
     stages.failing = {stage: error}
-    advice = f"no; {trained} is trained, and the same command goes on with {stage}"
+    advice = f"no; {trained} is trained, and the same command continues with {stage}"
     with pytest.raises(type(error)) as raised:
         train_small(trained, *EVERY_STAGE)
     assert str(raised.value) == (advice if isinstance(error, ConfigError) else str(error))
@@ -95,7 +95,7 @@ def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
     capsys.readouterr()
     stages.done, stages.failing = [], {}
     assert train_small(trained, *EVERY_STAGE) == trained
-    assert f"is trained; its last start ended before it was done with: {', '.join(STAGES[number:])}" in " ".join(
+    assert f"is trained; these stages remain to be done: {', '.join(STAGES[number:])}" in " ".join(
         capsys.readouterr().err.split()
     )
     assert tuple(stages.done) == STAGES[number:]
@@ -105,7 +105,7 @@ def test_a_run_that_failed_after_its_training_says_what_is_left_and_does_it(
         train_small(trained, *EVERY_STAGE)
 
 
-def test_a_stage_that_is_asked_for_no_longer_is_left_out(
+def test_a_stage_removed_from_the_recipe_is_skipped(
     trained: Path, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = Stages(monkeypatch, evaluated)
@@ -117,10 +117,12 @@ def test_a_stage_that_is_asked_for_no_longer_is_left_out(
     assert stages.done == ["the checkpoint in W&B"]
 
 
-def test_an_evaluation_that_is_asked_for_later_is_done_and_all_that_follows_it(
+def test_an_evaluation_added_later_is_done_with_the_stages_after_it(
     trained: Path, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train_small(trained, "train.max_steps=1") == trained
+    assert "## Limits" in (trained / "README.md").read_text(), "the missing model card is written"
+    assert len(metrics(trained)) == 1
     with pytest.raises(ConfigError, match="already holds a finished run"):
         train_small(trained, "train.max_steps=1")
     stages = Stages(monkeypatch, evaluated)
@@ -128,7 +130,7 @@ def test_an_evaluation_that_is_asked_for_later_is_done_and_all_that_follows_it(
     assert tuple(stages.done) == STAGES
 
 
-def test_a_folder_that_names_no_stage_is_refused(trained: Path) -> None:
+def test_a_folder_with_an_unknown_next_stage_is_refused(trained: Path) -> None:
     (trained / NEXT_STAGE_FILE).write_text("thesis\n")
     with pytest.raises(ConfigError, match=r"next_stage holds 'thesis': expected one of the evaluation, "):
         train_small(trained, "train.max_steps=1")

@@ -1,4 +1,4 @@
-"""W&B that can't be reached, or doesn't take the key, holds no run up; one that must be online is refused."""
+"""If W&B can't be reached or rejects the key, a run is tracked offline, or refused if the recipe requires online."""
 
 import http.server
 import io
@@ -15,14 +15,14 @@ from small_runs import SMALL
 
 import train.cli
 from train.recipe import TrackingSection
-from train.weights_and_biases import SECONDS, choose_mode
+from train.weights_and_biases import LOGIN_SECONDS, choose_mode
 
 KEY = "0123456789abcdef" * 3
 
 
 @pytest.fixture(autouse=True)
 def _a_process_that_knows_no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server listens there
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()
     yield
@@ -43,7 +43,7 @@ class Refuses(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server that takes no key."""
+    """A server that rejects every key."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
@@ -60,33 +60,33 @@ def chosen(**section: Any) -> tuple[str, str]:
     return mode, console.file.getvalue()
 
 
-def test_without_network_a_run_is_tracked_offline_after_ten_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_a_run_is_tracked_offline_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert SECONDS < 10
-    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")  # which a user may set too
+    assert LOGIN_SECONDS < 10
+    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")  # a user's own setting
     start = time.monotonic()
     mode, said = chosen(wandb="auto")
     assert time.monotonic() - start < 10
     assert mode == "offline"
-    assert said.startswith("W&B can't be reached, or doesn't take the key (")
-    assert said.endswith("): the run is tracked offline, for `wandb sync`\n")
+    assert said.startswith("W&B can't be reached, or rejects the API key (")
+    assert said.endswith("): the run is tracked offline; `wandb sync` uploads it later\n")
     assert said.count("\n") == 1
 
 
 @pytest.mark.usefixtures("refusing")
-def test_a_key_that_is_not_taken_is_said_and_the_run_tracked_offline() -> None:
+def test_a_rejected_key_gives_a_warning_and_offline_tracking() -> None:
     mode, said = chosen(wandb="auto")
     assert mode == "offline"
     assert said.count("\n") == 1
 
 
-def test_without_a_key_a_run_is_tracked_offline_in_silence() -> None:
+def test_without_a_key_a_run_is_tracked_offline_without_a_warning() -> None:
     assert chosen(wandb="auto") == ("offline", "")
     assert chosen(wandb="off") == ("off", "")
 
 
 @pytest.mark.parametrize("key", ["none", "malformed", "refused"])
-def test_a_run_that_must_be_online_and_can_not_is_refused_before_training(
+def test_required_online_tracking_that_fails_is_refused_before_training(
     key: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if key == "refused":
@@ -98,5 +98,5 @@ def test_a_run_that_must_be_online_and_can_not_is_refused_before_training(
     assert train.cli.main(["--recipe", "quickstart", *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: tracking.wandb is 'online': ")
-    assert ("no key is set" in said) == (key == "none")
+    assert ("no API key is set" in said) == (key == "none")
     assert not folder.exists()

@@ -1,1 +1,1 @@
-"""A run that is rehearsed before it starts: the memory and the time that it takes."""
+"""The dry run of a recipe, which estimates the memory and the time that the run takes."""

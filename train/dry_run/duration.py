@@ -1,4 +1,4 @@
-"""How long a run takes: a few of its own steps are timed, each for all that are about as much work."""
+"""An estimate of a run's duration: a few of its steps are timed, each of which represents steps of similar work."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from train.prepare import Prepared
 from train.sampling import Draw
 from train.trainer import validated_draws
 
-PLANNED_STEPS = 1000  # steps of a run, evenly spaced, whose work is counted
-TIMED_STEPS = 8  # those of them that are timed, from the lightest to the heaviest
-ROUNDS = 2  # times that each of them is timed
-MARGIN = 0.1  # a step takes up to this share more or less than others of the same work
+PLANNED_STEPS = 1000  # maximum number of steps, evenly spaced over the run, whose work is computed
+TIMED_STEPS = 8  # number of them that are timed, from the lightest to the heaviest
+ROUNDS = 2  # number of times that each is timed
+MARGIN = 0.1  # relative uncertainty of a step's time among steps of equal work
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class PlannedStep:
     """A step that the run will take.
 
     Attributes:
-        rows: numbers of its rows, in the order in which the processes take them.
-        draws: its schedules.
-        work: in the units of `step_work`, of all rows of the process that has the most to do.
+        rows: indices of its rows, in the order in which the processes take them.
+        draws: its targets and schedules.
+        work: work of the process with the most of it, in the units of `step_work`.
     """
 
     rows: tuple[int, ...]
@@ -37,11 +37,11 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step that is timed.
+    """A step to time.
 
     Attributes:
         step: the step.
-        count: how many steps of the whole run it stands for: as many as have the work of all those near to it.
+        count: number of steps of the run that it represents, measured in its own work; need not be an integer.
     """
 
     step: PlannedStep
@@ -49,11 +49,11 @@ class TimedStep:
 
 
 def plan_steps(prepared: Prepared, distils: bool) -> list[PlannedStep]:
-    """The steps that the run will take, or PLANNED_STEPS of them: its rows in its order, under the schedules it draws.
+    """The steps that a run will take, or PLANNED_STEPS of them, with their rows and schedules.
 
     Args:
         prepared: the run.
-        distils: whether its objective compares what skips with full depth.
+        distils: whether the loss includes distillation.
     """
     arguments, rows_a_step = prepared.arguments, prepared.rows_a_step
     prompts, completions = row_lengths(prepared.encoded.rows)
@@ -63,12 +63,12 @@ def plan_steps(prepared: Prepared, distils: bool) -> list[PlannedStep]:
     work = functools.cache(functools.partial(step_work, distils=distils, frozen_teacher=prepared.teacher is not None))
     batch, processes = arguments.train_batch_size, arguments.world_size
 
-    def most_work(rows: Sequence[int], draws: tuple[Draw, ...]) -> float:
+    def max_work(rows: Sequence[int], draws: tuple[Draw, ...]) -> float:
         by_process = [0.0] * processes
         for number in range(rows_a_step // batch):  # batches go to the processes in turn
-            mine = rows[number * batch : (number + 1) * batch]
-            widths = {"prompt_columns": int(prompts[mine].max()), "new_tokens": int(completions[mine].max())}
-            by_process[number % processes] += batch * work(draws, **widths)
+            in_batch = rows[number * batch : (number + 1) * batch]
+            lengths = {"prompt_columns": int(prompts[in_batch].max()), "new_tokens": int(completions[in_batch].max())}
+            by_process[number % processes] += batch * work(draws, **lengths)
         return max(by_process)
 
     def planned() -> Iterator[PlannedStep]:
@@ -81,17 +81,19 @@ def plan_steps(prepared: Prepared, distils: bool) -> list[PlannedStep]:
                     epoch = list(order)
                 start = step % steps_an_epoch * rows_a_step
                 rows, draws = epoch[start : start + rows_a_step], prepared.sampler.at(step)
-                yield PlannedStep(tuple(rows), draws, most_work(rows, draws))
+                yield PlannedStep(tuple(rows), draws, max_work(rows, draws))
 
     return list(planned())
 
 
 def choose_timed(plan: Sequence[PlannedStep], steps: int) -> list[TimedStep]:
-    """The steps of a plan to time: of each of TIMED_STEPS parts, by work, the step that is nearest to the part's mean.
+    """Choose the steps to time: the plan is sorted by work and split into TIMED_STEPS parts, each with one timed step.
+
+    The timed step of a part is the one nearest to the part's mean work.
 
     Args:
-        plan: as `plan_steps` gives it.
-        steps: of the whole run.
+        plan: the steps from `plan_steps`.
+        steps: number of steps of the run.
     """
     ordered = sorted(plan, key=lambda step: step.work)
     chosen = []
@@ -104,12 +106,12 @@ def choose_timed(plan: Sequence[PlannedStep], steps: int) -> list[TimedStep]:
 
 
 def validation_work(prepared: Prepared) -> float:
-    """The work of all validations of a run, in the units of `step_work`, of one process; 0 where there are none."""
+    """The work of one process in all validations of a run, in the units of `step_work`; 0 without validation."""
     if prepared.validation is None:
         return 0.0
     arguments = prepared.arguments
     prompts, completions = row_lengths(prepared.validation)
-    order = (prompts + completions).argsort()  # rows of like length are validated together
+    order = (prompts + completions).argsort()  # rows of similar length are validated together
     draws = validated_draws(prepared.sampler)
     rows = arguments.per_device_eval_batch_size * arguments.world_size
     batches = [order[start : start + rows] for start in range(0, len(order), rows)]
@@ -123,12 +125,12 @@ def validation_work(prepared: Prepared) -> float:
 def estimate_seconds(
     timed: Sequence[TimedStep], seconds: Sequence[Sequence[float]], more_work: float = 0.0
 ) -> tuple[float, float]:
-    """The least and the most seconds that a run is expected to take.
+    """The minimum and the maximum expected duration of a run, in seconds.
 
     Args:
-        timed: the steps that were timed.
-        seconds: of each, all times that it took.
-        more_work: of the run beside its steps, in the units of theirs.
+        timed: the timed steps.
+        seconds: the measured times of each, in seconds.
+        more_work: work of the run besides its steps, in the units of `step_work`.
     """
     share = 1 + more_work / sum(each.count * each.step.work for each in timed)
     low, high = (sum(each.count * pick(took) for each, took in zip(timed, seconds, strict=True)) for pick in (min, max))

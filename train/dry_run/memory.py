@@ -1,4 +1,4 @@
-"""An estimate of the memory that a recipe needs, before it is started."""
+"""An estimate of the memory that a recipe needs, made before it runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,20 +11,21 @@ from train.dry_run.simulation import SimulatedStep, simulate_step
 from train.recipe import Recipe
 from train.sampling import ScheduleSampler
 
-LIVE_PARAMETERS = 1_000_000_000  # whole on a device at a time with ZeRO-3, at most: DeepSpeed's own default
+LIVE_PARAMETERS = 1_000_000_000  # maximum number of gathered parameters on a device with ZeRO-3: DeepSpeed's default
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a device at its peak.
+    """Peak memory of a device, in bytes.
 
-    The CUDA context, the libraries' workspaces, DeepSpeed's buckets and what the allocator can't use are not in it.
+    It doesn't include the CUDA context, the libraries' workspaces, DeepSpeed's buckets and the allocator's
+    fragmentation.
 
     Attributes:
-        weights: with ZeRO-3, its shard and the whole parameters that are in use at a time.
-        optimiser: the two moments, and with DeepSpeed the weights in float32.
-        step: gradients and activations, when there are most of both together.
-        host: of a machine's own memory, where DeepSpeed offloads to it.
+        weights: the weights; with ZeRO-3, a shard and the gathered parameters.
+        optimiser: the two moments of AdamW, and with DeepSpeed the weights in float32.
+        step: gradients and activations, at the peak of their sum.
+        host: main memory, where DeepSpeed offloads to it.
     """
 
     weights: int
@@ -34,14 +35,22 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Peak memory of the device, in bytes."""
         return self.weights + self.optimiser + self.step
 
 
 def heaviest_step(
     recipe: Recipe, config: PretrainedConfig, sampler: ScheduleSampler, *, prompt_columns: int, new_tokens: int
 ) -> tuple[ScheduleSampler, SimulatedStep]:
-    """The step that holds the most memory, simulated as `simulate_step` does, and a sampler that draws it alone."""
+    """The simulation of the step with the highest peak memory, and a sampler that always draws that step.
+
+    Args:
+        recipe: the recipe of the run.
+        config: the model's config.
+        sampler: the run's sampler.
+        prompt_columns: length of the longest prompt, in tokens.
+        new_tokens: length of the longest completion, in tokens.
+    """
     found = []
     for candidate in candidate_steps(sampler, bool(recipe.optim.distillation)):
         schedules = [draw.schedule for draw in candidate.at(0)]
@@ -51,15 +60,15 @@ def heaviest_step(
 
 
 def candidate_steps(sampler: ScheduleSampler, distils: bool) -> list[ScheduleSampler]:
-    """Samplers that draw one step each, of which one holds the most memory that a step of `sampler` may hold.
+    """Samplers that draw one step each; one of these steps has the highest peak memory of all steps of `sampler`.
 
-    The slowest one; where a step that skips is also compared with full depth, the next one as well.
+    That is the slowest schedule; with distillation, where schedules that skip also run the teacher, possibly the next.
     """
     numbers = range(len(sampler.speedups))
     slowest = sorted(numbers, key=sampler.speedups.__getitem__)
     if sampler.sampling == "all":
         return [sampler]
-    if sampler.sampling == "sandwich":  # whose ends are in every step
+    if sampler.sampling == "sandwich":  # the slowest and the fastest are in every step
         slowest, distils = slowest[1:-1], False
     chosen = [number for number in slowest if sampler.weights[number] > 0][: 2 if distils else 1]
     alone = [tuple(float(number == each) for number in numbers) for each in chosen]
@@ -67,15 +76,15 @@ def candidate_steps(sampler: ScheduleSampler, distils: bool) -> list[ScheduleSam
 
 
 def estimate_memory(recipe: Recipe, simulated: SimulatedStep, world_size: int = 1) -> MemoryEstimate:
-    """The memory that a recipe needs on each of `world_size` devices, all of them of one machine.
+    """The memory that a recipe needs on each device of one machine.
 
-    Without DeepSpeed the optimiser, AdamW, keeps two values for each that is trained, and several processes hold the
-    gradients a second time, in the buckets in which DistributedDataParallel averages them.
+    Without DeepSpeed, AdamW keeps two values for each trained one, and with several processes DistributedDataParallel
+    holds the gradients a second time, in the buckets in which it averages them.
 
     Args:
-        recipe: of which precision and DeepSpeed count here.
-        simulated: its step, as `simulate_step` gives it.
-        world_size: processes, one a device.
+        recipe: the recipe, whose precision and DeepSpeed config matter here.
+        simulated: its step, from `simulate_step`.
+        world_size: number of processes, one for each device.
 
     Raises:
         ConfigError: for a DeepSpeed config that can't be read.
@@ -87,10 +96,10 @@ def estimate_memory(recipe: Recipe, simulated: SimulatedStep, world_size: int = 
 
 
 def _with_zero(simulated: SimulatedStep, zero: Mapping[str, Any], world_size: int) -> MemoryEstimate:
-    """The estimate for a stage of ZeRO: 1 shares out the optimiser's state, 2 gradients too, 3 weights too.
+    """The estimate for a stage of ZeRO: 1 shards the optimiser's state, 2 also the gradients, 3 also the weights.
 
-    The state is 12 bytes a value, float32 weights and moments; the optimiser's step holds the gradients in float32 (4)
-    as well.
+    The state is 12 bytes per value (weights and two moments in float32); the optimiser's step also holds the gradients
+    in float32, 4 bytes per value.
     """
     stage, shard = zero["stage"], 1 / world_size
     weights, host = simulated.weights, 0
@@ -98,8 +107,8 @@ def _with_zero(simulated: SimulatedStep, zero: Mapping[str, Any], world_size: in
         offloaded = _offloads(zero, "offload_param")
         host += weights if offloaded else 0
         if offloaded or world_size > 1:
-            whole = weights * min(1.0, LIVE_PARAMETERS / simulated.parameters)
-            weights = min(weights, int(whole + (0 if offloaded else weights * shard)))
+            gathered = weights * min(1.0, LIVE_PARAMETERS / simulated.parameters)
+            weights = min(weights, int(gathered + (0 if offloaded else weights * shard)))
     if _offloads(zero, "offload_optimizer"):
         host += 16 * simulated.trainable
         return MemoryEstimate(weights, 0, simulated.peak(0.0 if stage >= 2 else 1.0), host)
@@ -110,5 +119,5 @@ def _with_zero(simulated: SimulatedStep, zero: Mapping[str, Any], world_size: in
 
 
 def _offloads(zero: Mapping[str, Any], key: str) -> bool:
-    """Tell whether a part is kept in the machine's own memory."""
+    """Whether a part is kept in main memory."""
     return bool((zero.get(key) or {}).get("device", "none") != "none")

@@ -1,4 +1,4 @@
-"""A rehearsal of a run: everything is built, its heaviest step and some others are run, and nothing is kept."""
+"""The dry run: everything is built, the heaviest step and a few others are run, and nothing is saved."""
 
 import copy
 import datetime
@@ -33,18 +33,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DryRun:
-    """The findings of a dry run.
+    """The results of a dry run.
 
     Attributes:
-        simulated: the heaviest step, on tensors without data.
-        rows, rows_a_step, steps: to train on, of all processes in a step, and the optimiser steps of the whole run.
-        schedules: a line for each that may be drawn.
-        prompt_columns, new_tokens, estimate: of the widest batch, which is run first.
-        measured_peak: bytes of a CUDA device; None on a CPU.
-        seconds_a_step: of the heaviest step, after one that warmed up.
-        tokens_per_second: of completions, likewise.
-        seconds: the least and the most that its training is expected to take, from some of its own steps; without
-            what comes before and after, and without checkpoints.
+        simulated: the heaviest step, simulated on tensors without data.
+        rows: number of training rows.
+        rows_a_step: rows of one optimiser step, over all processes.
+        steps: number of optimiser steps.
+        schedules: one line for each schedule that may be sampled.
+        prompt_columns: prompt length of the largest batch, in tokens.
+        new_tokens: completion length of the largest batch, in tokens.
+        estimate: the estimated memory for the largest batch.
+        measured_peak: peak memory of a CUDA device, in bytes; None on a CPU.
+        seconds_a_step: measured time of the heaviest step, after a warm-up step.
+        tokens_per_second: tokens of completions per second in that step.
+        seconds: minimum and maximum expected time of all training steps, without checkpoints.
     """
 
     simulated: SimulatedStep
@@ -62,10 +65,9 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe) -> DryRun:
-    """Build what the recipe says and run its widest batch under its heaviest schedules, and some of its own steps, in a
-    folder that is removed.
+    """Build everything in a recipe and run its heaviest step and a few of its other steps, in a temporary folder.
 
-    Raises ConfigError as `train.run.run` would.
+    Raises ConfigError as `train.run.run` does.
     """
     check_publish(recipe)
     folder = Path(str(recipe.output.dir))
@@ -77,29 +79,29 @@ def dry_run(recipe: Recipe) -> DryRun:
     warn_left_out(make_console(stderr=True, quiet=not is_first_process()), prepared)
     rows = prepared.encoded.rows
     prompts, completions = row_lengths(rows)
-    batch = _widest(prompts, completions, recipe.train.per_device_batch_size)
+    batch = _longest_rows(prompts, completions, recipe.train.per_device_batch_size)
     prompt_columns, new_tokens = int(prompts[batch].max()), int(completions[batch].max())
-    with whole_weights(prepared.arguments):  # also of the simulated model
+    with whole_weights(prepared.arguments):  # the simulated model must not be sharded
         sampler, simulated = heaviest_step(
             recipe, prepared.model.config, prepared.sampler, prompt_columns=prompt_columns, new_tokens=new_tokens
         )
     processes = prepared.arguments.world_size
     copies = recipe.train.gradient_accumulation_steps * processes
     timed = choose_timed(plan_steps(prepared, bool(recipe.optim.distillation)), prepared.steps)
-    widest = (batch * copies, sampler.at(0))
-    steps = [widest, widest, *((each.step.rows, each.step.draws) for each in timed * ROUNDS)]  # the first warms up
+    heaviest = (batch * copies, sampler.at(0))
+    steps = [heaviest, heaviest, *((each.step.rows, each.step.draws) for each in timed * ROUNDS)]  # the first warms up
     watch = StepWatch()
     with tempfile.TemporaryDirectory() as elsewhere:
         rehearsal = replace(
             prepared,
             encoded=replace(prepared.encoded, rows=rows.select([row for taken, _ in steps for row in taken])),
             validation=None,
-            sampler=RehearsedDraws(**vars(prepared.sampler), draws=tuple(draws for _, draws in steps)),
+            sampler=FixedDraws(**vars(prepared.sampler), draws=tuple(draws for _, draws in steps)),
             arguments=_rehearsal_arguments(prepared.arguments, elsewhere, len(steps)),
         )
         trainer = make_trainer(recipe, rehearsal, callbacks=[watch])
         trainer.train()
-    _, heaviest, *seconds = watch.seconds
+    _, heaviest_seconds, *seconds = watch.seconds
     return DryRun(
         simulated=simulated,
         rows=len(rows),
@@ -110,24 +112,24 @@ def dry_run(recipe: Recipe) -> DryRun:
         new_tokens=new_tokens,
         estimate=estimate_memory(recipe, simulated, processes),
         measured_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        seconds_a_step=heaviest,
-        tokens_per_second=copies * int(completions[batch].sum()) / heaviest,
+        seconds_a_step=heaviest_seconds,
+        tokens_per_second=copies * int(completions[batch].sum()) / heaviest_seconds,
         seconds=estimate_seconds(
             timed, [seconds[number :: len(timed)] for number in range(len(timed))], validation_work(prepared)
         ),
     )
 
 
-def _widest(prompts: "np.ndarray[Any, Any]", completions: "np.ndarray[Any, Any]", count: int) -> list[int]:
-    """The longest rows, with the longest prompt and the longest completion among them; where too few, several times."""
-    widest = list(map(int, (-prompts - completions).argsort()))
-    chosen = widest if count == 1 else [int(prompts.argmax()), int(completions.argmax()), *widest]
+def _longest_rows(prompts: "np.ndarray[Any, Any]", completions: "np.ndarray[Any, Any]", count: int) -> list[int]:
+    """Indices of the longest rows, with the longest prompt and the longest completion; repeated if rows are too few."""
+    longest = list(map(int, (-prompts - completions).argsort()))
+    chosen = longest if count == 1 else [int(prompts.argmax()), int(completions.argmax()), *longest]
     return list(islice(cycle(dict.fromkeys(chosen)), count))
 
 
 def _rehearsal_arguments(arguments: TrainingArguments, folder: str, steps: int) -> TrainingArguments:
-    """A copy that runs so many steps in the order of the rows; nothing is validated or saved."""
-    changed = copy.copy(arguments)  # made anew, DeepSpeed would read its config again
+    """A copy of the arguments that runs `steps` steps on the rows in their order, without validation or checkpoints."""
+    changed = copy.copy(arguments)  # new arguments would make DeepSpeed read its config again
     changed.output_dir = folder
     changed.max_steps = steps
     changed.save_strategy = SaveStrategy.NO
@@ -140,8 +142,8 @@ def _rehearsal_arguments(arguments: TrainingArguments, folder: str, steps: int) 
 
 
 @dataclass(frozen=True)
-class RehearsedDraws(ScheduleSampler):
-    """Draws for each step what a list says."""
+class FixedDraws(ScheduleSampler):
+    """Returns the given draws for each step."""
 
     draws: tuple[tuple[Draw, ...], ...] = ()
 
@@ -150,7 +152,7 @@ class RehearsedDraws(ScheduleSampler):
 
 
 class StepWatch(TrainerCallback):
-    """A callback that takes the seconds of each optimiser step, and of reading and laying out its rows."""
+    """A callback that times each optimiser step, including the loading and collating of its rows."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -174,7 +176,7 @@ def _now() -> float:
 
 
 def print_dry_run(found: DryRun, name: str) -> None:
-    """Say what was found, on the first process alone."""
+    """Print the results, in the first process only."""
     if not is_first_process():
         return
     estimate, measured, (low, high) = found.estimate, found.measured_peak, found.seconds
@@ -184,26 +186,26 @@ def print_dry_run(found: DryRun, name: str) -> None:
         ("effective batch size", f"{found.rows_a_step} rows"),
         ("steps", f"{found.steps:,}"),
         *(("schedule", line) for line in found.schedules),
-        ("widest batch", f"{found.prompt_columns} columns of prompts, {found.new_tokens} of completions"),
-        ("memory, estimated", f"{estimate.total / GIB:.2f} GiB a device at its peak"),
+        ("largest batch", f"{found.prompt_columns} prompt tokens, {found.new_tokens} completion tokens per row"),
+        ("memory, estimated", f"{estimate.total / GIB:.2f} GiB per device at its peak"),
         ("  weights", f"{estimate.weights / GIB:.2f} GiB"),
         ("  optimiser", f"{estimate.optimiser / GIB:.2f} GiB"),
         ("  gradients, activations", f"{estimate.step / GIB:.2f} GiB"),
         *([("  on the host", f"{estimate.host / GIB:.2f} GiB")] if estimate.host else []),
         *([] if measured is None else [("memory, measured", f"{measured / GIB:.2f} GiB")]),
         (
-            "seconds a step",
-            f"{found.seconds_a_step:.3f}, the widest; {low / found.steps:.3f} to {high / found.steps:.3f} on average",
+            "seconds per step",
+            f"{found.seconds_a_step:.3f} at most; {low / found.steps:.3f} to {high / found.steps:.3f} on average",
         ),
-        ("tokens a second", f"{found.tokens_per_second:,.0f} of completions"),
-        ("training", f"{_clock(low)} to {_clock(high)} (h:mm:ss), without checkpoints and the evaluation after it"),
+        ("tokens per second", f"{found.tokens_per_second:,.0f} of completions"),
+        ("training", f"{_clock(low)} to {_clock(high)} (h:mm:ss), without checkpoints and evaluation"),
     ]
     width = max(len(label) for label, _ in lines)
-    print(f"{name}: a dry run; nothing was written")
+    print(f"{name}: dry run, nothing was saved")
     for label, value in lines:
         print(f"{label:<{width}}  {value}")
 
 
 def _clock(seconds: float) -> str:
-    """Such as 1:04:12."""
+    """Format seconds as h:mm:ss."""
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,4 +1,4 @@
-"""A training step run on tensors without data, for the memory that it holds at each moment."""
+"""The memory of a training step, found by running it on tensors without data."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,16 @@ PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The bytes that one process holds in a training step, beside its optimiser's state.
+    """The memory that one process needs in a training step, besides the optimiser's state.
 
     Attributes:
-        parameters, trainable: of the model, and those of them that get a gradient.
-        weights, gradients: bytes of all of them, with no share of them elsewhere.
-        peaks: bytes of gradients -> the most bytes of anything else (activations, temporary tensors) while there were
-            as many. Gradients come in the backward pass as activations go, so the two don't peak together.
+        parameters: number of the model's parameters.
+        trainable: number of parameters with a gradient.
+        weights: bytes of all weights, unsharded.
+        gradients: bytes of all gradients, unsharded.
+        peaks: for each number of bytes of gradients, the peak bytes of everything else (activations, temporary tensors)
+            while it held. Gradients appear in the backward pass as activations are freed, so their peaks differ in
+            time.
     """
 
     parameters: int
@@ -43,7 +46,7 @@ class SimulatedStep:
     peaks: Mapping[int, int]
 
     def peak(self, gradient_share: float = 1.0) -> int:
-        """The most bytes of activations and gradients at once, in a process that keeps a share of each gradient."""
+        """Peak bytes of activations and gradients together, in a process that keeps a share of each gradient."""
         return max(other + int(gradient_share * gradients) for gradients, other in self.peaks.items())
 
 
@@ -55,20 +58,21 @@ def simulate_step(
     prompt_columns: int,
     new_tokens: int,
 ) -> SimulatedStep:
-    """Run a recipe's training step on one device without allocating a byte: billions of parameters take seconds.
+    """Run a recipe's training step on one device without allocating memory; billions of parameters take seconds.
 
-    The model's own code runs, under its schedules and with the objective's own losses, on tensors that have a shape
-    and no data (`FakeTensorMode`), with the kernels of a CPU, whose dropout keeps more than that of CUDA. What a kernel
-    allocates within itself isn't seen.
+    The model's code and the objective run on tensors that have a shape but no data (`FakeTensorMode`), with CPU
+    kernels, whose dropout stores more than CUDA's. Memory that a kernel allocates internally isn't counted.
 
     Args:
-        config: of the recipe's model (`train.build.model_config`).
-        schedules: those of the step, slowest first, as `ScheduleSampler.at` gives them.
-        prompt_columns, new_tokens: the lengths of the longest prompt and of the longest completion, in tokens.
+        recipe: the recipe of the run.
+        config: the config of its model, from `train.build.model_config`.
+        schedules: the schedules of the step, slowest first, as `ScheduleSampler.at` orders them.
+        prompt_columns: length of the longest prompt, in tokens.
+        new_tokens: length of the longest completion, in tokens.
     """
     rows, precision = recipe.train.per_device_batch_size, PRECISIONS[recipe.train.precision]
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    if recipe.deepspeed.config is not None:  # which computes in the weights' own type
+    if recipe.deepspeed.config is not None:  # DeepSpeed computes in the weights' data type
         dtype, precision = precision or dtype, None
 
     def autocast() -> AbstractContextManager[Any]:
@@ -77,12 +81,12 @@ def simulate_step(
     with torch.device("meta"):
         model = as_it_trains(AutoModelForCausalLM.from_config(config, dtype=dtype), recipe)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model.to_empty(device="cpu")  # so that the CPU's kernels are those that run
+        model.to_empty(device="cpu")  # so that CPU kernels run
         unwrap(model).tie_weights()
         if precision is not None:  # as accelerate does
             model.forward = convert_outputs_to_fp32(torch.autocast("cpu", precision)(model.forward))
         model.train()
-        parameters = list(model.parameters())  # a tied one once
+        parameters = list(model.parameters())  # tied ones once
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         live.start(trainable, accumulated=recipe.train.gradient_accumulation_steps > 1)
         batch = lay_out([[0] * prompt_columns] * rows, [[0] * new_tokens] * rows, pad_token=0)
@@ -98,12 +102,12 @@ def simulate_step(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of each storage that an operation makes, until nothing refers to it any more.
+    """Counts the bytes of every storage that an operation creates, until the storage is freed.
 
     Attributes:
-        live: bytes beside weights and gradients.
-        gradients: bytes of these, which are counted and let go of as soon as they are there.
-        peaks: as in `SimulatedStep`.
+        live: bytes other than weights and gradients.
+        gradients: bytes of gradients, which are counted when they appear and then freed.
+        peaks: see `SimulatedStep`.
     """
 
     def __init__(self) -> None:
@@ -117,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                if storage not in self._known:  # else a view, or an operation in place
+                if storage not in self._known:  # views and in-place operations reuse a storage
                     self._known[storage] = True
                     self.live += storage.nbytes()
                     weakref.finalize(storage, self._release, storage.nbytes())
@@ -125,16 +129,16 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def start(self, trainable: Sequence[torch.nn.Parameter], *, accumulated: bool) -> None:
-        """Count from here on: what there is by now is weights, and, where they are accumulated, gradients."""
+        """Start to count, once the weights exist; with gradient accumulation all gradients exist too."""
         total = sum(parameter.nbytes for parameter in trainable)
         self.live, self.gradients, self.peaks = 0, total if accumulated else 0, {}
 
-        def let_go(parameter: torch.Tensor) -> None:
+        def count_and_free(parameter: torch.Tensor) -> None:
             parameter.grad = None
-            self.gradients = min(total, self.gradients + parameter.nbytes)  # a second pass adds to the first one's
+            self.gradients = min(total, self.gradients + parameter.nbytes)  # a second pass adds to the same gradients
 
         for parameter in trainable:
-            parameter.register_post_accumulate_grad_hook(let_go)
+            parameter.register_post_accumulate_grad_hook(count_and_free)
 
     def _release(self, size: int) -> None:
         self.live -= size

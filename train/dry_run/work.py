@@ -1,29 +1,31 @@
-"""The work of a training step, so that runs can be compared at equal work."""
+"""The computational work of a training step, by which runs are compared."""
 
 from collections.abc import Sequence
 
 from train.sampling import Draw, ScheduleSampler
 
-SAMPLED_STEPS = 200  # whose schedules say what the steps of a run compute
-FORWARD_SHARE = 1 / 3  # of a pass forward and backward: what the teacher of a distillation costs
+SAMPLED_STEPS = 200  # maximum number of steps over which work is averaged
+FORWARD_SHARE = 1 / 3  # cost of a forward pass, as a share of a forward and backward pass
 
 
 def step_work(
     draws: Sequence[Draw], distils: bool, prompt_columns: float, new_tokens: float, *, frozen_teacher: bool = False
 ) -> float:
-    """The work of a row in a step, in passes of one column through every layer, forward and backward.
+    """The work of one row in a step; the unit is one position's forward and backward pass through every layer.
 
     Args:
-        draws: the schedules of the step.
-        distils: whether what skips is compared with full depth, which is then run forward where it isn't among them.
-        prompt_columns, new_tokens: tokens of the prompt and of the completion.
-        frozen_teacher: whether another model teaches, which is then run forward in every step.
+        draws: the targets and schedules of the step.
+        distils: whether the loss includes distillation; its teacher, full depth, is an extra forward pass unless it is
+            among the schedules.
+        prompt_columns: length of the prompt, in tokens.
+        new_tokens: length of the completion, in tokens.
+        frozen_teacher: whether the teacher is another model, which needs a forward pass in every step.
     """
-    prompt, columns = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
-    passes = sum(draw.schedule.column_share(prompt, columns) for draw in draws)
+    prompt, positions = max(1, round(prompt_columns)), round(prompt_columns + new_tokens)
+    passes = sum(draw.schedule.computed_share(prompt, positions) for draw in draws)
     full_depth = any(not draw.schedule.skips for draw in draws)
     teacher = FORWARD_SHARE if distils and (frozen_teacher or not full_depth) else 0.0
-    return (passes + teacher) * columns
+    return (passes + teacher) * positions
 
 
 def mean_work(
@@ -35,7 +37,7 @@ def mean_work(
     *,
     frozen_teacher: bool = False,
 ) -> float:
-    """The mean of `step_work` over the steps of a run: length grouping makes batches about as wide as their rows."""
+    """The mean of `step_work` over a run's steps; rows of a batch have similar lengths, so padding is ignored."""
     sampled = range(min(steps, SAMPLED_STEPS))
     lengths = (prompt_columns, new_tokens)
     work = [step_work(sampler.at(step), distils, *lengths, frozen_teacher=frozen_teacher) for step in sampled]

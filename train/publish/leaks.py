@@ -1,4 +1,4 @@
-"""Things that must not leave with a checkpoint: secrets are found, and this machine's paths are made relative."""
+"""What must not be published with a checkpoint: secrets are detected, and local paths are made relative."""
 
 import os
 import re
@@ -9,9 +9,10 @@ from typing import Any
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 from detect_secrets.plugins.base import RegexBasedDetector
 
-# Of detect-secrets' all but these: a vocabulary is full of words that look random, versions look like addresses.
+# Detectors of detect-secrets that aren't used: vocabularies are full of random-looking words, and versions look like
+# IPs.
 _UNUSED = ("Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector")
-# What it doesn't know, or knows older forms of.
+# Patterns that detect-secrets lacks, or has only in older forms.
 _OWN = {
     "a token of the Hub": re.compile(r"\bhf_[A-Za-z0-9]{30,}"),
     "a key of Weights & Biases": re.compile(
@@ -29,11 +30,11 @@ _PRIVATE = ("home", "Users", "root", "tmp", "mnt", "media", "data", "scratch", "
 
 
 def find_secret(text: str, name: str | None = None) -> str | None:
-    """The kind of secret that a text seems to hold; None where none is seen. Nothing is sent anywhere to find out.
+    """The kind of secret that a text seems to contain, or None. Nothing is sent over the network.
 
     Args:
-        text: of a file.
-        name: the file's, to look also for what is assigned to words such as password, as files of the kind assign.
+        text: contents of a file.
+        name: the file's name; with it, assignments to words such as password are detected too, in the file's syntax.
     """
     for kind, pattern in _OWN.items():
         if pattern.search(text):
@@ -54,19 +55,19 @@ def _plugins() -> tuple[Any, ...]:
 
 
 def find_path(text: str) -> str | None:
-    """An absolute path of this machine, or of one like it, that a text holds; None where there is none."""
+    """The first local absolute path in a text; None where there is none."""
     return next((found[0] for found in _PATH.finditer(text) if _is_private(found[0])), None)
 
 
 def without_paths(value: Any) -> Any:
-    """Plain values with such paths relative to the working directory, or, elsewhere, cut to their last part."""
+    """Plain values in which local paths are relative to the working directory, or outside of it reduced to the name."""
     if isinstance(value, dict):
         return {without_paths(key): without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_paths(item) for item in value]
     if not isinstance(value, str):
         return value
-    if "\n" not in value and _is_private(value):  # a whole path, which may hold blanks
+    if "\n" not in value and _is_private(value):  # the value is a path, which may contain blanks
         return _shortened(value)
     return _PATH.sub(lambda found: _shortened(found[0]) if _is_private(found[0]) else found[0], value)
 

@@ -1,4 +1,4 @@
-"""Sending a parcel to the Hub, in one commit."""
+"""Sending the files of a run to the Hub, in one commit."""
 
 from fnmatch import fnmatch
 
@@ -9,26 +9,26 @@ from skipdecode import ConfigError
 from skipdecode.errors import first_line
 from train.publish.parcel import Parcel
 
-# What an earlier version of the repository may hold and this one not: left there, it would be loaded.
+# Files of an earlier version of the repository that are deleted if the new one lacks them, because they would be
+# loaded.
 REPLACED = ("*.safetensors", "*.safetensors.index.json", "custom_generate/*")
 
 
 def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, message: str | None = None) -> str:
-    """Send it, in one commit: what was interrupted has changed nothing, and what is there already isn't sent again.
+    """Send the files in one commit; an interrupted upload changes nothing, and files on the Hub aren't sent again.
 
     Args:
-        parcel: of `pack`.
-        public: whether a new repository may be seen by all; one that exists is left as it is, and refused where it is
-            public and this says otherwise.
-        tag: for the commit.
-        message: of the commit.
+        parcel: the files, from `pack`.
+        public: whether a new repository is public. An existing one keeps its visibility; sending to a public one
+            without this is an error.
+        tag: tag of the commit.
+        message: message of the commit.
 
     Returns:
-        The commit's address.
+        The URL of the commit.
 
     Raises:
-        ConfigError: where the Hub refuses, the tag is that of another commit, or the repository is public against the
-            request.
+        ConfigError: where the Hub refuses, the tag belongs to another commit, or the repository is unexpectedly public.
     """
     api = HfApi()
     name = parcel.repository
@@ -44,8 +44,8 @@ def send(parcel: Parcel, *, public: bool = False, tag: str | None = None, messag
             _tag(api, name, tag, commit.oid)
     except HfHubHTTPError as error:
         raise ConfigError(f"the Hub refused {name}: {first_line(error)}") from error
-    except (OSError, RuntimeError, HTTPError) as error:  # the last where there is no network
-        raise ConfigError(f"sending to {name} broke off ({first_line(error)}): it can be sent again") from error
+    except (OSError, RuntimeError, HTTPError) as error:  # HTTPError: there is no network
+        raise ConfigError(f"sending to {name} failed ({first_line(error)}): run the same command again") from error
     return str(commit.commit_url)
 
 
@@ -56,7 +56,7 @@ def _make_repository(api: HfApi, name: str, public: bool) -> None:
         api.create_repo(name, private=not public, exist_ok=True)
         return
     if not private and not public:
-        raise ConfigError(f"{name} exists and is public: say --public, or choose another name")
+        raise ConfigError(f"{name} exists and is public: pass --public (publish.public=true), or choose another name")
 
 
 def _tag(api: HfApi, name: str, tag: str, commit: str) -> None:
@@ -65,5 +65,5 @@ def _tag(api: HfApi, name: str, tag: str, commit: str) -> None:
         api.create_tag(name, tag=tag, revision=commit)
     elif tagged[tag] != commit:
         raise ConfigError(
-            f"the tag {tag!r} of {name} is that of commit {tagged[tag][:8]}: the files are there, choose a new tag"
+            f"the tag {tag!r} of {name} belongs to commit {tagged[tag][:8]}: the files were sent, but choose a new tag"
         )

@@ -1,4 +1,4 @@
-"""Models, schedules and a call for tests that hold lean decode steps against a model's own."""
+"""Models, schedules and a call for tests that compare the fast path with a model's own forward pass."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from skipdecode import SkipSchedule, skip_generate
 
 SCHEDULES = [SkipSchedule(6, 4, 2, horizon=5), SkipSchedule.full_depth(6), SkipSchedule(6, 5, 3, placement="even")]
 MODELS = [*sorted(TINY_FAMILIES), "opt", "opt-350m"]
-WINDOWED = {"mistral"}  # of these, those whose attention slides: they have no CUDA graphs
+WINDOWED = {"mistral"}  # those with a sliding window, which have no CUDA graphs
 
 
 def tiny(name: str) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Batches are laid out as law 3 needs them."""
+"""Prompts are padded on the left and completions on the right, so that each layer runs on a prefix of positions."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import Example
-from data.columns import ColumnCollator, encode_pairs, encode_prompts
-from data.vocabulary import SMALLEST, train_tokenizer
+from data.batches import BatchCollator, encode_pairs, encode_prompts
+from data.vocabulary import MIN_SIZE, train_tokenizer
 from skipdecode import ConfigError
 from skipdecode.checkpoint.loading import load_tokenizer
 from skipdecode.training.batch_layout import IGNORED, lay_out
@@ -17,7 +17,7 @@ EXAMPLES = [Example(str(n), f"slot: value {n}\n", (f"The value is {n}.", f"It sa
 
 
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=5))
-def test_prompts_end_and_completions_start_in_one_column(rows: list[tuple[list[int], list[int]]]) -> None:
+def test_prompts_end_and_completions_start_at_the_same_position(rows: list[tuple[list[int], list[int]]]) -> None:
     prompts, completions = [p for p, _ in rows], [c for _, c in rows]
     batch = lay_out(prompts, completions, pad_token=1)
     start = batch["prompt_columns"]
@@ -35,7 +35,7 @@ def test_prompts_end_and_completions_start_in_one_column(rows: list[tuple[list[i
         assert batch["labels"][n][counted].tolist() == completion
 
 
-def test_pairs_of_an_example_are_its_targets_with_an_end_token() -> None:
+def test_an_example_gives_one_row_per_target_each_with_an_end_token() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
     columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=64)
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -46,11 +46,11 @@ def test_pairs_of_an_example_are_its_targets_with_an_end_token() -> None:
     assert row["completion_ids"][-1] == tokenizer.eos_token_id
     assert tokenizer.decode(row["completion_ids"][:-1]) == EXAMPLES[1].targets[1]
     assert row["length"] == len(row["prompt_ids"]) + len(row["completion_ids"])
-    batch = ColumnCollator(tokenizer.pad_token_id)(rows[:5])
+    batch = BatchCollator(tokenizer.pad_token_id)(rows[:5])
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.long
 
 
-def test_a_target_ends_once_and_never_before_its_end() -> None:
+def test_a_completion_has_one_end_token_and_a_target_with_an_earlier_one_is_refused() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
 
     def completion(text: str) -> list[int]:
@@ -60,22 +60,24 @@ def test_a_target_ends_once_and_never_before_its_end() -> None:
 
     assert completion("It says 3.</s>") == completion("It says 3.</s></s>") == completion("It says 3.")
     assert completion("</s>") == completion("") == [tokenizer.eos_token_id]
-    with pytest.raises(ConfigError, match=r"a target of 7 has the tokenizer's end token, '</s>', before its end"):
+    with pytest.raises(ConfigError, match=r"a target of 7 contains the tokenizer's end token, '</s>', before its end"):
         completion("It says 3.</s> Or 4.")
-    chat = encode_prompts(tokenizer, [Example("7", "hello</s>there", ())], 64, "")  # turns of a chat end in it, too
+    chat = encode_prompts(
+        tokenizer, [Example("7", "hello</s>there", ())], 64, ""
+    )  # in a chat, end tokens end turns too
     assert tokenizer.eos_token_id in chat[0].ids
 
 
-def test_long_completions_are_cut_and_counted_and_long_prompts_refused() -> None:
+def test_long_completions_are_truncated_and_counted_and_long_prompts_are_refused() -> None:
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
     columns = encode_pairs(tokenizer, EXAMPLES, max_prompt_tokens=64, max_completion_tokens=4)
     assert sum(columns["completion_cut"]) == 40
     assert {len(ids) for ids in columns["completion_ids"]} == {4}
-    with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 fit: do this"):
+    with pytest.raises(ConfigError, match=r"the prompt of 0 has \d+ tokens, at most 2 are allowed: do this"):
         encode_prompts(tokenizer, EXAMPLES[:1], 2, "do this")
 
 
-def test_a_trained_tokenizer_writes_any_text_and_survives_saving(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_trained_tokenizer_encodes_any_text_and_reloads_unchanged(tmp_path) -> None:  # type: ignore[no-untyped-def]
     tokenizer = train_tokenizer(EXAMPLES, 300, max_length=64)
     assert len(tokenizer) == 300
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (1, 2)
@@ -87,5 +89,5 @@ def test_a_trained_tokenizer_writes_any_text_and_survives_saving(tmp_path) -> No
         assert tokenizer.decode(ids) == text
         assert again(text)["input_ids"] == ids
     assert again.padding_side == "left"
-    with pytest.raises(ConfigError, match=f"at least {SMALLEST}"):
+    with pytest.raises(ConfigError, match=f"at least {MIN_SIZE}"):
         train_tokenizer(EXAMPLES, 100, max_length=64)
