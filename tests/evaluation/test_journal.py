@@ -79,7 +79,7 @@ def test_a_journal_of_another_evaluation_is_refused_with_the_differences(tmp_pat
 def test_a_file_that_is_not_a_journal_is_refused_and_not_changed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is damaged, or no journal of this kind|of another evaluation"):
+    with pytest.raises(ConfigError, match=r"is damaged, or not a journal of this kind|belongs to another evaluation"):
         Journal(path, HEADER)
     assert path.read_bytes() == content
 

@@ -228,7 +228,7 @@ def test_invalid_combinations_of_processes_and_devices_are_refused(
     words = ["--checkpoint", str(full), "--output", str(tmp_path / "out"), *SMALL]
     for more, message in (
         (["--tensor-parallel"], "start them with torchrun"),
-        (["--tensor-parallel", "--device-map", "auto"], "leave --tensor-parallel out"),
+        (["--tensor-parallel", "--device-map", "auto"], "--device-map and --tensor-parallel exclude each other"),
         (["--device-map", "auto", "--device", "cpu"], "leave --device out"),
         (["--device-map", "auto", "--weights", "int8"], "supports --weights model only"),
         (["--device-map", "auto", "--lossless", "2"], "doesn't support a model on several devices"),

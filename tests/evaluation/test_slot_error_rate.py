@@ -132,7 +132,7 @@ def test_the_slot_error_rate_is_the_sum_of_errors_over_the_sum_of_slots() -> Non
 def test_a_meaning_is_parsed_from_a_prompt_without_placeholders() -> None:
     meaning = parse_mr("name[Aromi], area[riverside]")
     assert read_meaning("area: riverside | name: Aromi\n") == read_meaning(" name[Aromi], area[riverside]") == meaning
-    with pytest.raises(ConfigError, match="the prompt says Xname and not what name is"):
+    with pytest.raises(ConfigError, match="the prompt has the placeholder Xname instead of the value of name"):
         read_meaning("name: Xname | area: riverside\n")
     for text in ("", "Describe Aromi.", "name: Aromi | colour: red", "TITLE: tea"):
         with pytest.raises(ConfigError):
