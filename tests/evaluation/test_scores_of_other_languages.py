@@ -314,7 +314,7 @@ def test_the_evaluation_of_a_recipe_names_the_tokenizer_wherever_it_shows_scores
     assert "--tokenizer zh" in report.command
     assert "tok:zh" in report.to_markdown()
     write_page([str(chinese / "eval")], tmp_path / "page.html")
-    assert "(zh words, case-insensitive," in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "(zh tokens, case-insensitive," in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_an_evaluation_shows_the_reason_in_place_of_a_score(chinese: Path, tmp_path: Path, capsys: Any) -> None:
@@ -347,7 +347,7 @@ def test_an_evaluation_shows_the_reason_in_place_of_a_score(chinese: Path, tmp_p
     (tmp_path / "char.json").write_text(json.dumps(other), encoding="utf-8")
     compared = ["--tokenizer", "zh", "--compare", f"char={tmp_path / 'char.json'}"]
     assert eval.cli.main([*arguments, *compared, "--output", str(tmp_path / "none")]) == 2
-    assert "--compare char: the tokenizer of that report's scores is char, here zh" in capsys.readouterr().err
+    assert "--compare char: the scores of that report use the tokenizer char, these zh" in capsys.readouterr().err
 
 
 def test_a_search_supports_tokenizers_and_refuses_a_metric_that_cannot_be_computed(
