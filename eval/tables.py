@@ -54,7 +54,7 @@ class Table:
         table.collapse_padding = len(self.headers) > 11  # wide tables don't fit on 160 columns with padding
         for number, header in enumerate(self.headers):
             justify: JustifyMethod = "left" if number < self.left else "right"
-            width = max((len(cells[number]) for cells in self.rows), default=1)  # headers don't widen columns
+            width = max([1, *(len(cells[number]) for cells in self.rows)])  # headers don't widen columns
             header = textwrap.fill(header, width, break_long_words=False, break_on_hyphens=False)
             table.add_column(header, justify=justify, overflow="fold")
         for number, cells in enumerate(self.rows):

@@ -255,7 +255,8 @@ def test_a_running_server_is_tested_at_several_speeds_and_the_report_compares_th
     assert "| 3x | all at once |" in markdown
     assert "errors" not in markdown
     assert output.with_suffix(".png").stat().st_size > 10_000
-    assert "throughput vs first system" in capsys.readouterr().out
+    assert "| time to first token (ms) |" in markdown
+    assert "picture: " in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load.json", "load.md", "load.png"]
     assert main(arguments(slow_url, output)) == 2
     assert "already exists" in capsys.readouterr().err

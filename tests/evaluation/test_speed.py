@@ -79,10 +79,12 @@ def test_the_benchmark_calibrates_by_default(shape: str, tmp_path: Path) -> None
 def test_an_end_to_end_target_reduces_the_layers_of_long_prompts(shape: str, tmp_path: Path) -> None:
     words = {"--speedup": "2", "--batch-size": "1", "--prompt-length": "2000", "--repeats": "1", "--peers": ""}
     rows = {}
-    for over, marked in (("decode", "decoding (asked) | whole |"), ("all", "decoding | whole (asked) |")):
+    for over, name in (("decode", "decode"), ("all", "end-to-end")):
         output = tmp_path / f"{over}.json"
         assert main([*arguments(shape, output, **words), "--predict", "--over", over]) == 0
-        assert marked in output.with_suffix(".md").read_text()
+        markdown = output.with_suffix(".md").read_text()
+        assert "| speedup (decode) | speedup (end-to-end) |" in markdown
+        assert f"Targets apply to the {name} speedup." in markdown
         rows[over] = json.loads(output.read_text())["rows"][1]
     assert rows["decode"]["schedule"]["prompt"] == "full"
     assert SkipSchedule.from_dict(rows["all"]["schedule"]).prompt_budget < 4
@@ -158,7 +160,7 @@ def test_an_interrupted_benchmark_keeps_its_rows_and_continues_without_timing_an
         ({"--output": "speed.txt"}, "name a .json file"),
         ({"--device": "cuda:9"}, "--device is 'cuda:9', which can't be used"),
         ({"--device": "gpu"}, "--device is 'gpu', which can't be used"),
-        ({"--peers": "llama.cpp"}, "llama.cpp is a peer of Llama models alone, and this one is opt"),
+        ({"--peers": "llama.cpp"}, "--peers llama.cpp supports Llama models only: this model is opt"),
     ],
 )
 def test_invalid_input_prints_a_one_line_error_and_writes_nothing(
@@ -220,13 +222,13 @@ def test_merged_runs_show_medians_and_the_worst_run(
     cells = [line.strip("| ").split(" | ") for line in merged.read_text().splitlines() if line.startswith("| ")]
     own = [dict(zip(cells[0], row, strict=True)) for row in cells[2:4]]
     assert [row["runs"] for row in own] == ["3", "3"]
-    assert [row["prefill s"] for row in own] == ["0.750 (1.000)", "0.375 (0.500)"]
+    assert [row["prefill (s)"] for row in own] == ["0.750 (1.000)", "0.375 (0.500)"]
     assert [row["tokens/s"] for row in own] == ["2.3 (1.8)", "3.5 (3.5)"]
-    assert [row["decoding (asked)"] for row in own] == ["1.00x (1.00x)", "1.50x (1.00x)"]
-    assert [row["decoding over transformers"] for row in own] == ["2.00x (2.00x)", "3.00x (2.00x)"]
+    assert [row["speedup (decode)"] for row in own] == ["1.00x (1.00x)", "1.50x (1.00x)"]
+    assert [row["decode speedup over transformers"] for row in own] == ["2.00x (2.00x)", "3.00x (2.00x)"]
     assert cells[-1] == ["transformers", "3", "1.500 (2.000)", "1.2 (0.9)"]
     assert main(["--merge", *map(str, reports), "--output", str(merged)]) == 2
-    assert "merged.md is there already" in capsys.readouterr().err
+    assert "merged.md already exists" in capsys.readouterr().err
 
 
 def test_the_benchmark_ignores_the_generation_config_of_a_checkpoint(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
         ([reports[1]], "prompt_length is 7 in"),
         ([clock], "calibrated is True in"),
         ([stopping], "prompt_stop is 1 in"),
-        ([reports[0]], "6.json is the same run as another of these reports"),
+        ([reports[0]], "6.json is the same run as another report"),
         ([tmp_path / "none.json"], "is not a report"),
         ([damaged], "is not a report"),
     ):
@@ -266,7 +268,7 @@ def test_runs_of_different_benchmarks_are_not_merged(shape: str, tmp_path: Path,
 def test_an_existing_report_is_never_overwritten(shape: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "speed.md").write_text("kept")
     assert main(arguments(shape, tmp_path / "speed.json")) == 2
-    assert "speed.md is there already" in capsys.readouterr().err
+    assert "speed.md already exists" in capsys.readouterr().err
     assert (tmp_path / "speed.md").read_text() == "kept"
 
 
