@@ -35,7 +35,7 @@ from eval.speed.peers import SkipDecode
 from eval.tables import Table
 from skipdecode import SkipSchedule, solve_schedule
 from skipdecode.cli.process import run_command
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, RunningSequences
+from skipdecode.fastpath.sequences import ChosenTokens, DraftedRounds, RunningSequences
 from skipdecode.generate import lossless_loop as lossless
 from skipdecode.generate.draft_policy import MAX_DRAFTS
 from skipdecode.generate.fast_path import fast_path

@@ -1,8 +1,10 @@
 """ConfigError, the exception for every mistake of a user, and the checks that many modules share."""
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from numbers import Integral
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -34,3 +36,13 @@ def check_counts(**counts: int) -> None:
 def first_line(error: BaseException) -> str:
     """Another library's error message as one line, to quote in a ConfigError."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def renamed(old: str, new: str) -> property:
+    """The old name of a method or an attribute: it warns, and stands for the new one until the next release."""
+
+    def get(instance: Any) -> Any:
+        warnings.warn(f"{type(instance).__name__}.{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+        return getattr(instance, new)
+
+    return property(get)

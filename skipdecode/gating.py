@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipdecode.errors import ConfigError, check_counts
+from skipdecode.errors import ConfigError, check_counts, renamed
 from skipdecode.families import decoder_layers
 from skipdecode.internals import captured_outputs, is_replica
 from skipdecode.schedule.cost import depth_mismatch
@@ -74,6 +74,9 @@ class LayerGate:
         self.layer_positions_skipped = 0
         self.index_of: dict[nn.Module, int] = {layer: index for index, layer in enumerate(layers)}
         self._returns_tuple = False  # whether layer 0, which always runs, last returned a tuple
+
+    layer_columns = renamed("layer_columns", "layer_positions")
+    layer_columns_skipped = renamed("layer_columns_skipped", "layer_positions_skipped")
 
     @contextmanager
     def active(self) -> Iterator[None]:

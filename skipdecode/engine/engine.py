@@ -20,7 +20,7 @@ from skipdecode.engine.prepare import Preparer
 from skipdecode.engine.ragged_inputs import PositionTables, RaggedInputs, prefix_lengths
 from skipdecode.engine.scheduler import RunningSequence, Scheduler
 from skipdecode.engine.sequence import Answer, EngineSequence, GeneratedToken, TokenInput
-from skipdecode.errors import ConfigError, check_counts
+from skipdecode.errors import ConfigError, check_counts, renamed
 from skipdecode.families import longest_sequence, unwrap
 from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
@@ -69,6 +69,11 @@ class EngineState:
     steps: int
     step_tokens: int
     step_layers: int
+
+    columns = renamed("columns", "slots")
+    free_columns = renamed("free_columns", "free_slots")
+    rows = renamed("rows", "step_tokens")
+    layers = renamed("layers", "step_layers")
 
 
 class Engine:

@@ -157,9 +157,9 @@ class FastLayer:
 
 def by_rows(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
     """Apply a function that treats each row of its arguments [rows, ...] by itself, on CPU some hundred at a time."""
-    parts = -(-len(rows[0]) // ROWS_TOGETHER)
-    if parts <= 1 or rows[0].device.type != "cpu":
+    if len(rows[0]) <= ROWS_TOGETHER or rows[0].device.type != "cpu":
         return function(*rows)
+    parts = -(-len(rows[0]) // ROWS_TOGETHER)
     return torch.cat([function(*part) for part in zip(*(each.chunk(parts) for each in rows), strict=True)])
 
 

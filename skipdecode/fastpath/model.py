@@ -166,12 +166,13 @@ class FastDecoder:
             return self._ended(*native(tokens if native.embeds else self.embed(tokens, inputs), layers, cache, inputs))
         hidden = self.embed(tokens, inputs)
         run: Any = self.layers if gpu_layers is None else gpu_layers
+        cached = cache.layers
         for index in layers:
             rows, of_layer = inputs.rows(index), inputs.of_layer(index)
             if rows is None:
-                hidden = run[index](hidden, cache.layers[index], of_layer)
+                hidden = run[index](hidden, cached[index], of_layer)
             else:
-                hidden[:rows] = run[index](hidden[:rows], cache.layers[index], of_layer)
+                hidden[:rows] = run[index](hidden[:rows], cached[index], of_layer)
         return self.logits(hidden)
 
     def choosing(self, tokens: int) -> NativeSteps | None:

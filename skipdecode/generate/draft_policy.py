@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from skipdecode.fastpath.cpu_steps import DraftRule
+from skipdecode.fastpath.sequences import DraftRule
 from skipdecode.generate.draft_record import INITIAL_BUDGET, PROBABILITY_BOUNDS, DraftRecord
 from skipdecode.generate.pass_seconds import PassSeconds
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from skipdecode.fastpath.cpu_steps import bin_of
+from skipdecode.fastpath.sequences import bin_of
 
 INITIAL_BUDGET = 1.0  # steps of full depth that drafting may lose before it has gained anything
 MAX_PACES = 9  # timings of full depth that are remembered

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
 from skipdecode.fastpath.cuda_graphs import MAX_AHEAD
 from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.fastpath.sequences import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
 from skipdecode.generate.acceptance import accept_greedy, accept_sampled
 from skipdecode.generate.draft_policy import MAX_DRAFTS, PACE_STEPS, DraftPolicy, VerifiedRound
 from skipdecode.generate.draft_record import LoopKind

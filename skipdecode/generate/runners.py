@@ -15,11 +15,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from skipdecode.errors import ConfigError
 from skipdecode.families import text_config, unwrap
-from skipdecode.fastpath.cpu_steps import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
 from skipdecode.fastpath.cuda_graphs import MAX_AHEAD, keep_step_graphs, step_graphs
 from skipdecode.fastpath.kv_cache import PlannedCache, sized_by
 from skipdecode.fastpath.model import FastDecoder
 from skipdecode.fastpath.row_compaction import rows_to_keep
+from skipdecode.fastpath.sequences import ChosenTokens, DraftedRounds, DraftRule, RunningSequences
 from skipdecode.fastpath.verify_inputs import VerifyInputs
 from skipdecode.gating import LayerGate, all_positions
 from skipdecode.generate.fast_path import fast_path

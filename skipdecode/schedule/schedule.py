@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from skipdecode.errors import ConfigError, check_counts, unknown
+from skipdecode.errors import ConfigError, check_counts, renamed, unknown
 from skipdecode.schedule.strict_json import parse_json
 
 # Far beyond any real model or sequence: a larger value is a typing error that would cost minutes and gigabytes.
@@ -374,6 +374,10 @@ class SkipSchedule:
     def computed_share(self, prompt_columns: int, positions: int) -> float:
         """The fraction of all (layer, position) pairs that a training step computes: 1.0 at full depth."""
         return sum(self.position_cutoffs(prompt_columns, positions)) / (self.num_layers * positions)
+
+    column_cutoffs = renamed("column_cutoffs", "position_cutoffs")
+    stopped_columns = renamed("stopped_columns", "stopped_positions")
+    column_share = renamed("column_share", "computed_share")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, which `from_dict` reads back."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ragged_prompts
 
-from skipdecode.fastpath.cpu_steps import DraftRule, RunningSequences
+from skipdecode.fastpath.sequences import DraftRule, RunningSequences
 from skipdecode.generate.acceptance import accept_greedy, accepted_tokens
 from skipdecode.generate.fast_path import fast_path
 from skipdecode.generate.runners import LosslessRunner

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from skipdecode import SkipSchedule
-from skipdecode.fastpath.cpu_steps import DraftRule
+from skipdecode.fastpath.sequences import DraftRule
 from skipdecode.generate.draft_policy import AcceptedPlusOne, DraftPolicy, VerifiedRound
 from skipdecode.kernels.cpu import kernels
 

@@ -167,7 +167,7 @@ def test_a_gguf_file_can_be_evaluated_before_training(
     options = ["--task", "departures", "--limit", "3", "--max-new-tokens", "4", "--speedup", "1", "2"]
     options += ["--task-option", *(f"{key}={value}" for key, value in TASK.items()), "--output", str(tmp_path / "out")]
     assert eval.cli.main(["--checkpoint", str(folder), *options]) == 2
-    assert "its GGUF file tiny.gguf is read with --gguf-file" in capsys.readouterr().err
+    assert "read its GGUF file tiny.gguf with --gguf-file" in capsys.readouterr().err
     assert eval.cli.main(["--checkpoint", str(folder), "--gguf-file", NAME, *options]) == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["speedup_target"] for row in rows] == [1, 2]
