@@ -51,7 +51,7 @@ def test_a_round_of_the_kernels_accepts_what_the_acceptance_rule_accepts(
             rounds,
         )
         assert by_kernels is not None
-        for drafted, accepted in zip(by_kernels.drafted, by_kernels.agreed, strict=True):
+        for drafted, accepted in zip(by_kernels.drafted, by_kernels.accepted, strict=True):
             assert drafted == [count] * 3
             starts = [len(tokens) - 1 for tokens in sequences]
             drafts: list[list[int]] = [[] for _ in sequences]

@@ -231,7 +231,7 @@ def test_after_calibration_speedups_are_solved_for_the_measured_times(checkpoint
         out, _ = output(capsys)
         (row,) = (line.split() for line in out if line.lstrip().startswith(f"{slow:g}x"))
         assert row[1:4] == [str(schedule.max_layers), "to", str(schedule.min_layers)]
-        assert "speeds by the calibrated profile of " in out[-1]
+        assert "speedups over full depth, by the calibrated profile of " in out[-1]
     finally:
         path.unlink()
 

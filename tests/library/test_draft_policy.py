@@ -152,7 +152,7 @@ def test_one_slow_round_does_not_end_drafting() -> None:
     policy = CostDraftPolicy(record, lambda layers, tokens: layers / LAYERS, LAYERS)
     policy.learn_pace(1, 16, 16.0)
     for seconds in [1.5] * 20 + [500.0] + [1.5] * 20:
-        count = len(policy.rule(1, [3] * MAX_DRAFTS).worth)
+        count = len(policy.rule(1, [3] * MAX_DRAFTS).min_probabilities)
         policy.learn(VerifiedRound(1, 1 + count, [count], [count], [[0.95] * count], seconds))
     assert count > 3
 
@@ -164,7 +164,7 @@ def test_full_depth_is_timed_again_after_some_rounds() -> None:
     for _ in range(1000):
         if not policy.has_pace:
             return
-        count = len(policy.rule(1, [3] * MAX_DRAFTS).worth)
+        count = len(policy.rule(1, [3] * MAX_DRAFTS).min_probabilities)
         policy.learn(VerifiedRound(1, 1 + count, [count], [count], [[0.95] * count], 1.5))
     pytest.fail("full depth is never timed again")
 
@@ -173,7 +173,7 @@ def test_drafts_that_never_save_time_become_rare() -> None:
     policy = CostDraftPolicy(DraftRecord(), lambda layers, tokens: layers / LAYERS, LAYERS)
     tried: list[int] = []
     for step in range(200):
-        drafted = not policy.rests and len(policy.rule(1, [3] * MAX_DRAFTS).worth) > 0
+        drafted = not policy.rests and len(policy.rule(1, [3] * MAX_DRAFTS).min_probabilities) > 0
         if drafted:
             policy.learn(VerifiedRound(1, 1, [1], [0], [[0.95]]))
             tried.append(step)
@@ -187,11 +187,11 @@ def test_drafts_that_never_save_time_become_rare() -> None:
 def test_one_draft_more_than_were_accepted_is_made_without_timings(rounds: list[tuple[int, int]]) -> None:
     policy = AcceptedPlusOne()
     for accepted, room in rounds:
-        count = len(policy.rule(1, [3] * room).worth)
+        count = len(policy.rule(1, [3] * room).min_probabilities)
         assert 1 <= count <= room
         accepted = min(accepted, count)
         policy.learn(VerifiedRound(1, 1 + accepted, [count], [accepted]))
-        assert len(policy.rule(1, [3] * 99).worth) in (accepted + 1, accepted), "or as many, at the maximum"
+        assert len(policy.rule(1, [3] * 99).min_probabilities) in (accepted + 1, accepted), "or as many, at the maximum"
 
 
 def test_nothing_is_drafted_after_an_improbable_draft() -> None:

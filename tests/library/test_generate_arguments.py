@@ -148,7 +148,7 @@ def check_every_cache(model: PreTrainedModel, placement: Any) -> None:
 def test_prompt_tuning_is_refused(tuning: Any) -> None:
     model = get_peft_model(fresh("llama"), tuning)
     ids, mask = ragged_prompts([3, 6], 6)
-    with pytest.raises(ConfigError, match="prompt tuning adds virtual columns"):
+    with pytest.raises(ConfigError, match="prompt tuning adds virtual tokens"):
         output_of(model, SCHEDULE, input_ids=ids, attention_mask=mask)
 
 

@@ -480,7 +480,7 @@ def test_a_json_body_is_read_whatever_its_content_type(server: Server, kind: str
     body = json.dumps(request(False)).encode()
     answer = server.http.post(COMPLETIONS, content=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    page = server.http.post(COMPLETIONS, content=body, headers={**headers, "Fingerprint": "https://elsewhere.example"})
+    page = server.http.post(COMPLETIONS, content=body, headers={**headers, "Origin": "https://elsewhere.example"})
     # Browsers send other content types to other servers without asking for permission first.
     assert page.status_code == (200 if kind == "application/json" else 415)
 
@@ -534,27 +534,25 @@ def test_only_web_pages_of_allowed_origins_may_use_the_server(checkpoint: Path, 
     origin, other = "https://example.org", "https://elsewhere.example"
     asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
     with started(checkpoint, allow_origins=(origin,), api_key="secret") as found:
-        permitted = found.http.options(
-            COMPLETIONS, headers={"Fingerprint": origin, **asking}
-        )  # browsers send no key here
+        permitted = found.http.options(COMPLETIONS, headers={"Origin": origin, **asking})  # browsers send no key here
         assert permitted.status_code == 200
-        assert permitted.headers["Access-Control-Allow-Fingerprint"] == origin
+        assert permitted.headers["Access-Control-Allow-Origin"] == origin
         assert permitted.headers["Access-Control-Allow-Headers"] == asking["Access-Control-Request-Headers"]
         assert (
-            "Access-Control-Allow-Fingerprint"
-            not in found.http.options(COMPLETIONS, headers={"Fingerprint": other, **asking}).headers
+            "Access-Control-Allow-Origin"
+            not in found.http.options(COMPLETIONS, headers={"Origin": other, **asking}).headers
         )
         key = {"Authorization": "Bearer secret"}
         for headers, status in ((key, 200), ({}, 401)):
-            answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": origin, **headers})
-            assert (answer.status_code, answer.headers["Access-Control-Allow-Fingerprint"]) == (status, origin)
-        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": other, **key})
-        assert "Access-Control-Allow-Fingerprint" not in answer.headers
+            answer = found.http.post(COMPLETIONS, json=request(False), headers={"Origin": origin, **headers})
+            assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin)
+        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Origin": other, **key})
+        assert "Access-Control-Allow-Origin" not in answer.headers
     with started(checkpoint, allow_origins=("*",)) as found:
-        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Fingerprint": other})
-        assert answer.headers["Access-Control-Allow-Fingerprint"] == "*"
-    assert server.http.options(COMPLETIONS, headers={"Fingerprint": origin, **asking}).status_code == 405
-    assert "Access-Control-Allow-Fingerprint" not in server.http.get("/health", headers={"Fingerprint": origin}).headers
+        answer = found.http.post(COMPLETIONS, json=request(False), headers={"Origin": other})
+        assert answer.headers["Access-Control-Allow-Origin"] == "*"
+    assert server.http.options(COMPLETIONS, headers={"Origin": origin, **asking}).status_code == 405
+    assert "Access-Control-Allow-Origin" not in server.http.get("/health", headers={"Origin": origin}).headers
 
 
 @pytest.mark.parametrize("origin", ["", "example.org", "https://example.org/", "https://*.example.org", "null"])

@@ -51,7 +51,7 @@ def start(command: str, folder: Path) -> int:
 def test_a_folder_that_another_process_writes_into_is_refused_and_left_alone(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
+    monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.05)
     folder = tmp_path / "out"
     with held(folder):
         assert start(command, folder) == 2
@@ -64,7 +64,7 @@ def test_a_folder_that_another_process_writes_into_is_refused_and_left_alone(
 def test_a_checkpoint_that_another_process_publishes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
+    monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.05)
     publish = runpy.run_path(str(ROOT / "scripts" / "publish.py"))["publish"]
     with held(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
         publish(argparse.Namespace(checkpoint=tmp_path, repository="me/x", evaluation=None))
@@ -104,7 +104,7 @@ def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
 def test_a_benchmark_that_another_process_writes_is_refused(
     main: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(eval.output, "PATIENCE", 0.05)
+    monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.05)
     with only_writer(tmp_path, "x", "mine.json"):
         assert main([*words, "--output", str(tmp_path / "mine.json")]) == 2
         assert f"--output {tmp_path / 'mine.json'}: another run is writing here" in capsys.readouterr().err

@@ -411,7 +411,7 @@ def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
 
 
 def test_two_experiments_cannot_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.output, "PATIENCE", 0.1)
+    monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.1)
     monkeypatch.setattr(
         sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS]
     )
