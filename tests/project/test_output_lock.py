@@ -1,6 +1,5 @@
 """Two runs, evaluations, searches or publications never write into one folder at the same time."""
 
-import argparse
 import fcntl
 import os
 import runpy
@@ -65,9 +64,10 @@ def test_a_checkpoint_that_another_process_publishes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.05)
-    publish = runpy.run_path(str(ROOT / "scripts" / "publish.py"))["publish"]
+    monkeypatch.setattr(sys, "argv", ["publish.py", str(tmp_path), "me/x"])
+    publish = runpy.run_path(str(ROOT / "scripts" / "publish.py"))["main"]
     with held(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
-        publish(argparse.Namespace(checkpoint=tmp_path, repository="me/x", evaluation=None))
+        publish()
 
 
 def test_the_lock_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
