@@ -88,7 +88,7 @@ def _has_one(key: str) -> Callable[[Values], bool]:
 
 
 def _trains_exits(recipe: Values) -> bool:
-    return bool(recipe.optim.exits == "all")
+    return bool(recipe.optim.exits != "last")
 
 
 def _differs_from_exits(key: str, own: Any) -> Callable[[Values], bool]:
@@ -227,6 +227,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         *("optim.teacher", "optim.distillation", _is("optim.distillation", 0)),
         "the teacher has no weight in the loss; set one, such as optim.distillation=1, or remove it",
+    ),
+    Rule(
+        *("optim.exit_every", "optim.exits", lambda recipe: recipe.optim.exits != "rotating"),
+        "only rotating exits take turns; set optim.exits=rotating, or remove it",
+    ),
+    Rule(
+        *("optim.depth_weight_power", "optim.exits", _is("optim.exits", "rotating")),
+        "rotating exits have LayerSkip's weights; remove it",
     ),
     Rule("optim.teacher", "optim.exits", _trains_exits, "the last exit teaches the others; remove it"),
     Rule(

@@ -26,6 +26,8 @@ class Objective:
         distillation: weight of the divergence from full depth in the loss of each schedule that skips layers, or of
             each exit below the last layer.
         exits: whether every layer has an exit with a loss, instead of the last layer alone.
+        exit_every: if not 0, only the last exit and every so many-th other one have a loss in a step, others in the
+            next step, with the weights of `layerskip_weights`.
         frozen_teacher: whether a frozen model teaches every schedule, instead of the trained model's own full depth.
     """
 
@@ -33,6 +35,7 @@ class Objective:
     label_smoothing: float = 0.0
     distillation: float = 0.0
     exits: bool = False
+    exit_every: int = 0
     frozen_teacher: bool = False
 
     @classmethod
@@ -42,7 +45,8 @@ class Objective:
             section.depth_weight_power,
             section.label_smoothing,
             section.distillation,
-            exits=section.exits == "all",
+            exits=section.exits != "last",
+            exit_every=section.exit_every if section.exits == "rotating" else 0,
             frozen_teacher=section.teacher is not None,
         )
 
@@ -75,6 +79,7 @@ class Objective:
         *,
         totals: torch.Tensor | None = None,
         bands: "DepthBands | None" = None,
+        step: int = 0,
     ) -> Iterator[torch.Tensor]:
         """Yield the loss of each schedule of a step, divided by their number; the step minimises the sum.
 
@@ -91,11 +96,12 @@ class Objective:
             run_exits: computes every layer's output under a schedule; called only with exits.
             totals: divisors of the whole step, where this batch is a part of it; None: this batch's own.
             bands: see `completion_loss`.
+            step: number of the optimiser step, by which rotating exits take turns.
         """
         num_items, *total_weights = self.totals(schedules, labels) if totals is None else totals
         if self.exits:
             (full_depth,) = schedules
-            yield self.exits_loss(run_exits(full_depth), labels, num_items=num_items, bands=bands)
+            yield self.exits_loss(run_exits(full_depth), labels, num_items=num_items, bands=bands, step=step)
             return
         teacher: torch.Tensor | None = None
         for schedule, total_weight in zip(schedules, total_weights, strict=True):
@@ -129,16 +135,19 @@ class Objective:
         *,
         num_items: torch.Tensor | int,
         bands: "DepthBands | None" = None,
+        step: int = 0,
     ) -> torch.Tensor:
         """The mean loss over the exits after every layer, weighted by (layers of the exit) ** `depth_weight_power`.
 
-        Power 1 is the training objective of CALM (Schuster et al. 2022, arXiv 2207.07061); 0 weighs all exits equally.
+        With `exit_every`, over those whose turn it is, with other weights (`layerskip_weights`). Power 1 is the
+        training objective of CALM (Schuster et al. 2022, arXiv 2207.07061); 0 weighs all exits equally.
 
         Args:
             exits: outputs of a full-depth forward pass.
             labels: the completions' tokens, [batch, new tokens].
             num_items: number of tokens to divide by.
             bands: see `completion_loss`; an exit counts in the band of its depth.
+            step: see `shares`.
 
         Returns:
             A scalar.
@@ -147,7 +156,13 @@ class Objective:
         with torch.no_grad():
             taught = exits.head(exits.hidden[-1]) if self.distillation else None
         total, weights = torch.zeros((), device=labels.device), 0.0
-        for layers, hidden in enumerate(exits.hidden, start=1):
+        if self.exit_every:
+            exit_weights = layerskip_weights(depth, self.exit_every, step)
+        else:
+            exit_weights = [(layers / depth) ** self.depth_weight_power for layers in range(1, depth + 1)]
+        for layers, (hidden, weight) in enumerate(zip(exits.hidden, exit_weights, strict=True), start=1):
+            if not weight:
+                continue
             # One exit's logits are as large as those of a whole step without exits. They are recomputed in the backward
             # pass, so that memory never holds those of two exits.
             plain, losses = checkpoint(
@@ -161,7 +176,6 @@ class Objective:
             )
             if bands is not None:
                 bands.add(plain, counted, [layers] * labels.shape[1])
-            weight = (layers / depth) ** self.depth_weight_power
             total, weights = total + weight * losses.sum(), weights + weight
         return total / weights / num_items
 
@@ -179,6 +193,20 @@ class Objective:
             return losses, losses
         divergence = _token_divergences(logits, taught) * (labels != IGNORED)
         return losses, (1 - self.distillation) * losses + self.distillation * divergence
+
+
+def layerskip_weights(num_layers: int, every: int, step: int) -> list[float]:
+    """The weight of each layer's exit in a step of LayerSkip (arXiv 2404.16710, equations 5 to 7, with e_scale 1).
+
+    Layer l, counted from 0, has the weight 0 + 1 + ... + l, and the last one L - 1 more than the layer below it. The
+    last exit has a loss in each step, and of the others every `every`-th, beginning one higher in each step.
+
+    >>> layerskip_weights(5, 2, 0), layerskip_weights(5, 2, 1)
+    ([0, 0, 3, 0, 10], [0, 1, 0, 6, 10])
+    """
+    weights = [layer * (layer + 1) // 2 for layer in range(num_layers - 1)]
+    weights = [weight if (layer - step) % every == 0 else 0 for layer, weight in enumerate(weights)]
+    return [*weights, num_layers - 1 + (num_layers - 2) * (num_layers - 1) // 2]
 
 
 def unpack_batch(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any], torch.Tensor]:

@@ -139,7 +139,7 @@ def prepare(recipe: Recipe, task: Task, arguments: TrainingArguments, *, measure
     start = recipe.model.name_or_path
     if start is not None and not Path(start).exists():  # it was loaded, so it is on the Hub
         skip_config = replace(skip_config, base_model=start)
-    if recipe.optim.exits == "all":
+    if recipe.optim.exits != "last":
         exit_head(model)  # raises ConfigError where the family's final norm isn't known
     trained = as_it_trains(model, recipe)
     teacher = frozen_teacher(recipe, tokenizer)
@@ -230,6 +230,7 @@ def make_trainer(recipe: Recipe, prepared: Prepared, callbacks: list[TrainerCall
         skip_config=prepared.skip_config,
         objective=Objective.of(recipe.optim),
         teacher=prepared.teacher,
+        layer_dropout=recipe.optim.layer_dropout,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -247,7 +248,7 @@ def recipe_sampler(
 ) -> tuple[ScheduleSampler, SkipConfig]:
     """The recipe's schedules: a sampler for training, and the settings that the checkpoint saves.
 
-    With `optim.exits: all` only full depth is trained, and the checkpoint solves any other target as a fixed exit
+    With exits (`optim.exits`) only full depth is trained, and the checkpoint solves any other target as a fixed exit
     layer.
 
     Args:
@@ -291,11 +292,11 @@ def recipe_sampler(
         prompts, completions = row_lengths(rows)
         solver |= {"lengths": Lengths.of(completions.tolist()).to_list()}
         solver |= {"prompt_lengths": Lengths.of(prompts.tolist()).to_list()}
-    if recipe.optim.exits == "all":
+    if recipe.optim.exits != "last":
         if section.speedups != [1] or section.speedup_range is not None or section.files is not None:
             raise ConfigError(
-                "optim.exits is 'all', which trains every exit in one full-depth pass: it needs schedule.speedups=[1] "
-                f"(now {section.speedups}), and speedup_range and files must be null"
+                f"optim.exits is {recipe.optim.exits!r}, which trains exits in one full-depth pass: it needs "
+                f"schedule.speedups=[1] (now {section.speedups}), and speedup_range and files must be null"
             )
         solver |= {"decay": "constant", "decay_rate": None, "placement": "bottom"}
     sampler = make_sampler(

@@ -184,8 +184,18 @@ class OptimSection(Section):
     depth_weight_power: float = Field(
         0.0, ge=-10, le=10, description="a token, or an exit, is weighted by (its layers / all layers) ** this power"
     )
-    exits: Literal["last", "all"] = Field(
-        "last", description="last: the loss of the last layer; all: the mean loss of an exit after every layer"
+    exits: Literal["last", "all", "rotating"] = Field(
+        "last",
+        description="last: the loss of the last layer; all: the mean loss of an exit after every layer; rotating: the "
+        "last layer and every optim.exit_every-th exit, others in each step, deep ones weighted more (LayerSkip)",
+    )
+    exit_every: int = Field(8, ge=1, description="with exits=rotating: steps until an exit has a loss again")
+    layer_dropout: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability that a row bypasses the last layer in training; those of lower layers are lower "
+        "(LayerSkip)",
     )
 
 

@@ -21,6 +21,7 @@ from skipdecode.gating import LayerGate
 from skipdecode.training.batch_layout import IGNORED
 from train.checkpoints import SealedCheckpointTrainer, resume_advice
 from train.exits import Exits, run_exits
+from train.layer_dropout import add_layer_dropout
 from train.objective import BANDS, DepthBands, Objective, token_losses, unpack_batch
 from train.sampling import Draw, ScheduleSampler
 from train.stops import FiniteLoss, RunStopped
@@ -43,6 +44,7 @@ class SkipTrainer(SealedCheckpointTrainer):
         skip_config: the schedules and settings that every checkpoint saves.
         objective: the loss.
         teacher: a frozen model for `Objective.frozen_teacher`.
+        layer_dropout: see `add_layer_dropout`.
         **kwargs: the Trainer's arguments.
     """
 
@@ -53,9 +55,11 @@ class SkipTrainer(SealedCheckpointTrainer):
         skip_config: SkipConfig,
         objective: Objective,
         teacher: nn.Module | None = None,
+        layer_dropout: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        add_layer_dropout(kwargs["model"], layer_dropout)
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval()
         self.sampler = sampler
         self.skip_config = skip_config
@@ -113,6 +117,7 @@ class SkipTrainer(SealedCheckpointTrainer):
             autocast=self.accelerator.autocast,
             on_pass=self._count_positions,
             teacher=self.teacher,
+            step=self.state.global_step,
         )
         state, synchronises = self.accelerator.gradient_state, self.accelerator.sync_gradients
         losses = []
@@ -269,6 +274,7 @@ def step_losses(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_pass: Callable[[LayerGate], None] | None = None,
     teacher: nn.Module | None = None,
+    step: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Yield the loss of each schedule for a batch, as `Objective.shares` does, running the model's passes.
 
@@ -282,6 +288,7 @@ def step_losses(
         autocast: makes the precision context of passes outside the model: an exit's head, or the teacher.
         on_pass: called with the gate of each pass under a schedule, after the pass.
         teacher: a frozen model in evaluation mode; None: the model itself teaches.
+        step: see `Objective.shares`.
     """
     prompt_columns, arguments, labels = unpack_batch(batch)
 
@@ -309,7 +316,7 @@ def step_losses(
         # kept.
         return run_exits(model, lambda: run(schedule, logits_to_keep=1), labels.shape[1], autocast)
 
-    return objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=bands)
+    return objective.shares(schedules, labels, run, teach, every_exit, totals=totals, bands=bands, step=step)
 
 
 def validated_draws(sampler: ScheduleSampler) -> tuple[Draw, ...]:

@@ -32,6 +32,7 @@ DRAWN += ["early-exit", "early-exit, calm"]
 FULL_DEPTH = ("schedule.speedups=[1]", *(f"schedule.{key}=null" for key in ("speedup_range", "files", "weights")))
 FULL_DEPTH += ("schedule.sampling=one", "schedule.prompt_stop=null")
 FULL_DEPTH += ("optim.distillation=0", "optim.depth_weight_power=0")
+LAYERSKIP = (*FULL_DEPTH, "optim.exits=rotating", "optim.layer_dropout=0.1")
 EXITS = (*FULL_DEPTH, "optim.exits=all", "optim.depth_weight_power=1")
 
 
@@ -77,6 +78,7 @@ BASELINES: dict[str, Baseline] = {
     "shallow-2x": Baseline("a shallow model that is predicted to reach 2x", FULL_DEPTH, as_fast_as=2),
     "shallow-3x": Baseline("a shallow model that is predicted to reach 3x", FULL_DEPTH, as_fast_as=3),
     "shallow-4x": Baseline("a shallow model that is predicted to reach 4x", FULL_DEPTH, as_fast_as=4),
+    "layerskip": Baseline("LayerSkip: layer dropout, and exits that take turns; early exit", LAYERSKIP),
     "early-exit": Baseline(
         "multi-layer early exit: a loss after each layer, as in CALM", (*EXITS, "optim.distillation=0")
     ),
