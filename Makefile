@@ -3,8 +3,9 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 RUN := outputs/quickstart
 OLDEST := build/oldest
+FAST := schedule solver lengths gating kv_cache cached_equals_uncached skip_generate stopping acceptance draft_policy prompt_inputs export files
 
-.PHONY: help install quickstart test test-oldest lint docs build clean
+.PHONY: help install quickstart test test-fast test-oldest lint docs build clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -42,6 +43,9 @@ $(RUN)/eval/report.json: $(RUN)/model.safetensors | .venv/.installed
 # stays on one process, whose trained models its tests share; the order is that of tests/conftest.py.
 test: install ## run the tests and the doctests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-fast: install ## run the invariants of schedules and decoding, in under a minute
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist loadfile $(FAST:%=tests/library/test_%.py) tests/project/test_layout.py
 
 # The oldest transformers that pyproject.toml names, and the last huggingface_hub that it takes, in a folder that goes
 # before .venv's; everything else stays.
