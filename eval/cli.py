@@ -111,15 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics", nargs="+", metavar="NAME", help="default: those of the task (bleu, nist, rougeL, …)"
     )
     add_tokenizer(parser)
-    parser.add_argument(
-        "--bertscore-model", metavar="MODEL", help="compute BERTScore with this model: a folder or a Hub name"
-    )
-    parser.add_argument(
-        "--bertscore-layers",
-        type=int,
-        metavar="N",
-        help="layer for BERTScore; default: that of bert-score for the model",
-    )
+    add_bertscore(parser)
     parser.add_argument(
         "--compare",
         nargs="+",
@@ -177,6 +169,19 @@ def add_tokenizer(parser: argparse._ActionsContainer) -> None:
         help="a tokenizer of sacrebleu for BLEU, NIST, ROUGE and CIDEr: intl (any language with spaces between words), "
         "zh, ja-mecab, ko-mecab, flores101, flores200 (downloads a model once), char, 13a, none (split at spaces); "
         "default: each metric's own tokenizer, designed for English",
+    )
+
+
+def add_bertscore(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the model of BERTScore."""
+    parser.add_argument(
+        "--bertscore-model", metavar="MODEL", help="compute BERTScore with this model: a folder or a Hub name"
+    )
+    parser.add_argument(
+        "--bertscore-layers",
+        type=int,
+        metavar="N",
+        help="layer for BERTScore; default: that of bert-score for the model",
     )
 
 

@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from data import TASKS, Task, load_task
 from data.task import Convention
-from eval.cli import add_tokenizer
+from eval.cli import add_bertscore, add_tokenizer
 from eval.console import make_console
 from eval.output import check_new_files
 from eval.score.bertscore import bert_model, load_scorer
@@ -51,15 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="predictions of another system for the same items, to compare with"
     )
-    parser.add_argument(
-        "--bertscore-model", metavar="MODEL", help="compute BERTScore with this model: a folder or a Hub name"
-    )
-    parser.add_argument(
-        "--bertscore-layers",
-        type=int,
-        metavar="N",
-        help="layer for BERTScore; default: that of bert-score for the model",
-    )
+    add_bertscore(parser)
     options = vars(parser.parse_args(arguments))
     return run_command(lambda: _run(ScoreRequest(**options)), left=lambda: f"{options['output']} was not written")
 

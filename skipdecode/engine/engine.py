@@ -22,8 +22,8 @@ from skipdecode.engine.scheduler import RunningSequence, Scheduler
 from skipdecode.engine.sequence import Answer, EngineSequence, GeneratedToken, TokenInput
 from skipdecode.errors import ConfigError, check_counts, renamed
 from skipdecode.families import longest_sequence, unwrap
-from skipdecode.generate.decode_loop import GenerativeModel
 from skipdecode.generate.fast_path import fast_path
+from skipdecode.generate.request import GenerativeModel
 from skipdecode.generate.skip_generate import choose_draft, resolve_plan
 from skipdecode.kernels.linear import Weights
 from skipdecode.schedule.schedule import Over, SkipSchedule

@@ -8,7 +8,6 @@ from torch import nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from skipdecode.generate.request import DecodeRequest
-from skipdecode.generate.request import GenerativeModel as GenerativeModel
 from skipdecode.generate.stopping import Endings
 from skipdecode.internals import has_unfinished_sequences, padding_token
 
