@@ -1,6 +1,7 @@
 """Where tests run, which is neither the checkout nor the user's home, and the folder of real data."""
 
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -63,6 +64,15 @@ def _nothing_is_written_outside_of_temporary_folders(tmp_path_factory: pytest.Te
         pytest.fail(f"the tests wrote {written}")
     elif written:
         warnings.warn(f"the tests, or somebody beside them, wrote {written}", stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def _shared_models_stay_unchanged() -> Iterator[None]:
+    """What a test does to a model that others share, it must undo."""
+    yield
+    if models := sys.modules.get("tiny_models"):
+        changed = models.changed_models()
+        assert not changed, f"the test left shared models changed: {changed}; use fresh()"
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ def test_a_planned_cache_works_with_the_models_own_forward_pass(name: str) -> No
 
 
 def test_a_model_with_an_adapter_decodes_with_the_adapter() -> None:
-    model = get_peft_model(tiny_opt("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    model = get_peft_model(tiny_opt.__wrapped__("opt", 6, seed=3), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     model.eval()
     reason = fast_path(model.get_base_model()).why_not()
     assert "is a Linear" in str(reason)  # peft's, not torch's

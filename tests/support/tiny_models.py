@@ -1,5 +1,6 @@
 """Tiny random models whose greedy texts vary, and ragged prompts for them."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,39 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
+_SHARED: list[tuple[PreTrainedModel, list[Any]]] = []  # each model that tests share, and what it was at first
+
+
+def shared(build: Callable[..., PreTrainedModel]) -> Any:
+    """Models that tests share and must leave as they are; `__wrapped__` builds one anew."""
+
+    def build_once(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        with torch.inference_mode(False):  # whichever test needs it first
+            model = build(*args, **kwargs)
+        _SHARED.append((model, state(model)))
+        return model
+
+    cached: Any = cache(build_once)
+    cached.__wrapped__ = build
+    return cached
+
+
+def state(model: PreTrainedModel) -> list[Any]:
+    """For each module, whether it is in training mode and whether its forward was replaced."""
+    return [(module.training, "forward" in vars(module)) for module in model.modules()]
+
+
+def changed_models() -> list[str]:
+    """The families of shared models that were changed since this was last asked."""
+    changed = []
+    for model, before in _SHARED:
+        if (now := state(model)) != before:
+            before[:] = now
+            changed.append(model.config.model_type)
+    return changed
+
+
+@shared
 def tiny_opt(kind: str, num_layers: int, seed: int = 0) -> PreTrainedModel:
     config = AutoConfig.for_model(
         "opt",
@@ -50,7 +83,7 @@ def tiny_opt(kind: str, num_layers: int, seed: int = 0) -> PreTrainedModel:
     return randomised(config, seed)
 
 
-@cache
+@shared
 def tiny_family(model_type: str) -> PreTrainedModel:
     general = (
         {} if model_type in ("gpt2", "bloom") else {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}

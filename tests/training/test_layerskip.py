@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import tiny_family
+from fastpath_cases import fresh
 from torch.nn import functional
 
 from skipdecode.families import decoder_layers
@@ -37,7 +37,7 @@ def test_the_loss_is_the_weighted_mean_of_the_cross_entropies_of_the_exits_whose
 
 def test_layer_dropout_lets_rows_bypass_layers_at_their_rates_and_only_in_training() -> None:
     torch.manual_seed(0)
-    model = tiny_family("llama")
+    model = fresh("llama")
     layers = decoder_layers(model)
     add_layer_dropout(model, 0.5)
     ids = torch.randint(3, 50, (512, 4))
