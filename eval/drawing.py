@@ -121,7 +121,7 @@ def leave_room(axes: Axes, values: Sequence[float], *, above: float = 1.0) -> No
 def draw_layers(axes: Axes, schedule: SkipSchedule, tokens: int) -> None:
     """Draw which layer (y axis) runs for which of the first `tokens` generated tokens (x axis)."""
     layers = range(1, schedule.num_layers + 1)
-    # The tokens that run a layer are a prefix of the sequence (docs/explanation.md), so one bar per layer suffices.
+    # The tokens that run a layer are a prefix of the sequence (docs/how-it-works.md), so one bar per layer suffices.
     axes.barh(layers, [tokens] * len(layers), height=1.0, color=EMPTY, linewidth=0)
     axes.barh(layers, schedule.cutoffs(tokens), height=0.9, color=SERIES[0][0], linewidth=0)
     axes.axvline(schedule.horizon, color=MUTED, linewidth=0.9, linestyle=":")

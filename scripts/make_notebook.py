@@ -1,8 +1,8 @@
-"""Convert the tutorial, docs/tutorial.md, to the notebook docs/tutorial.ipynb.
+"""Convert the quickstart, docs/quickstart.md, to the notebook docs/quickstart.ipynb.
 
     python scripts/make_notebook.py
 
-Run it after every change of the tutorial; a test checks this. Shell commands become cells that start with %%bash. The
+Run it after every change of the quickstart; a test checks this. Shell commands become cells that start with %%bash. The
 notebook's kernel must be the Python of .venv.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, NOTEBOOK = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "tutorial.ipynb"
+PAGE, NOTEBOOK = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "quickstart.ipynb"
 _BLOCK = re.compile(r"^(?:<!-- as: \w+ -->\n)?```(bash|python)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _START = """\
 import os

@@ -1,6 +1,6 @@
 """skipdecode: faster decoding of language models, which skip layers as they generate (arXiv 2307.02628).
 
-Seven invariants hold throughout (docs/explanation.md explains them):
+Seven invariants hold throughout (docs/how-it-works.md explains them):
 
 1. Nested: the layers of token i + 1 are a subset of those of token i, so no key or value is ever missing.
 2. 1 <= warmup_layers <= min_layers <= max_layers <= num_layers: some of the lowest layers always run.

@@ -2,7 +2,7 @@
 
 Each request has its own target speedup, settings and seed. A step runs one token of every sequence. Tokens are ordered
 by the number of layers that they run, deepest first, so each layer runs on a prefix of the batch (invariant 7,
-docs/explanation.md), and the weights of a layer are read once for all sequences that run it.
+docs/how-it-works.md), and the weights of a layer are read once for all sequences that run it.
 """
 
 import math
@@ -82,7 +82,7 @@ class Engine:
     `with Engine(model, tokenizer) as engine:` starts a thread that decodes what is given to `submit`, until the block
     ends. Without the block, call `step` to decode one token of each sequence.
 
-    The tokens of a request are those of `skip_generate` for its prompt alone (invariant 5, docs/explanation.md). With
+    The tokens of a request are those of `skip_generate` for its prompt alone (invariant 5, docs/how-it-works.md). With
     the compiled kernels the logits are identical, except in bfloat16. Otherwise they differ by rounding, so a token
     may differ if the two likeliest tokens are that close. A sampled request with a seed gives the tokens of
     `skip_generate` after `torch.manual_seed(seed)`.

@@ -1,7 +1,7 @@
 """Keys and values of all sequences of an engine, in one block of memory that is allocated once.
 
 For each layer that its tokens run, a sequence holds as many KV slots as its schedule needs (invariant 6,
-docs/explanation.md). It gives them back as soon as no later token of it runs the layer (invariant 7).
+docs/how-it-works.md). It gives them back as soon as no later token of it runs the layer (invariant 7).
 """
 
 from bisect import bisect_left
