@@ -1,4 +1,4 @@
-"""Pages that show what commands say of themselves: `<!-- help: -m eval -->` becomes the text of its --help."""
+"""Text that pages take from elsewhere: `<!-- help: -m eval -->` becomes a command's --help, `<!-- include: FILE -->` a file."""
 
 import os
 import re
@@ -9,10 +9,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _HELP = re.compile(r"<!-- help: (.+?) -->")
+_INCLUDE = re.compile(r"<!-- include: (.+?) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """What mkdocs calls for each page."""
+    markdown = _INCLUDE.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8"), markdown)
     return _HELP.sub(lambda match: f"```text\n{_help(match[1])}\n```", markdown)
 
 
