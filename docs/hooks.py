@@ -1,4 +1,4 @@
-"""Text that pages take from elsewhere: `<!-- help: -m eval -->` becomes a command's --help, `<!-- include: FILE -->` a file."""
+"""Text from elsewhere: `<!-- help: -m eval -->` becomes a command's --help, `<!-- include: FILE -->` a file's text."""
 
 import os
 import re

@@ -34,7 +34,6 @@ _FENCE = re.compile(r"^```(?:bash)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # In place of what makes the environment that tests already have or serves until it is stopped, of a model that is
 # downloaded, and of the minutes that a real model takes.
 NOT_RUN = ("make install", "make quickstart", "make test", "source .venv/bin/activate", "skipdecode serve")
-PRETRAINED = {"model.name_or_path=HuggingFaceTB/SmolLM2-135M-Instruct": "model.name_or_path=outputs/quickstart"}
 OWN = [
     "model.name_or_path=outputs/quickstart",
     "train.max_steps=3",
@@ -98,7 +97,7 @@ def run(words: list[str]) -> None:
     script, rest = words[0], words[1:]
     if script == "train.py":
         if "text" in rest:
-            smaller = [*OWN]
+            smaller = OWN
         else:
             smaller = (
                 SMALLER["train"]
