@@ -37,10 +37,9 @@ def main() -> int:
     for page in PAGES:
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
     with matplotlib.rc_context(STYLE):
-        draw_overview(IMAGES / "overview.png")
-        draw_alone(IMAGES / "schedule.png", draw_schedule)
-        draw_alone(IMAGES / "quality.png", draw_quality)
-        draw_gpu_speed(IMAGES / "gpu-speed.png", read("gpu-speed"))
+        draw(IMAGES / "schedule.png", draw_schedule)
+        draw(IMAGES / "quality.png", draw_quality)
+        draw(IMAGES / "gpu-speed.png", draw_gpu_speed)
     return 0
 
 
@@ -98,19 +97,10 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], numbers: int) -
     return "\n".join(f"|{'|'.join(cells)}|" for cells in (heads, rules, *lines))
 
 
-def draw_overview(path: Path) -> None:
-    """The README's picture: the schedule on the left, quality against speedup on the right."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    draw_schedule(left)
-    draw_quality(right)
-    save_png(path, figure)
-
-
-def draw_alone(path: Path, draw: Callable[[Axes], None]) -> None:
-    """One panel of it alone."""
-    figure = Figure(figsize=(6.6, 4.0), layout="constrained")
-    draw(figure.subplots())
+def draw(path: Path, panel: Callable[[Axes], None]) -> None:
+    """A picture of one panel; all have one size, so that two stand side by side."""
+    figure = Figure(figsize=(6.6, 4.2), layout="constrained")
+    panel(figure.subplots())
     save_png(path, figure)
 
 
@@ -158,12 +148,11 @@ def draw_quality(axes: Axes) -> None:
     axes.text(0, 1.03, CONDITIONS, transform=axes.transAxes, fontsize=8.5, color=MUTED)
 
 
-def draw_gpu_speed(path: Path, figures: Figures) -> None:
+def draw_gpu_speed(axes: Axes) -> None:
     """Bars of the measured decode speedup by target, for each model and batch size; a line at each target."""
+    figures = read("gpu-speed")
     groups = list(dict.fromkeys((row["model"], row["batch"]) for row in figures))
     targets = sorted({int(row["target"]) for row in figures})
-    figure = Figure(figsize=(8.4, 4.0), layout="constrained")
-    axes = figure.subplots()
     width = 0.8 / len(groups)
     for number, (model, batch) in enumerate(groups):
         rows = [row for row in figures if (row["model"], row["batch"]) == (model, batch)]
@@ -172,7 +161,7 @@ def draw_gpu_speed(path: Path, figures: Figures) -> None:
         bars = axes.bar(
             at, [float(row["decode"]) for row in rows], width * 0.92, color=colour, label=f"{model}, batch {batch}"
         )
-        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        axes.bar_label(bars, fmt="%.2f", fontsize=6.5, padding=1)
     for place, target in enumerate(targets):
         axes.hlines(target, place - 0.45, place + 0.45, color=INK, linewidth=1, linestyle="--", zorder=3)
     axes.set_xticks(range(len(targets)), [f"target {target}x" for target in targets])
@@ -182,9 +171,8 @@ def draw_gpu_speed(path: Path, figures: Figures) -> None:
     axes.grid(visible=False, axis="x")
     axes.legend(loc="upper left", fontsize=9)
     axes.set_title("Decode speedup on one NVIDIA H200, bfloat16", pad=22)
-    note = "shapes of OPT with random weights, 64 prompt and 64 new tokens, medians of 3 repeats; dashed: the target"
-    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8.5, color=MUTED)
-    save_png(path, figure)
+    note = "shapes of OPT, random weights, 64 prompt and 64 new tokens, medians of 3 repeats; dashed: target"
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8, color=MUTED)
 
 
 if __name__ == "__main__":
