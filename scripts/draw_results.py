@@ -72,13 +72,15 @@ def by_target(figures: Figures) -> str:
 
 
 def by_system(figures: Figures) -> str:
-    """All rows as they stand in the file."""
+    """All rows as they stand in the file; task and system are named where they change."""
     heads = ["task", "system", "target", "measured speedup", "metric", "score", "SER, %"]
-    lines = []
+    lines, before = [], {"task": "", "system": ""}
     for row in figures:
+        task, system = (row[key] if row[key] != before[key] else "" for key in ("task", "system"))
+        before = row
         speedup, score, *facts = _cells(row, True)
         target = f"{row['target']}x" if row["target"] else "–"
-        lines.append([row["task"], row["system"], target, speedup, row["metric"], score, *facts])
+        lines.append([task, system, target, speedup, row["metric"], score, *facts])
     return _table(heads, lines, numbers=2)
 
 

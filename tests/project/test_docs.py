@@ -40,7 +40,7 @@ OWN = [
     "train.per_device_batch_size=4",
     "optim.warmup_steps=0",
 ]
-OWN += ["train.precision=fp32", "evaluation.speedups=null", "data.max_prompt_tokens=32", "tracking.wandb=off"]
+OWN += ["train.precision=float32", "evaluation.speedups=null", "data.max_prompt_tokens=32", "tracking.wandb=off"]
 SMALLER = {
     "train": [*(change for change in SMALL if not change.startswith("data.")), "train.max_steps=3"],
     "rows": ["data.options={train_size: 60, validation_size: 4, test_size: 12}"],
