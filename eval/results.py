@@ -383,7 +383,7 @@ class Report:
         return [metric_named(name) for name in self.rows[0].scores]
 
     def _described(self) -> dict[str, list[str]]:
-        """A description of what was computed -> its metrics; that of a part of the test set is that of the whole."""
+        """A description of what was computed -> its metrics; parts of the test set have the same one."""
         said: dict[str, list[str]] = {}
         for name, what in self.metrics.items():
             if PART not in name:
