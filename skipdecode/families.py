@@ -235,9 +235,6 @@ def exit_head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
     Multi-layer early exit applies it to the output of any layer.
 
-    Args:
-        model: a causal language model, wrapped or not.
-
     Returns:
         A function from hidden states [..., hidden] to logits [..., vocabulary].
 

@@ -52,7 +52,6 @@ def find_damage(folder: Path, *, checked_only: bool = False, allow_missing: bool
     """Describe the first file of a folder that differs from its checksum file; None where all agree.
 
     Args:
-        folder: a folder with a checksum file.
         checked_only: consider only files that match `CHECKED_PATTERNS`, and report added ones.
         allow_missing: accept missing files, since a download fetches each file when it is first used.
     """

@@ -74,12 +74,6 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> None:
 def pruned_schedule(schedule: SkipSchedule) -> tuple[tuple[int, ...], SkipSchedule]:
     """The layers that a schedule runs at all, and the schedule that runs the same ones in a model of only these.
 
-    Args:
-        schedule: a schedule of the complete model.
-
-    Returns:
-        The indices of the layers, ascending, and the schedule of the smaller model.
-
     Raises:
         ConfigError: where prompts run all layers, so that none can be removed; where the placement depends on the
             number of layers, so that no schedule of the smaller model runs the same ones.
@@ -130,15 +124,7 @@ def standalone_layers(schedule: SkipSchedule) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Exported:
-    """The sizes of a model before and after its export.
-
-    Attributes:
-        layers: number of layers of the exported model.
-        layers_before: number of layers of the complete model.
-        parameters: number of parameters of the exported model.
-        parameters_before: number of parameters of the complete model.
-        schedule: the exported checkpoint's schedule.
-    """
+    """The numbers of layers and parameters of a model after and before its export, and the exported schedule."""
 
     layers: int
     layers_before: int

@@ -79,14 +79,7 @@ def run_and_leave() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: of the command line; by default those of the process.
-
-    Returns:
-        The exit status, as `run_command` defines it.
-    """
+    """Run a command with these arguments (default: the process's). Returns the exit status, as `run_command` does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _parser().parse_args(words[:1]).command
     options = _commands()[command].parse_intermixed_args(words[1:])  # prompts may stand before and after options

@@ -199,8 +199,6 @@ class EngineSequence:
     """The prompt and the new tokens of one request.
 
     Args:
-        prepared: the prompt and its settings.
-        answer: receives the tokens.
         seed: of the sequence's own random generator; None to sample from torch's global one.
         logprobs: how many of the likeliest tokens to report with each token; None for no probabilities at all.
         draft_schedule: drafts tokens, which the schedule of the answer verifies; None to draft nothing.
@@ -257,11 +255,7 @@ class EngineSequence:
         return [prompt_length + cutoff if cutoff else 0 for cutoff in self.cutoffs]
 
     def next_inputs(self, *, drafting: bool) -> list[TokenInput]:
-        """The inputs of the next step: the last token, the last draft, or all drafts to be verified.
-
-        Args:
-            drafting: whether a sequence that has a draft schedule may draft in this step.
-        """
+        """The inputs of the next step: the last token, the last draft if `drafting`, or all drafts to be verified."""
         if self._draft_schedule is None:
             return [TokenInput(self._last_token, self.length - 1, self._layers(self.schedule, self.step))]
         drafts = self._drafts
@@ -285,14 +279,11 @@ class EngineSequence:
         return layers
 
     def advance(self, greedy: list[int], logits: torch.Tensor) -> bool:
-        """Add the tokens that a step has generated, or a draft.
+        """Add the tokens that a step has generated, or a draft. Returns whether the sequence has ended.
 
         Args:
             greedy: the likeliest token after each of the inputs that `next_inputs` returned.
             logits: of the same, [inputs, vocabulary] in float32.
-
-        Returns:
-            Whether the sequence has ended.
         """
         if self._draft_schedule is not None and not self._verifying:
             self._drafts.append(greedy[0])

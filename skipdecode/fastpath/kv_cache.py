@@ -159,10 +159,6 @@ def sized_by(cache: Any, layers: Sequence[int]) -> Iterator[None]:
     (`transformers.masking_utils`). A schedule may skip that layer, whose cache then holds fewer tokens than those of
     the layers that run. In the context the cache answers for a skipped layer with one of the same kind that runs. A
     PlannedCache needs nothing of this: it has one kind of layers, the first of which always runs.
-
-    Args:
-        cache: a Cache of transformers, or None.
-        layers: the numbers of those that run, ascending.
     """
     kinds = [getattr(layer, "is_sliding", False) for layer in cache.layers] if cache is not None else []
     if len(set(kinds)) < 2:

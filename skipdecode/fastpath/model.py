@@ -149,17 +149,11 @@ class FastDecoder:
         inputs: StepInputs,
         gpu_layers: Sequence[Any] | None = None,
     ) -> torch.Tensor:
-        """Run a decode step.
+        """Run a decode step of tokens [batch]. Returns logits [batch, vocabulary].
 
         Args:
-            tokens: [batch].
             layers: the numbers of those that run, ascending.
-            cache: that holds all earlier tokens.
-            inputs: of the step.
             gpu_layers: what runs in place of the decoder's own layers, as kernels for a GPU.
-
-        Returns:
-            Logits [batch, vocabulary].
         """
         native = self._native
         if native is not None and len(tokens) <= native.max_tokens and not inputs.in_buffers:
@@ -209,8 +203,7 @@ class FastDecoder:
             prompt: tokens [batch, length], or their embeddings [batch, length, hidden].
             layers: the numbers of those that run, ascending.
             cache: an empty one.
-            attention_mask: as for `step_inputs`.
-            position_ids: as for `step_inputs`.
+            attention_mask, position_ids: as for `step_inputs`.
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
 

@@ -142,7 +142,6 @@ class PreparedInputs:
         Args:
             rows: the row of each sequence in the batch.
             starts: the number of its first step.
-            steps: how many steps follow from there.
 
         Returns:
             Position ids [steps, sequences] and rotary [steps, sequences or 1, 1, rotated dimensions].
@@ -182,7 +181,6 @@ def attention_mask(
         distance: the slot of each query minus that of each key [..., queries, keys]; a query attends to those from 0.
         window: a sliding window's size in slots, the query's own included; None for all earlier slots.
         bias: of padding and ALiBi, broadcast against `distance`; None for 0.
-        dtype: of the scores.
     """
     seen = distance >= 0
     if window is not None:

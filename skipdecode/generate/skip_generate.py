@@ -269,11 +269,8 @@ def choose_draft(
     be fastest.
 
     Args:
-        model: a transformers model, possibly wrapped.
         prompts: tokens of each prompt of the batch.
-        weights: as in `skip_generate`.
-        do_sample: whether tokens are sampled.
-        order: as in `skip_generate`.
+        weights, order: as in `skip_generate`.
 
     Raises:
         ConfigError: as `draft_candidates` does.

@@ -29,9 +29,6 @@ UNTRAINED_DRAFTS = (1 / 3, 1 / 2, 2 / 3, 5 / 6)  # draft depths by an order of l
 class SolvedSchedules:
     """The schedules of one model; each is solved once.
 
-    Args:
-        model: a transformers model.
-
     Attributes:
         config: the schedules that it was trained for; None if it wasn't trained to skip.
         sizes: the model's analytical cost model.

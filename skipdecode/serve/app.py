@@ -43,13 +43,7 @@ _CONTENT_SECURITY_POLICY = (
 
 
 def make_app(engine: Engine, tokenizer: Any, settings: ServeSettings) -> FastAPI:
-    """The application, which starts and ends the engine's thread.
-
-    Args:
-        engine: decodes the requests.
-        tokenizer: of the checkpoint.
-        settings: of the server.
-    """
+    """The application, which starts and ends the engine's thread."""
     metrics = Metrics(lambda: engine.state)
     token_bytes = TokenBytes(tokenizer)
     started = int(time.time())

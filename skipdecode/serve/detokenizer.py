@@ -10,7 +10,6 @@ class Detokenizer:
     """Decodes the tokens of one sequence as they are generated.
 
     Args:
-        tokenizer: of the model.
         stops: strings that end the text; they aren't part of it.
 
     Attributes:
@@ -30,15 +29,7 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """Add tokens.
-
-        Args:
-            tokens: the next tokens.
-            last: whether the sequence ends with them.
-
-        Returns:
-            The new text; it is empty while more tokens are needed to decide on it.
-        """
+        """Add the next tokens, possibly the `last`. Returns the new text, empty while more tokens must decide on it."""
         for place, token in enumerate(tokens, 1):
             self._grow(token, last=last and place == len(tokens))
         at = min((found for stop in self._stops if (found := self._decoded.find(stop)) >= 0), default=None)

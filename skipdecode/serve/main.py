@@ -23,9 +23,6 @@ def run(engine: Engine, tokenizer: Any, settings: ServeSettings, host: str, port
     """Serve until SIGTERM or Ctrl-C, then finish the requests that were received before.
 
     Args:
-        engine: decodes the requests.
-        tokenizer: of the checkpoint.
-        settings: of the server.
         host: address to listen on.
         port: port to listen on; 0 for any free one.
 

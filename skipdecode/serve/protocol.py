@@ -341,10 +341,8 @@ class APIError(Exception):
 
     Args:
         status: HTTP status.
-        message: says what is wrong.
         code: a name for the kind of error.
         param: the field that is wrong, if there is one.
-        headers: of the response.
     """
 
     def __init__(

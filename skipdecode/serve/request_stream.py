@@ -28,8 +28,6 @@ class Choice:
 
     Attributes:
         index: among the request's sequences.
-        answer: of the engine.
-        detokenizer: has the text.
         tokens: new tokens so far.
         end: why the sequence ended, in OpenAI's terms; None while it decodes.
         layers: layers run so far, without the first token, which comes from the prefill.
@@ -54,7 +52,6 @@ class Chunk:
     """What one sequence gained.
 
     Attributes:
-        choice: the sequence.
         text: new text; may be empty.
         generated: the token, or the last of several.
         layers: layers that this token ran.
@@ -138,12 +135,7 @@ class TokenQueue:
 
 
 class RunningRequest:
-    """The sequences of one request.
-
-    Args:
-        engine, tokenizer, settings, metrics, waker: of the server.
-        body: of the request.
-    """
+    """The sequences of one request."""
 
     def __init__(
         self,

@@ -184,7 +184,6 @@ class Decoder:
         """Decode prompts together.
 
         Args:
-            prompts: to be completed.
             schedule: which layers run, or draft.
             streamer: as in `generate`.
             tokens: exact number of new tokens; by default each completion has its own end.
@@ -289,10 +288,7 @@ def compare(
     rounds after a warm-up, and more if rounds are very short.
 
     Args:
-        decoder: of the checkpoint.
         prompts: decoded together.
-        speedups: targets.
-        repeats: number of rounds.
         over: as in `skip_generate`.
 
     Raises:

@@ -94,7 +94,6 @@ def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], li
     Args:
         rows: a sequence of mappings with `prompt_ids` and `completion_ids`, such as a `datasets.Dataset`.
         count: number of rows; fewer are drawn where there are fewer, or they exceed `MEASURED_TOKENS` in all.
-        seed: seed of the draw.
 
     Returns:
         The prompt and the completion of each row, as token ids.
@@ -186,7 +185,6 @@ class _Batch(NamedTuple):
     """Rows of similar lengths, padded on the right, so that causal attention needs no mask.
 
     Attributes:
-        input_ids: token ids, [rows, positions].
         real: whether a position holds a token, [rows, positions].
         predicting: whether a position predicts a token of its row's completion, [rows, positions].
         tokens: number of predicting positions.
@@ -203,7 +201,6 @@ class _Measured:
 
     Attributes:
         kept: the remaining layers, ascending.
-        tokens: number of predicted tokens in all rows.
         influence: Block Influence of each layer, by its index.
     """
 
@@ -228,7 +225,6 @@ class _Measured:
         """The divergence without one of the remaining layers; the layers below it aren't computed again.
 
         Args:
-            layer: the layer to leave out.
             limit: the divergence above which the exact value doesn't matter. Since no token's divergence is negative,
                 the computation stops as soon as the sum over some rows exceeds the limit.
 
