@@ -287,9 +287,7 @@ def test_an_experiment_trains_and_evaluates_its_variants_and_writes_a_table_and_
     monkeypatch.setattr(runner, "run_unfinished", run_unfinished)
     metrics_of_task = (*Departures.metrics, "slot_error_rate")
     monkeypatch.setattr(Departures, "metrics", metrics_of_task)  # the metrics in the reports
-    given = ["--recipe", "quickstart", "--output", str(tmp_path / "out"), *SETTINGS, *words]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
-    assert experiment.main() == 0
+    assert start(experiment, *words, "--output", str(tmp_path / "out")) == 0
     name = experiment.__name__.rpartition(".")[2]
     text = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(label in text for label in labels)
@@ -312,9 +310,7 @@ def test_only_accepts_a_variant_whose_name_is_an_override(tmp_path: Path, monkey
         runner, "run_unfinished", lambda commands, *_: not trained.extend(each.name for each in commands)
     )
     words = ["--only", "schedule.spread=0 seed 1", "train.max_steps=1", "--train-only"]
-    given = ["--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS, *words]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
-    assert settings.main() == 0
+    assert start(settings, *SPREADS, "--output", str(tmp_path), *words) == 0
     assert trained == ["schedule.spread=0-seed-1"]
 
 
@@ -332,18 +328,13 @@ def test_variants_that_cannot_be_trained_are_skipped_unless_requested(
 
 def test_two_experiments_cannot_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.output, "LOCK_TIMEOUT", 0.1)
-    monkeypatch.setattr(
-        sys, "argv", ["script", "--recipe", "quickstart", "--output", str(tmp_path), *SETTINGS, *SPREADS]
-    )
     with only_writer(tmp_path, "--output"), pytest.raises(ConfigError, match="another run is writing here"):
-        settings.main()
+        start(settings, *SPREADS, "--output", str(tmp_path))
 
 
-def test_data_path_as_an_override_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--recipe", "e2e-tiny", "--output", str(tmp_path / "out"), *SPREADS, "data.path=somewhere"]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
+def test_data_path_as_an_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--data-dir"):
-        settings.main()
+        start(settings, *SPREADS, "--output", str(tmp_path / "out"), "data.path=somewhere")
     assert not (tmp_path / "out").exists()
 
 
