@@ -137,7 +137,10 @@ class FastPath:
 
     def profile(self, weights: Weights | None = None) -> Profile | None:
         """The calibrated profile that the model's speedups are solved for; None if there is none."""
-        return self.solved().profile(self.model, weights or self.usual_weights())
+        solved, model = self.solved(), self.model
+        if weights is None and not any(solved.profile(model, kind) for kind in ("packed", "model")):
+            return None  # the usual weights aren't asked for: a model on the meta device has none
+        return solved.profile(model, weights or self.usual_weights())
 
     def draft_record(
         self, weights: Weights, schedule: SkipSchedule, kind: LoopKind = "kernels", *, do_sample: bool

@@ -297,7 +297,7 @@ class Guard:
         line = f"{scope['method']} {path} {status} {seconds:.3f} s"
         if running is not None:
             count = f"{len(running.choices)} sequences, " if len(running.choices) != 1 else ""
-            speed = "lossless" if running.body.lossless else show_planned(running.speedup, running.shortfall)
+            speed = "lossless" if running.body.lossless else show_planned(running.speedup, running.fallback_speedup)
             line += (
                 f", {count}{speed}, {running.prompt_tokens} + {running.new_tokens} tokens, "
                 f"{running.layers_per_token:.2f} layers per token"

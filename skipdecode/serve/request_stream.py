@@ -264,8 +264,7 @@ class RunningRequest:
     async def chunks(self) -> AsyncIterator[list[Chunk]]:
         """The chunks of all sequences, as they come, until the last sequence has ended.
 
-        Raises:
-            APIError: if a sequence fails, or the request takes too long.
+        Raises APIError if a sequence fails, or the request takes too long.
         """
         try:
             while any(choice.end is None for choice in self.choices):
@@ -335,9 +334,9 @@ class RunningRequest:
         return min((plan.planned for plan in self._plans if plan.planned is not None), default=None)
 
     @property
-    def shortfall(self) -> float | None:
+    def fallback_speedup(self) -> float | None:
         """The planned speedup, the smallest of all sequences, if the target can't be reached; None if it can."""
-        return min((plan.shortfall for plan in self._plans if plan.shortfall is not None), default=None)
+        return min((plan.fallback_speedup for plan in self._plans if plan.fallback_speedup is not None), default=None)
 
     @property
     def _plans(self) -> list[SpeedPlan]:
