@@ -214,15 +214,8 @@ def gated_layers(
 ) -> Iterator[LayerGate]:
     """Within the context, route every call of the model's decoder layers through a gate, while the gate is `active`.
 
-    Args:
-        schedule: its `prompt_stop` applies whatever the plan.
-        plan: the gate's first plan.
-        prompt_columns: number of positions, from the left, that belong to the prompt.
-        keep_in_graph: as in `skip_layers`.
-
-    Raises:
-        ConfigError: for a schedule of another number of layers, a family that isn't known, or a model that this thread
-            has already attached.
+    The schedule's `prompt_stop` applies whatever the plan, which is the gate's first one. Raises ConfigError as
+    `skip_layers` does when it is entered.
     """
     layers = decoder_layers(model)
     check_schedule(schedule, layers)

@@ -31,11 +31,8 @@ _PACKAGES = ("gguf", "accelerate")  # what transformers needs to read one
 def find_gguf(name: str, gguf_file: str, where: Mapping[str, Any] | None = None) -> Path:
     """The absolute path of a GGUF file in a folder, or downloaded from a repository of the Hub.
 
-    Args:
-        where: arguments of `from_pretrained` for a repository, such as `revision` and `cache_dir`.
-
-    Raises:
-        ConfigError: where there is no such file, it isn't GGUF, or a package that reads it isn't installed.
+    For a repository, `where` has arguments of `from_pretrained` such as `revision`. Raises ConfigError where there is
+    no such file, it isn't GGUF, or a package that reads it isn't installed.
     """
     if not isinstance(gguf_file, str) or not gguf_file:
         raise ConfigError(f"gguf_file is {gguf_file!r}: name a file in {name!r}")

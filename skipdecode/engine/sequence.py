@@ -86,6 +86,7 @@ class Answer:
     Attributes:
         prompt_tokens, schedule, plan: as given.
         times: when the request was submitted, admitted, and got its tokens.
+        cancelled: whether `cancel` was called, even after the end.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Answer:
         self._tokens: list[int] = []
         self._last: GeneratedToken | None = None
         self._ended = threading.Event()
-        self._cancelled = False
+        self.cancelled = False
         self._kept: list[GeneratedToken] = []
         self._changed = threading.Condition()
         self._listener = listener
@@ -129,12 +130,7 @@ class Answer:
 
     def cancel(self) -> None:
         """Have the sequence end; its memory is free before the next step."""
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called, even after the end."""
-        return self._cancelled
+        self.cancelled = True
 
     def result(self, timeout: float | None = None) -> CompletedRequest:
         """Wait for the end of the sequence.

@@ -102,14 +102,9 @@ class NativeSteps:
     def __call__(
         self, entered: torch.Tensor, layers: Sequence[int], cache: PlannedCache, inputs: StepInputs, **of_prompt: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run tokens through `layers`.
+        """Run tokens through `layers`: ids [tokens] where there are `tables`, else hidden states [tokens, hidden].
 
-        Args:
-            entered: token ids [tokens] where there are `tables`, else hidden states [tokens, hidden].
-            of_prompt: what `prefill` passes on to `_step`.
-
-        Returns:
-            The last layer's output in float32 and None where there is no LM head, else None and logits.
+        Returns the last layer's output in float32 and None where there is no LM head, else None and logits.
         """
         step, logits, alive = self._step(entered, layers, cache, inputs, **of_prompt)
         _checked(-self._kernels.step(self._kernels.number, step))

@@ -222,7 +222,7 @@ class StepGraphs:
         ends: Collection[int],
         padding: Any,
     ) -> torch.Tensor:
-        """Decode several steps greedily, from generated token i on.
+        """Decode several steps greedily, from generated token i on. Returns token ids [rows, new tokens].
 
         A GPU starts the next steps before the host sees the tokens of earlier ones, so that it never waits. Decoding
         stops early where every sequence has ended, or so many that the batch should shrink.
@@ -231,9 +231,6 @@ class StepGraphs:
             tokens: those of the first step [rows].
             layers: those that run in each step, of MAX_AHEAD steps at most.
             room, ends, padding: as in `skipdecode.generate.decode_loop.Runner.choose`.
-
-        Returns:
-            Token ids [rows, new tokens].
         """
         rows = len(tokens)
         ahead = steps_in_flight(tokens.device)

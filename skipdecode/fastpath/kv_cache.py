@@ -140,11 +140,6 @@ class PlannedCache(Cache):
         for layer in layers:
             layer.length = min(layer.length, length)
 
-    def reset(self) -> None:
-        """Forget all tokens; the buffers stay."""
-        for layer in self.layers:
-            layer.reset()
-
     @property
     def nbytes(self) -> int:
         """The size of all layers' buffers in bytes; the prefill allocates them, and they don't grow afterwards."""

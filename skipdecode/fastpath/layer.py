@@ -154,7 +154,7 @@ def by_rows(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch
 
 
 class Norm:
-    """A LayerNorm or RMSNorm as one operation; `centred` where the mean is subtracted first, as an RMSNorm doesn't."""
+    """A LayerNorm or RMSNorm as one operation; a LayerNorm is `centred`: it subtracts the mean first."""
 
     def __init__(self, module: Any) -> None:
         self.centred = isinstance(module, nn.LayerNorm)

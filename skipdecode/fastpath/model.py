@@ -198,6 +198,7 @@ class FastDecoder:
         """Run a prompt through `layers` and fill the cache.
 
         The last layer computes keys and values of all tokens, but an output of the last token of each sequence only.
+        Returns logits of the last tokens [batch, vocabulary].
 
         Args:
             prompt: tokens [batch, length], or their embeddings [batch, length, hidden].
@@ -206,9 +207,6 @@ class FastDecoder:
             attention_mask, position_ids: as for `step_inputs`.
             stop: how many of the layers, from the lowest, all tokens run. The last tokens run all layers; above `stop`
                 keys and values of the other tokens come from the states that they stopped with. None for all.
-
-        Returns:
-            Logits of the last tokens [batch, vocabulary].
         """
         before_last = len(layers) - 1  # the last layer's output is read for the last tokens only
         stop = before_last if stop is None else min(stop, before_last)

@@ -55,10 +55,8 @@ def decode_loop(runner: Runner, request: DecodeRequest) -> torch.Tensor | Genera
 
     Sequences that have ended may leave the runner's steps. Processors, criteria and the streamer see the whole batch
     nevertheless, and sampling draws as many random numbers as without that: the tokens after a sequence's end are
-    padding, whatever their logits are.
-
-    Returns:
-        Token ids [batch, prompt length + new tokens], or a GenerateDecoderOnlyOutput if it was requested.
+    padding, whatever their logits are. Returns token ids [batch, prompt length + new tokens], or a
+    GenerateDecoderOnlyOutput if it was requested.
     """
     config, streamer, logits_processor = request.generation_config, request.streamer, request.logits_processor
     input_ids: Any = request.input_ids  # transformers asks for a LongTensor, which type checkers hold for another type

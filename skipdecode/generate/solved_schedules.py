@@ -85,10 +85,8 @@ class SolvedSchedules:
         """Constant schedules that may draft if none is given, by increasing depth.
 
         Budgets needn't decay, because drafts attend to full depth's keys and values. The layers are the first ones of
-        `order`, or without one those of the fastest speed that the model was trained for.
-
-        Raises:
-            ConfigError: for an invalid order; without one if the model's config names no speed above 1.
+        `order`, or without one those of the fastest speed that the model was trained for. Raises ConfigError for an
+        invalid order, and without one if the model's config names no speed above 1.
         """
         key = None if order is None else check_order(order, self.sizes.num_layers)
         if key not in self._drafts:

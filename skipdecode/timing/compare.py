@@ -128,12 +128,7 @@ class Decoder:
         self._positions = longest_sequence(model.config)
 
     def plan(self, speedup: float, over: Over | None = None, prompts: Sequence[int] | None = None) -> SpeedPlan:
-        """The plan for a target speedup. Raises ConfigError as `skip_generate` does.
-
-        Args:
-            speedup, over: as in `skip_generate`.
-            prompts: tokens of each prompt of the batch.
-        """
+        """The plan for a target speedup of prompts of these lengths. Raises ConfigError as `skip_generate` does."""
         return resolve_plan(
             self.model,
             None,
@@ -152,8 +147,7 @@ class Decoder:
     def draft_schedule(self, prompts: Sequence[str], order: Sequence[int] | None = None) -> SkipSchedule:
         """The schedule that drafts for prompts that are decoded together, if no speedup is given.
 
-        Raises:
-            ConfigError: without an `order` of layers, if the checkpoint wasn't trained for a speedup.
+        Raises ConfigError without an `order` of layers, if the checkpoint wasn't trained for a speedup.
         """
         do_sample = bool(self._request["do_sample"])
         tokens = self._tokens(prompts)
@@ -181,15 +175,8 @@ class Decoder:
     def decode(
         self, prompts: Sequence[str], schedule: SkipSchedule, streamer: Any = None, *, tokens: int | None = None
     ) -> Decoded:
-        """Decode prompts together.
-
-        Args:
-            schedule: which layers run, or draft.
-            streamer: as in `generate`.
-            tokens: exact number of new tokens; by default each completion has its own end.
-
-        Raises:
-            ConfigError: as `skip_generate` does.
+        """Decode prompts together, each with exactly `tokens` new tokens (None: up to its own end). The schedule says
+        which layers run, or draft. Raises ConfigError as `skip_generate` does.
         """
         request = {name: value for name, value in self._request.items() if value is not None}
         if tokens is not None:
@@ -285,14 +272,7 @@ def compare(
     affects all alike.
 
     Timed sequences have the same length at every speedup, so that the same steps are compared. There are `repeats`
-    rounds after a warm-up, and more if rounds are very short.
-
-    Args:
-        prompts: decoded together.
-        over: as in `skip_generate`.
-
-    Raises:
-        ConfigError: as `skip_generate` does.
+    rounds after a warm-up, and more if rounds are very short. Raises ConfigError as `skip_generate` does.
     """
     speedups = (1.0, *(speedup for speedup in speedups if speedup != 1))
     plans = tuple(decoder.plan_of(prompts, speedup, over) for speedup in speedups)

@@ -77,15 +77,9 @@ class LayerOrder:
         """The layers sorted by decreasing Block Influence, after the same first two."""
         return (*self.order[:2], *sorted(self.order[2:], key=lambda layer: -self.influence[layer]))
 
-    def to_json(self) -> str:
-        """The JSON text that `read_order` reads."""
-        values = asdict(self)
-        values["divergence"] = {str(layers): value for layers, value in self.divergence.items()}
-        return json.dumps(values) + "\n"
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file atomically."""
-        write_atomically(Path(path), self.to_json())
+        """Write the JSON file that `read_order` reads, atomically."""
+        write_atomically(Path(path), json.dumps(asdict(self)) + "\n")
 
 
 def choose_rows(rows: Any, count: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
