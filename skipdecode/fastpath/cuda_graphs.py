@@ -391,7 +391,7 @@ def step_graphs(
         found = StepGraphs(decoder, schedule, steps, columns)
         found.key = key
     found.decoder = decoder
-    found.cache.reset()
+    found.cache.reset()  # type: ignore[no-untyped-call]
     if found.free is not None:  # another thread's steps may still run, on a stream of its own
         torch.cuda.current_stream(found.device).wait_event(found.free)
     return found

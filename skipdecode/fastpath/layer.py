@@ -122,10 +122,7 @@ class FastLayer:
     def finish(self, hidden: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The output projection, the feed-forward network and what the family adds and normalises around them.
 
-        Args:
-            hidden: the layer's input [rows, hidden].
-            normed: what its attention read [rows, hidden].
-            attended: what its attention returned [rows, heads * head_dim].
+        They get the layer's input and what its attention read [rows, hidden] and returned [rows, heads * head_dim].
         """
         attended = self.out(attended)
         if not self.norm_first:
@@ -209,10 +206,8 @@ def _attend_on_cpu(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` for few queries: torch's CPU kernels are made for many.
 
-    Args:
-        query: [batch, heads, queries, head_dim]
-        keys, values: [batch, heads, slots, head_dim]
-        attn_mask: added to scores, broadcast against [batch, heads, queries, slots].
+    Query [batch, heads, queries, head_dim], keys and values [batch, heads, slots, head_dim]; the mask is added to
+    scores, broadcast against [batch, heads, queries, slots].
     """
     batch, heads, queries, head_dim = query.shape
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)  # [batch * heads, slots, head_dim], not copied

@@ -19,11 +19,7 @@ class RowLengths(StoppingCriteria):
     """A stopping criterion that ends each sequence after its own number of new tokens.
 
     Like transformers' criterion for end tokens it has an `eos_token_id`: it tells a decoding loop that some sequences
-    end before others and are padded.
-
-    Args:
-        lengths: new tokens of each sequence.
-        prompt_length: padded length of the prompts.
+    end before others and are padded. The prompt length includes padding.
     """
 
     def __init__(self, lengths: Sequence[int], prompt_length: int, eos_token_id: int, device: torch.device) -> None:

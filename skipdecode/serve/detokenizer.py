@@ -7,10 +7,7 @@ _INCOMPLETE = "\ufffd"  # stands for the first bytes of a character whose other 
 
 
 class Detokenizer:
-    """Decodes the tokens of one sequence as they are generated.
-
-    Args:
-        stops: strings that end the text; they aren't part of it.
+    """Decodes the tokens of one sequence as they are generated, up to the first of `stops`, which isn't in the text.
 
     Attributes:
         text: the text so far, without an end that may be the beginning of a stop.

@@ -92,12 +92,9 @@ class Waker:
 
 
 class TokenQueue:
-    """Passes tokens from the engine's thread to a task of the event loop.
+    """Passes tokens from the engine's thread to a task of the event loop, which gets a TimeoutError after `seconds`.
 
-    Args:
-        waker: wakes the task.
-        each: whether to wake it for each token, and not only at the end of each sequence.
-        seconds: time after which the task gets a TimeoutError.
+    The task is woken for each token (`each`), or only at the end of each sequence.
     """
 
     def __init__(self, waker: Waker, *, each: bool, seconds: float) -> None:

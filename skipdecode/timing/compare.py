@@ -226,14 +226,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Pace:
-    """Measurements of one speedup: medians over rounds.
-
-    Attributes:
-        speedup: measured speedup of decoding over full depth in the same round.
-        end_to_end: measured end-to-end speedup.
-        layers: mean layers per token.
-        tokens_per_second: of decoding.
-        prefill_seconds, decode_seconds: wall-clock times up to the first tokens, and from there on.
+    """Measurements of one target, medians over rounds: speedups over full depth in the same round, of decoding and
+    end-to-end; tokens per second of decoding; times up to the first tokens, and from there on.
     """
 
     speedup: Ratio
@@ -250,10 +244,8 @@ class Compared:
 
     Attributes:
         plans: for the target speedups, 1 first.
-        decoded: the completions at each.
         agreements: the share of tokens that full depth would have chosen, at each (`agreeing_tokens`).
         tokens: new tokens of each sequence that was timed: as many as the longest completion has.
-        rounds: number of rounds that were timed.
         paces: measurements at each; empty if no completion is long enough to be timed.
     """
 
@@ -316,7 +308,6 @@ class Price:
     """The predicted speed and memory of one speedup.
 
     Attributes:
-        plan: for the target speedup.
         layers: mean layers per new token.
         predicted, end_to_end: predicted speedup of decoding, and end-to-end: by the calibrated profile of this machine,
             or without one by the analytical cost model (`CostModel`).

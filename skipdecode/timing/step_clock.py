@@ -76,13 +76,9 @@ def generate_timed(
     stopping_criteria: Sequence[StoppingCriteria] = (),
     **options: Any,
 ) -> TimedGeneration:
-    """Call `model.generate`, greedily unless the options say otherwise, and time it.
+    """Call `model.generate` on prompts [batch, prompt length], greedily unless the options say otherwise, and time it.
 
-    Args:
-        input_ids: token ids of the prompts, [batch, prompt length].
-        attention_mask: [batch, prompt length]; None if all prompts are equally long.
-        stopping_criteria: in addition to the clock.
-        options: further arguments of `generate`.
+    Without an attention mask all prompts are equally long. Options are further arguments of `generate`.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     options = {"do_sample": False, "return_dict_in_generate": False, **options}
