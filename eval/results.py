@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import rich.table
 from pydantic import ConfigDict
 
+from eval.machine import machine_words
 from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
@@ -294,7 +295,7 @@ class Report:
         cut = f" ({self.prompts_cut} of them truncated)" if self.prompts_cut else ""
         return [
             f"{self.examples} prompts{cut}, batch {self.batch_size}, at most {self.max_new_tokens} new tokens, greedy, "
-            f"{self.dtype}{weights} on {self.machine['processor']} ({self.machine['threads']} threads), {self.date}.",
+            f"{self.dtype}{weights} on {machine_words(self.machine)}, {self.date}.",
             *self._process_notes(),
             *([f"1x: the reference {self.reference} at full depth."] if self.reference is not None else []),
             *(
