@@ -252,8 +252,9 @@ def draw_speeds(path: Path, report: SpeedReport) -> None:
         axes.set_xlabel("target speedup")
         axes.set_ylabel(f"measured {SPEED_NAMES[c.over]} speedup over full depth")
         axes.set_title(f"{c.model}, {c.dtype}: measured speedup against target", fontsize=12, pad=20)
-        note = f"{machine_words(c.machine)}, prompt {c.prompt_length}, {c.new_tokens} new tokens; bars: quartiles; "
-        add_note(axes, note + ("dashed: memory-bound; " if c.over == "decode" else "") + "dotted: the target")
+        lengths = f"prompts of {c.prompt_length} tokens, {c.new_tokens} new tokens"
+        bound = "dashed: memory-bound; " if c.over == "decode" else ""
+        add_note(axes, f"{machine_words(c.machine)}, {lengths}; bars: quartiles; {bound}dotted: the target")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}x")
         axes.legend(loc="upper left")
