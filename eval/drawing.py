@@ -15,8 +15,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from eval.machine import machine_words
-from eval.results import SPEED_NAMES, Report, Row, speed_shown
+from eval.results import SPEED_NAMES, Report, Row, machine_words, speed_shown
 from eval.score.metric import Metric
 from eval.score.registry import headline
 from skipdecode.files import atomic_replacement

@@ -4,7 +4,6 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -30,12 +29,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
     }
-
-
-def machine_words(machine: Mapping[str, Any]) -> str:
-    """A described machine in notes and pictures, such as "AMD EPYC (2 threads)"."""
-    threads = machine["threads"]
-    return f"{machine['processor']} ({threads} thread{'' if threads == 1 else 's'})"
 
 
 def machine_identity(device: torch.device) -> dict[str, Any]:

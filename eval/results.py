@@ -4,7 +4,7 @@ The module imports nothing that trains or decodes, so a report loads quickly.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 import rich.table
 from pydantic import ConfigDict
 
-from eval.machine import machine_words
 from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
 from eval.score.bootstrap import RESAMPLES, SIGNIFICANT
 from eval.score.metric import Metric
@@ -184,6 +183,12 @@ class Row:
             return Ratio(self.wall_clock_speedup, *self.wall_clock_quartiles)
         assert self.whole_speedup is not None  # Report.of refuses end-to-end targets without it
         return self.whole_speedup
+
+
+def machine_words(machine: Mapping[str, Any]) -> str:
+    """A described machine in notes and pictures, such as "AMD EPYC (2 threads)"."""
+    threads = machine["threads"]
+    return f"{machine['processor']} ({threads} thread{'' if threads == 1 else 's'})"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from eval.drawing import STYLE, add_note, draw_series, save_png
 from eval.load.client import Outcome
 from eval.load.request import STATIC_BATCHING, speed_of
-from eval.machine import machine_words
+from eval.results import machine_words
 from eval.tables import Column, Table
 from skipdecode.schedule.plan import rounded_down
 from skipdecode.timing.interleave import Ratio

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.drawing import MUTED, SERIES, STYLE, error_bars, save_png
-from eval.machine import machine_words
+from eval.results import machine_words
 from eval.score.registry import metric_named
 from eval.search.report import SearchReport, TrialRow
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import rich.table
 
-from eval.machine import machine_words
+from eval.results import machine_words
 from eval.score.registry import metric_named
 from eval.search.paired import Estimate, estimate
 from eval.search.space import spread_of

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from eval.console import make_console
-from eval.machine import machine_words
 from eval.output import check_new_files
-from eval.results import SPEED_HEADERS, SPEED_NAMES
+from eval.results import SPEED_HEADERS, SPEED_NAMES, machine_words
 from eval.speed.report import COPY_FRACTION, PEER_FIELDS, SpeedReport, SpeedRow
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError

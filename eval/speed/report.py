@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from pydantic import ConfigDict
 
 from eval.drawing import MUTED, SERIES, STYLE, add_note, draw_series, error_bars, save_png
-from eval.machine import machine_words
 from eval.reading import AS_WRITTEN, DAMAGED, as_kind, read_json, what_is_wrong
-from eval.results import SPEED_HEADERS, SPEED_NAMES
+from eval.results import SPEED_HEADERS, SPEED_NAMES, machine_words
 from eval.tables import Column, Table
 from skipdecode.errors import ConfigError
 from skipdecode.schedule.schedule import Over, SkipSchedule
