@@ -82,7 +82,7 @@ class LoadRow:
     planned: float | None = None
 
 
-def shortfall(system: str, outcomes: Sequence[Outcome]) -> float | None:
+def fallback_speedup(system: str, outcomes: Sequence[Outcome]) -> float | None:
     """The speedup that the server planned (median over requests) where it is below the system's target; else None."""
     target = speed_of(system)
     planned = [outcome.planned for outcome in outcomes if outcome.planned is not None]
@@ -121,7 +121,7 @@ def row_of(
         first_token=Percentiles.of([outcome.parts[0] for outcome in good if outcome.parts]),
         between_tokens=Percentiles.of([b - a for o in good for a, b in zip(o.parts, o.parts[1:], strict=False)]),
         whole=Percentiles.of([outcome.seconds for outcome in good]),
-        planned=shortfall(system, good),
+        planned=fallback_speedup(system, good),
     )
 
 
