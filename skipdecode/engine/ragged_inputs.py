@@ -1,7 +1,7 @@
 """Inputs of a decode step for sequences of different lengths and schedules.
 
-The sets of layers that tokens run are nested (invariant 1, docs/how-it-works.md). With the tokens ordered by the size of
-their set, largest first, the tokens that run a given layer are therefore the first ones of the batch (invariant 7).
+The sets of layers that tokens run are nested (invariant 1, docs/how-it-works.md). With the tokens ordered by the size
+of their set, largest first, the tokens that run a given layer are therefore the first ones of the batch (invariant 7).
 """
 
 from array import array
