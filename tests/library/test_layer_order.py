@@ -41,9 +41,8 @@ def naive_divergence(family: str, kept: list[int]) -> float:
     for prompt, completion in rows():
         ids = torch.tensor([prompt + completion])
         with torch.no_grad():
-            full, fewer = (
-                model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(dim=-1) for model in (whole, part)
-            )
+            logits = [model(ids).logits[0, len(prompt) - 1 : -1] for model in (whole, part)]
+        full, fewer = (each.double().log_softmax(dim=-1) for each in logits)
         total += float((full.exp() * (full - fewer)).sum())
         tokens += len(completion)
     return total / tokens

@@ -18,9 +18,9 @@ from drawn_orders import placements
 from fastpath_cases import WINDOWED, fresh
 from hypothesis import strategies as st
 from naive_opt import tokens_by_layers
-from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised
+from tiny_models import END, OPT_KINDS, PAD, TINY_FAMILIES, VOCABULARY, randomised, tiny_config
 from torch import nn
-from transformers import AutoConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 from weight_updates import UPDATES
 
 from skipdecode import SkipSchedule, skip_generate
@@ -142,21 +142,8 @@ def fresh_model(name: str) -> PreTrainedModel:
     if name not in MIXED:
         return fresh(name)
     family, turns = MIXED[name]
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        pad_token_id=PAD,
-        bos_token_id=END,
-        eos_token_id=END,
-        use_sliding_window=True,
-        sliding_window=5,
-        layer_types=[_TYPES[kind] for kind in _TURNS[turns]],
-        **TINY_FAMILIES[family],
-    )
-    return randomised(config, seed=1)
+    window = {"use_sliding_window": True, "sliding_window": 5, "layer_types": [_TYPES[kind] for kind in _TURNS[turns]]}
+    return randomised(tiny_config(family, **TINY_FAMILIES[family], **window), seed=1)
 
 
 @cache
@@ -282,11 +269,7 @@ def _gap(logits: torch.Tensor, token: int, sampling: Sampling | None, noise: Any
 
 
 def check_rounded(
-    case: Case,
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    prompts: list[list[int]],
-    texts: list[list[int]],
+    case: Case, model: PreTrainedModel, reference: PreTrainedModel, prompts: list[list[int]], texts: list[list[int]]
 ) -> int:
     """8 and 4 bits give other texts than a model's own weights; but those of another copy, and of each row alone."""
     assert texts == decode(case, deepcopy(reference), prompts), "another copy of the same weights decodes otherwise"
