@@ -20,6 +20,8 @@ from small_checkpoints import flip
 from small_runs import SMALL, metrics, train_small, train_small_on
 
 import train.cli
+import train.objective
+import train.run
 from skipdecode import ConfigError, SkipSchedule
 from skipdecode.checkpoint.checksums import CHECKSUMS_FILE
 from train.checkpoints import last_complete_checkpoint, resume_advice, set_damaged_aside
@@ -128,9 +130,8 @@ def test_sigterm_stops_a_run_after_saving_a_checkpoint_of_the_step(tmp_path: Pat
     assert status == 143
     step = metrics(folder)[-1]["step"]
     line = said.splitlines()[-1]
-    assert line.startswith(
-        f"stopped: SIGTERM after step {step}: the last good checkpoint is {folder}/checkpoint-{step}"
-    )
+    saved = f"{folder}/checkpoint-{step}"
+    assert line.startswith(f"stopped: SIGTERM after step {step}: the last good checkpoint is {saved}")
     assert chosen(folder)[0] == f"checkpoint-{step}"
 
 
@@ -159,8 +160,6 @@ def test_a_full_disk_stops_the_run_and_keeps_the_previous_checkpoint(tmp_path: P
 def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train.objective
-
     original = train.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -186,8 +185,6 @@ def test_a_nan_loss_stops_the_run_and_the_error_names_the_last_good_checkpoint(
 def test_weights_after_an_infinite_gradient_are_not_saved(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train.objective
-
     original = train.objective.completion_loss
 
     def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -206,19 +203,13 @@ def test_weights_after_an_infinite_gradient_are_not_saved(
     assert not list(folder.glob("checkpoint-*"))
 
 
+# The learning rate is so high that the first checkpoint is the best.
+WORSE = ["train.finish_with=best", "optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
+
+
 def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path: Path) -> None:
-    """The learning rate is so high that the first checkpoint is the best."""
-    folder = train_small(
-        tmp_path / "run",
-        "train.max_steps=12",
-        "schedule.texts=0",
-        "train.save_total_limit=2",
-        "train.validate_rows=8",
-        "train.finish_with=best",
-        "optim.learning_rate=0.5",
-        "optim.scheduler=constant",
-        "optim.max_grad_norm=1000.0",
-    )
+    overrides = ["train.max_steps=12", "schedule.texts=0", "train.save_total_limit=2", "train.validate_rows=8"]
+    folder = train_small(tmp_path / "run", *overrides, *WORSE)
     lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6, 9, 12]
     for line in lines:
@@ -234,8 +225,6 @@ def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path
 
 def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
     """Send SIGTERM to this process after a run's callback for an event of a step."""
-    import train.run
-
     original = getattr(train.run.MetricsFile, event)
 
     def told(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -249,10 +238,9 @@ def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
 def test_a_stopped_run_keeps_its_newest_and_best_checkpoints_and_a_damaged_best_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is one checkpoint, and the learning rate is so high that the first one is the best."""
+    """The limit is one checkpoint."""
     send_sigterm(monkeypatch, "on_log", 4)
-    overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", "train.finish_with=best"]
-    overrides += ["optim.learning_rate=0.5", "optim.scheduler=constant", "optim.max_grad_norm=1000.0"]
+    overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", *WORSE]
     folder = tmp_path / "run"
     with pytest.raises(RunStopped, match=r"SIGTERM after step 5: the last good checkpoint is .*checkpoint-5;"):
         train_small(folder, *overrides)
@@ -318,17 +306,14 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_weights_of_an_uninterrupt
     train_small(folder, *overrides)
     expected = load_file(cut / "model.safetensors")
     assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
-    assert [(line["step"], line["loss"]) for line in metrics(folder)] == [
-        (line["step"], line["loss"]) for line in metrics(cut)
-    ]
+    found, wanted = ([(line["step"], line["loss"]) for line in metrics(each)] for each in (folder, cut))
+    assert found == wanted
 
 
 def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, which uses the same random generator; an epoch has 3 steps of 4 rows."""
-    import train.run
-
     overrides = ["data.options={train_size: 4, validation_size: 4, test_size: 4}", "train.per_device_batch_size=4"]
     overrides += ["train.max_steps=8", "train.save_steps=1", "model.config.dropout=0.1", "schedule.texts=0"]
     straight = train_small(tmp_path / "straight", *overrides)

@@ -57,9 +57,8 @@ def naive_loss(model: PreTrainedModel, batch: dict[str, Any], power: float, smoo
             logits.append(model(**arguments).logits[:, :-1])
     total: Any = 0.0
     for k, given in enumerate(logits, start=1):
-        loss = functional.cross_entropy(
-            given.transpose(1, 2), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
-        )
+        how = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+        loss = functional.cross_entropy(given.transpose(1, 2), labels, **how)
         if k < LAYERS and share:
             p, q = logits[-1].detach().softmax(-1), given.softmax(-1)
             divergence = (p * (p.log() - q.log())).sum(-1)[labels != IGNORED].sum()
@@ -150,8 +149,7 @@ def test_a_forward_pass_that_drops_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [["schedule.speedups=[1,2]"], ["schedule.speedups=null", "schedule.speedup_range=[1,3]"]],
+    "overrides", [["schedule.speedups=[1,2]"], ["schedule.speedups=null", "schedule.speedup_range=[1,3]"]]
 )
 def test_schedules_that_skip_layers_are_refused_when_exits_are_trained(overrides: list[str], tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", [*SMALL, "optim.exits=all", *overrides])
@@ -167,9 +165,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_with_exits_logs_every_band_in_each_step(finished: Path) -> None:
     for line in metrics(finished):
-        assert {name for name in line if name.startswith("loss_")} == {
-            f"loss_layers_{low}_to_{low + 1}" for low in (1, 3, 5, 7)
-        }
+        bands = {f"loss_layers_{low}_to_{low + 1}" for low in (1, 3, 5, 7)}
+        assert {name for name in line if name.startswith("loss_")} == bands
         assert line["layer_column_share"] == 1
         assert line["layers_per_token"] == 8
 
