@@ -3,9 +3,11 @@
 import ast
 import graphlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,13 @@ ALLOWED = {
 }
 
 
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
 def imported(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,7 +54,7 @@ def imports_by_module() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, file in names.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes(file):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
             elif isinstance(node, ast.ImportFrom):
@@ -85,9 +91,7 @@ def test_results_are_read_without_torch_and_transformers(module: str) -> None:
 def test_the_library_needs_torch_and_transformers_alone() -> None:
     library = ROOT / "skipdecode"
     files = {file.relative_to(library): imported(file) for file in library.rglob("*.py")}
-    assert {str(name) for name, names in files.items() if "triton" in names} == {
-        "kernels/gpu.py"
-    }  # of torch's CUDA builds
+    assert [str(name) for name, names in files.items() if "triton" in names] == ["kernels/gpu.py"]
     used = set().union(*(names for name, names in files.items() if name.parts[0] != "serve")) - {"triton"}
     assert used - set(sys.stdlib_module_names) == {"torch", "transformers", "skipdecode"}
     extra = set().union(*(names for name, names in files.items() if name.parts[0] == "serve"))
@@ -100,7 +104,7 @@ def test_one_function_alone_imports_what_serves() -> None:
     at = {
         (file.name, node.col_offset > 0)
         for file in files
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes(file)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("skipdecode.serve")
     }
     assert at == {("commands.py", True)}
@@ -109,13 +113,12 @@ def test_one_function_alone_imports_what_serves() -> None:
 def private_names(file: Path) -> set[str]:
     """Names with an underscore in front that a file takes from what isn't its own, also as a text."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found |= {
-                part for name in (node.module or "", *(alias.name for alias in node.names)) for part in name.split(".")
-            }
+            names = [node.module or "", *(alias.name for alias in node.names)]
+            found |= {part for name in names for part in name.split(".")}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             found.add(node.value)
     found.discard("_exit")  # of os, which documents it
@@ -135,17 +138,14 @@ def test_nothing_imports_scripts_and_train_py_calls_the_command_line_alone() -> 
 
 def test_the_wheel_holds_the_library_alone(tmp_path: Path) -> None:
     # Built from a copy, without isolation: no network, and nothing left behind in the checkout.
-    import shutil
-
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     for package in ALLOWED:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
     # As where there is no compiler: the kernels take a minute and are no part of what is looked at.
-    subprocess.run(
-        command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"CC": "false", "CXX": "false"}
-    )
+    environment = os.environ | {"CC": "false", "CXX": "false"}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=environment)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"skipdecode", "skipdecode-0.1.0.dist-info"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from data import load_task
 from data.placeholders import put_back
-from data.webnlg import UNSEEN, WebNLG, hide_names, letters_of, linearise, said
+from data.webnlg import UNSEEN, WebNLG, _entry, hide_names, letters_of, linearise, said
 from skipdecode import ConfigError
 
 CITY = ("Aarhus_Airport | cityServed | Aarhus", "Aarhus | leaderName | Jacob_Bundsgaard")
@@ -60,18 +60,13 @@ def test_hiding_and_restoring_names_gives_the_original_text(names: list[str], da
     triples = tuple(f"{names[0]} | property | {name}" for name in names[1:])
     spoken = [name.strip('"').replace("_", " ") for name in names]
     text = "Here: " + "; ".join(data.draw(st.permutations(spoken))) + "."
-    from data.webnlg import _entry  # makes an example without a file
-
     example = task._example("one", _entry("here", "Food", triples, [("good", text)]), "train")
     (target,) = example.targets
     assert not any(name in target for name in spoken)
     assert task.restore(example, target) == text
     assert [name for _, name in example.substitutions] == spoken
     assert len({hidden for hidden, _ in example.substitutions}) == len(names)
-    assert example.prompt.split(" | ") == [
-        f"Xqa : property : {hidden}{end}"
-        for (hidden, _), end in zip(example.substitutions[1:], [*[""] * (len(names) - 2), "\n"], strict=True)
-    ]
+    assert example.prompt == " | ".join(f"Xqa : property : {hidden}" for hidden, _ in example.substitutions[1:]) + "\n"
 
 
 def test_a_name_is_hidden_in_any_spelling() -> None:
@@ -111,17 +106,13 @@ def test_common_variants_of_a_name_are_hidden(name: str, text: str, hidden: int)
 
 def test_parentheses_of_a_name_are_hidden_in_pairs() -> None:
     names = {"Bolt_(comicsCharacter)": "qa", "(19255)_1994_VK8": "qb", "Runway_2": "qc"}
-    assert (
-        hide_names("Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2", names)
-        == "Xqa (like Xqb) has (Runway) 2"
-    )
+    found = hide_names("Bolt (comicsCharacter) (like (19255) 1994 VK8) has (Runway) 2", names)
+    assert found == "Xqa (like Xqb) has (Runway) 2"
 
 
 def test_a_name_that_ends_in_a_full_stop_adds_no_second_one() -> None:
-    assert (
-        put_back("By Xqa. At Xqb.", [("Xqa", "Damon Wayans, Jr."), ("Xqb", "Italy")])
-        == "By Damon Wayans, Jr. At Italy."
-    )
+    names = [("Xqa", "Damon Wayans, Jr."), ("Xqb", "Italy")]
+    assert put_back("By Xqa. At Xqb.", names) == "By Damon Wayans, Jr. At Italy."
 
 
 def test_the_article_before_a_name_follows_its_sound() -> None:
@@ -159,9 +150,8 @@ def test_with_shuffle_each_text_has_its_own_order_of_triples(tmp_path: Path) -> 
         shuffled = WebNLG(str(folder), hidden, shuffle=True).load("train")
         assert [example.targets for example in shuffled] == [(text,) for text in texts]
         assert len({example.id for example in shuffled}) == len({example.prompt for example in shuffled}) == len(texts)
-        assert {tuple(sorted(example.prompt.strip().split(" | "))) for example in shuffled} == {
-            tuple(sorted(plain.prompt.strip().split(" | ")))
-        }
+        triples_of = [sorted(example.prompt.strip().split(" | ")) for example in (plain, *shuffled)]
+        assert triples_of == triples_of[:1] * len(triples_of)
         assert shuffled == WebNLG(str(folder), hidden, shuffle=True).load("train"), "the same every time"
         assert WebNLG(str(folder), hidden, shuffle=True).load("test") == WebNLG(str(folder), hidden).load("test")
 
