@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_orders import placements
+from drawn_schedules import schedules
 from fastpath_cases import fresh
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,25 +23,11 @@ from skipdecode.cli.options import main
 PROMPTS = ["vehicle: ferry | to: Saltfern\n", "vehicle: train | to: Mossford | leaves: 9.40\n"]
 
 
-@given(st.data())
-def test_the_schedule_of_a_pruned_model_runs_the_same_layers(data: Any) -> None:
-    depth = data.draw(st.integers(2, 40))
-    max_layers = data.draw(st.integers(1, depth))
-    min_layers = data.draw(st.integers(1, max_layers))
-    warmup = data.draw(st.integers(1, min_layers))
-    schedule = SkipSchedule(
-        depth,
-        max_layers,
-        min_layers,
-        warmup_layers=warmup,
-        horizon=data.draw(st.integers(1, 30)),
-        decay=data.draw(st.sampled_from(["linear", "cosine", "exponential"])),
-        prompt="max",
-        prompt_stop=data.draw(st.none() | st.integers(warmup, depth)),
-        **data.draw(placements(depth, warmup, even=False)),
-    )
+@given(schedules(st.integers(2, 40), horizon=30, even=False))
+def test_the_schedule_of_a_pruned_model_runs_the_same_layers(drawn: SkipSchedule) -> None:
+    schedule = dataclasses.replace(drawn, prompt="max")
     kept, smaller = pruned_schedule(schedule)
-    assert smaller.num_layers == len(kept) == max_layers
+    assert smaller.num_layers == len(kept) == schedule.max_layers
     for i in range(schedule.horizon + 3):
         assert tuple(kept[n] for n in smaller.layers_at(i)) == schedule.layers_at(i)
     assert tuple(kept[n] for n in smaller.prompt_layers) == schedule.prompt_layers
@@ -186,20 +172,10 @@ def test_each_remaining_layer_keeps_its_sliding_window(tmp_path: Path) -> None:
     assert torch.equal(plain.generate(input_ids=ids, attention_mask=mask, **WANTED), expected)
 
 
-@given(st.data())
-def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_where_they_differ(data: Any) -> None:
-    depth = data.draw(st.integers(1, 20))
-    max_layers = data.draw(st.integers(1, depth))
-    schedule = SkipSchedule(
-        depth,
-        max_layers,
-        data.draw(st.integers(1, max_layers)),
-        horizon=data.draw(st.integers(1, 12)),
-        **data.draw(placements(depth, 1)),
-        decay=data.draw(st.sampled_from(["linear", "constant", "cosine", "step"])),
-        prompt=data.draw(st.one_of(st.sampled_from(["full", "max"]), st.integers(max_layers, depth))),
-        prompt_stop=data.draw(st.none() | st.integers(1, depth)),
-    )
+@given(schedules(st.integers(1, 20), horizon=12))
+def test_a_standalone_model_has_the_layers_that_every_token_runs_and_is_refused_where_they_differ(
+    schedule: SkipSchedule,
+) -> None:
     sets = {
         schedule.prompt_layers,
         schedule.prompt_layers[: schedule.prompt_stop],

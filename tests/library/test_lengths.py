@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from drawn_schedules import schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,15 +12,10 @@ from skipdecode import ConfigError, CostModel, SkipSchedule, solve_schedule
 from skipdecode.schedule.lengths import MAX_BINS, Lengths, LengthsByPrompt
 
 SIZES = CostModel(12, 2_000_000, 3_000_000, 1000, 700, 512, 4)
+SCHEDULES = schedules(12, horizon=12)
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> SkipSchedule:
-    max_layers = draw(st.integers(1, 12))
-    return SkipSchedule(12, max_layers, draw(st.integers(1, max_layers)), horizon=draw(st.integers(1, 12)))
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), schedules())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), SCHEDULES)
 def test_the_predicted_decoding_time_is_the_mean_over_all_possible_batches(
     sequences: list[int], rows: int, schedule: SkipSchedule
 ) -> None:
@@ -41,7 +37,7 @@ PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, ma
 BATCHES = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@given(PAIRS, st.integers(1, 4), BATCHES, schedules())
+@given(PAIRS, st.integers(1, 4), BATCHES, SCHEDULES)
 def test_the_predicted_decoding_time_of_given_prompts_is_the_mean_over_completions_of_prompts_as_long(
     pairs: list[tuple[int, int]], groups: int, batches: list[list[int]], schedule: SkipSchedule
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_cases import LAYERS, MODELS, Case, fresh_model
-from drawn_orders import orders
+from drawn_schedules import orders
 from fastpath_cases import MODELS as FAMILIES
 from fastpath_cases import SCHEDULES, tiny
 from hypothesis import event, given, settings

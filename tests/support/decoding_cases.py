@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import drawn_schedules
 import torch
-from drawn_orders import placements
 from fastpath_cases import WINDOWED, fresh
 from hypothesis import strategies as st
 from naive_opt import tokens_by_layers
@@ -87,20 +87,7 @@ class Case:
 def schedules(draw: st.DrawFn) -> SkipSchedule:
     if draw(st.integers(0, 4)) == 4:
         return SkipSchedule.full_depth(LAYERS)
-    most = draw(st.integers(1, LAYERS))
-    least = draw(st.integers(1, most))
-    warmup = draw(st.integers(1, least))
-    return SkipSchedule(
-        num_layers=LAYERS,
-        max_layers=most,
-        min_layers=least,
-        warmup_layers=warmup,
-        horizon=draw(st.integers(1, MOST_NEW_TOKENS)),
-        decay=draw(st.sampled_from(["linear", "constant", "power", "exponential", "step", "cosine"])),
-        prompt=draw(st.sampled_from(["full", "max"]) | st.integers(most, LAYERS)),
-        prompt_stop=draw(st.none() | st.integers(warmup, LAYERS)),
-        **draw(placements(LAYERS, warmup)),
-    )
+    return draw(drawn_schedules.schedules(LAYERS, MOST_NEW_TOKENS))
 
 
 @st.composite

@@ -161,19 +161,7 @@ def test_every_reference_states_exactly_the_slots_of_its_prompt(examples: list[E
             assert stated(text) == wanted, (example.id, text)
 
 
-@pytest.mark.parametrize("slot", ORDER)
-def test_the_reference_check_detects_a_removed_value(slot: str, examples: list[Example]) -> None:
-    tried = 0
-    for example in examples[::10]:
-        slots = parse(example.prompt)
-        for text in example.references if slot in slots else ():
-            erased = re.sub(PATTERNS[slot][slots[slot]], "", text)
-            assert stated(erased).get(slot) != [slots[slot]]
-            tried += 1
-    assert tried > 50
-
-
-@pytest.mark.parametrize("slot", ["line", "to", "leaves", "stop", "duration", "price"])
+@pytest.mark.parametrize("slot", ["line", "from", "to", "leaves", "stop", "duration", "price"])
 def test_the_reference_check_detects_a_replaced_value(slot: str, examples: list[Example]) -> None:
     tried = 0
     for example in examples[::10]:
@@ -186,15 +174,6 @@ def test_the_reference_check_detects_a_replaced_value(slot: str, examples: list[
                 assert stated(replaced)[slot] == [other]
                 tried += 1
     assert tried > 30
-
-
-def test_the_reference_check_detects_swapped_origin_and_destination(examples: list[Example]) -> None:
-    for example in examples[::10]:
-        slots = parse(example.prompt)
-        origin, destination = slots.get("from"), slots["to"]
-        for text in example.references if origin else ():
-            swapped = text.replace(destination, "?").replace(str(origin), destination).replace("?", str(origin))
-            assert (stated(swapped)["from"], stated(swapped)["to"]) == ([destination], [origin])
 
 
 def test_references_are_one_to_three_well_formed_sentences(examples: list[Example]) -> None:

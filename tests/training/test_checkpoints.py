@@ -43,6 +43,15 @@ def chosen(folder: Path) -> tuple[str | None, str]:
     return (Path(found).name if found is not None else None), console.export_text()
 
 
+def check_same_end(mine: Path, reference: Path) -> None:
+    """Check that a run has the weights and the logged losses of another."""
+    expected = load_file(reference / "model.safetensors")
+    for name, value in load_file(mine / "model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+    found, wanted = ([(line["step"], line["loss"]) for line in metrics(each)] for each in (mine, reference))
+    assert found == wanted
+
+
 def test_the_newest_checkpoints_are_kept_with_checksums_of_all_files(cut: Path) -> None:
     kept = sorted(path.name for path in cut.glob("checkpoint-*"))
     assert kept == ["checkpoint-6", "checkpoint-9"]
@@ -89,16 +98,13 @@ def test_a_run_interrupted_after_its_last_step_finishes_with_the_same_weights(
     (folder / "recipe.yaml").write_text(recipe)
     if damaged:
         flip(folder / "checkpoint-9" / "model.safetensors")
-    expected = load_file(cut / "model.safetensors")
     (folder / "model.safetensors").unlink()
     warnings: list[str] = []
     monkeypatch.setattr(transformers.trainer.logger, "warning", warnings.append)
     train_small(folder, "train.max_steps=9", "schedule.texts=0")
     assert not [line for line in warnings if "keys" in line], "the tied LM head is missing in checkpoints"
-    for name, value in load_file(folder / "model.safetensors").items():
-        assert torch.equal(value, expected[name]), name
+    check_same_end(folder, cut)
     assert [line["step"] for line in metrics(folder)] == list(range(1, 10))
-    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(cut)]
     assert chosen(folder) == ("checkpoint-9", "")
 
 
@@ -223,14 +229,14 @@ def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def send_sigterm(patch: pytest.MonkeyPatch, event: str, step: int) -> None:
-    """Send SIGTERM to this process after a run's callback for an event of a step."""
+def send(patch: pytest.MonkeyPatch, signum: signal.Signals, event: str, step: int) -> None:
+    """Send a signal to this process after a run's callback for an event of a step."""
     original = getattr(train.run.MetricsFile, event)
 
     def told(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         original(self, args, state, control, **kwargs)
         if state.global_step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
 
     patch.setattr(train.run.MetricsFile, event, told)
 
@@ -239,7 +245,7 @@ def test_a_stopped_run_keeps_its_newest_and_best_checkpoints_and_a_damaged_best_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is one checkpoint."""
-    send_sigterm(monkeypatch, "on_log", 4)
+    send(monkeypatch, signal.SIGTERM, "on_log", 4)
     overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", *WORSE]
     folder = tmp_path / "run"
     with pytest.raises(RunStopped, match=r"SIGTERM after step 5: the last good checkpoint is .*checkpoint-5;"):
@@ -258,7 +264,7 @@ def test_sigterm_during_the_last_step_stops_a_run_after_its_finished_checkpoint(
     overrides = ["train.max_steps=3", "train.logging_steps=2", "evaluation.speedups=[1]", "evaluation.limit=2"]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        send_sigterm(patch, "on_step_end", 3)
+        send(patch, signal.SIGTERM, "on_step_end", 3)
         with pytest.raises(RunStopped, match=r"SIGTERM during the last step: .*holds the trained checkpoint"):
             train_small(folder, *overrides)
     assert [line["step"] for line in metrics(folder)] == [2, 3]
@@ -304,10 +310,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_weights_of_an_uninterrupt
     status, _ = signalled(folder, signal.SIGKILL, random.randint(1, 7), *overrides)
     assert status == -signal.SIGKILL
     train_small(folder, *overrides)
-    expected = load_file(cut / "model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
-    found, wanted = ([(line["step"], line["loss"]) for line in metrics(each)] for each in (folder, cut))
-    assert found == wanted
+    check_same_end(folder, cut)
 
 
 def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
@@ -317,26 +320,9 @@ def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
     overrides = ["data.options={train_size: 4, validation_size: 4, test_size: 4}", "train.per_device_batch_size=4"]
     overrides += ["train.max_steps=8", "train.save_steps=1", "model.config.dropout=0.1", "schedule.texts=0"]
     straight = train_small(tmp_path / "straight", *overrides)
-    original = train.run.MetricsFile
-    for stop in (3, 7):  # at the end of an epoch, and in the middle of one
-
-        def cut_off(folder: Path, stop: int = stop) -> Any:
-            callback = original(folder)
-            inner = callback.on_log
-
-            def on_log(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                inner(args, state, control, **kwargs)
-                if state.global_step == stop + 1:
-                    raise KeyboardInterrupt
-
-            callback.on_log = on_log
-            return callback
-
+    for step in (4, 8):  # after the end of an epoch, and in the middle of one
         with monkeypatch.context() as patch:
-            patch.setattr(train.run, "MetricsFile", cut_off)
+            send(patch, signal.SIGINT, "on_log", step)
             with pytest.raises(KeyboardInterrupt):
                 train_small(tmp_path / "cut", *overrides)
-    folder = train_small(tmp_path / "cut", *overrides)
-    expected = load_file(straight / "model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in load_file(folder / "model.safetensors").items())
-    assert [line["loss"] for line in metrics(folder)] == [line["loss"] for line in metrics(straight)]
+    check_same_end(train_small(tmp_path / "cut", *overrides), straight)

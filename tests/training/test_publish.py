@@ -124,6 +124,7 @@ def test_a_recipe_with_a_repository_publishes_its_checkpoint_also_after_a_failed
     settings = ["train.max_steps=1", "schedule.texts=0", f"publish.repository={NAME}", "publish.tag=first 1"]
     with pytest.raises(ConfigError, match="is trained, and the same command continues with publishing"):
         train_small(tmp_path / "run", *settings)
+    assert hub.repositories[NAME].files == {}
     hub.breaks = 0
     folder = train_small(tmp_path / "run", *settings)
     files = hub.repositories[NAME].files
@@ -181,21 +182,8 @@ def test_sending_without_a_network_gives_a_one_line_error(run: Path, monkeypatch
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    with pytest.raises(ConfigError, match=r"sending to me/small failed \(.*refused"):
+    with pytest.raises(ConfigError, match=r"sending to me/small failed \(.*refused.*: run the same command again"):
         send(pack(run, NAME))
-
-
-def test_an_interrupted_upload_changes_nothing_and_a_repeated_one_completes_it(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its own attempts
-    hub.breaks = 10**6
-    with pytest.raises(ConfigError, match=r"sending to me/small failed .*: run the same command again"):
-        send(pack(run, NAME))
-    assert hub.repositories[NAME].files == {}
-    hub.breaks = 0
-    send(pack(run, NAME))
-    arrived(hub, run)
 
 
 def test_checkpoint_files_of_an_earlier_version_are_replaced_and_other_files_stay(run: Path, hub: Hub) -> None:
@@ -353,12 +341,9 @@ def test_a_secret_is_detected_in_every_format(secret: str) -> None:
     assert find_secret(json.dumps({"notes": [secret]})) is not None
 
 
-def test_a_value_assigned_to_a_password_is_detected_as_a_secret() -> None:
+def test_a_password_is_detected_as_a_secret_and_a_snapshot_of_the_hubs_cache_is_not() -> None:
     assert find_secret("password: correct-horse-1\n", "recipe.yaml") is not None
     assert find_secret('{"password": "correct-horse-1"}\n', "config.json") is not None
-
-
-def test_a_snapshot_path_of_the_hubs_cache_is_not_detected_as_a_key() -> None:
     commit = "27dcfa74d334bc871f3234de431e71c6eeba5dd6"
     assert find_secret(f"name_or_path: /c/models--facebook--opt-1.3b/snapshots/{commit}\n") is None
     assert find_secret(f"key: {commit}\n") is not None

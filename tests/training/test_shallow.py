@@ -182,12 +182,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(tmp_path_factory.mktemp("trained") / "run", "train.max_steps=1", "schedule.texts=0")
 
 
-def test_an_unknown_placement_of_kept_layers_is_refused() -> None:
+def test_unknown_placements_and_numbers_of_layers_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.keep is 'upper'.*'top', 'bottom', 'even', 'ends' or 'order'"):
         load_recipe("quickstart", ["model.layers=2", "model.keep=upper"])
-
-
-def test_a_number_of_layers_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.layers is 0"):
         load_recipe("quickstart", ["model.layers=0"])
     with pytest.raises(ConfigError, match=r"model\.layers is 9: it must lie between 1 and the model's 8 layers"):
