@@ -290,14 +290,6 @@ def test_a_folder_left_by_a_run_killed_at_its_start_is_accepted(tmp_path: Path) 
         check_folder(tmp_path, recipe)
 
 
-def test_the_commands_exit_with_status_2_and_a_one_line_error(tmp_path: Path) -> None:
-    for command in (["train.py", "--recipe", "nothing"], ["-m", "eval", "--checkpoint", "tests", "--output", "x"]):
-        log = tmp_path / f"{command[0]}.txt"
-        assert run_python(command, log) == 2
-        assert log.read_text().startswith("error: ")
-        assert log.read_text().count("\n") == 1
-
-
 # There are 12 rows, all in each step.
 ONE_BATCH = ["data.options={train_size: 4, validation_size: 4, test_size: 4}", "train.per_device_batch_size=12"]
 ONE_BATCH += ["model.config.dropout=0.0"]
