@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,14 +230,22 @@ def test_the_best_checkpoint_is_kept_and_its_weights_can_finish_the_run(tmp_path
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def send(patch: pytest.MonkeyPatch, signum: signal.Signals, event: str, step: int) -> None:
-    """Send a signal to this process after a run's callback for an event of a step."""
+def send_sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interfere(patch: pytest.MonkeyPatch, act: Callable[[], None], event: str, step: int) -> None:
+    """Act after a run's callback for an event of a step."""
     original = getattr(train.run.MetricsFile, event)
 
     def told(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         original(self, args, state, control, **kwargs)
         if state.global_step == step:
-            os.kill(os.getpid(), signum)
+            act()
 
     patch.setattr(train.run.MetricsFile, event, told)
 
@@ -245,7 +254,7 @@ def test_a_stopped_run_keeps_its_newest_and_best_checkpoints_and_a_damaged_best_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is one checkpoint."""
-    send(monkeypatch, signal.SIGTERM, "on_log", 4)
+    interfere(monkeypatch, send_sigterm, "on_log", 4)
     overrides = ["train.max_steps=6", "train.save_total_limit=1", "train.validate_rows=4", *WORSE]
     folder = tmp_path / "run"
     with pytest.raises(RunStopped, match=r"SIGTERM after step 5: the last good checkpoint is .*checkpoint-5;"):
@@ -264,7 +273,7 @@ def test_sigterm_during_the_last_step_stops_a_run_after_its_finished_checkpoint(
     overrides = ["train.max_steps=3", "train.logging_steps=2", "evaluation.speedups=[1]", "evaluation.limit=2"]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, "on_step_end", 3)
+        interfere(patch, send_sigterm, "on_step_end", 3)
         with pytest.raises(RunStopped, match=r"SIGTERM during the last step: .*holds the trained checkpoint"):
             train_small(folder, *overrides)
     assert [line["step"] for line in metrics(folder)] == [2, 3]
@@ -322,7 +331,7 @@ def test_a_run_interrupted_in_a_later_epoch_continues_with_the_same_data_order(
     straight = train_small(tmp_path / "straight", *overrides)
     for step in (4, 8):  # after the end of an epoch, and in the middle of one
         with monkeypatch.context() as patch:
-            send(patch, signal.SIGINT, "on_log", step)
+            interfere(patch, interrupt, "on_log", step)
             with pytest.raises(KeyboardInterrupt):
                 train_small(tmp_path / "cut", *overrides)
     check_same_end(train_small(tmp_path / "cut", *overrides), straight)
